@@ -28,7 +28,7 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.drawing import Draw
 from forerun.errors import ArgumentError
 from forerun.model import Target
-from forerun.types import Budget, DraftKind, Signal, SpeculationStats, Verdict
+from forerun.types import Boundary, Budget, DraftKind, SpeculationStats, Verdict
 
 # Target and draft distributions at the roots that decoding meets, and what each way of drawing children could keep
 # there.
@@ -276,9 +276,9 @@ def root_distributions(
         for index, prompt in enumerate(prompts)
     ]
     ids = [row.cache_row for row in rows]
-    scored = target.prefill(ids, [row.tokens for row in rows], signals=watch.requires)
+    scored = target.prefill(ids, [row.tokens for row in rows], boundaries=watch.requires)
     first_tokens(rows, scored.logits)
-    watch.extend(context_for(rows, range(len(rows)), [len(row.tokens) for row in rows], scored.signals))
+    watch.extend(context_for(rows, range(len(rows)), [len(row.tokens) for row in rows], scored.hidden_states))
     group = Group(name="watched", drafter=watch, members=ids, depths=[_NODES] * len(rows), nodes=_NODES)
     for _ in range(steps):
         step(target, rows, [group])
@@ -301,7 +301,7 @@ class _Watch(Drafter):
         return self.inner.kind(sampler)
 
     @property
-    def requires(self) -> frozenset[Signal]:
+    def requires(self) -> frozenset[Boundary]:
         return self.inner.requires
 
     def extend(self, context: DraftContext) -> None:

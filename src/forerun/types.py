@@ -16,9 +16,9 @@ from forerun.params import LogitsProcessor as LogitsProcessor
 from forerun.params import SamplingParams as SamplingParams
 from forerun.params import StructuredOutputs as StructuredOutputs
 
-Signal = int
+Boundary = int
 """A layer boundary: the residual stream after that many layers, 0 = embeddings; or `LAST_HIDDEN`."""
-LAST_HIDDEN: Signal = -1
+LAST_HIDDEN: Boundary = -1
 """The hidden state after the final norm: what the output head reads."""
 
 

@@ -284,7 +284,7 @@ def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> 
     collector = Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12)
     drafter = Prompt(inner, collector, Throttle(1.0, threading.Event()))
     shown = DraftContext(
-        rows=[0, 1], tokens=[[1], [2]], prompt_lengths=[1, 1], fresh=[1, 1], samplers=[], rng=[], signals={}
+        rows=[0, 1], tokens=[[1], [2]], prompt_lengths=[1, 1], fresh=[1, 1], samplers=[], rng=[], hidden_states={}
     )
     drafter.extend(shown)
     drafter.truncate([0], [7])

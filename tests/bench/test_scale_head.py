@@ -45,9 +45,9 @@ def drafted_logits(folder: Path, checkpoint: HeadCheckpoint, dtype: torch.dtype)
     """(6, V'): after the prompt, and after five more tokens that the head reads with its own features."""
     target = Target(loaded(folder, dtype), slots=96)
     made = checkpoint.build(dtype).eval()
-    scored = target.prefill([0], [PROMPT[:-1]], signals=frozenset(made.config.boundaries))
+    scored = target.prefill([0], [PROMPT[:-1]], boundaries=frozenset(made.config.boundaries))
     runner = SequentialRunner(made, target, 1, 96)
-    runner.ingest([0], [PROMPT[1:]], scored.signals)
+    runner.ingest([0], [PROMPT[1:]], scored.hidden_states)
 
     def chain(first: torch.Tensor) -> torch.Tensor:
         logits = [first[0, 0]]

@@ -299,8 +299,8 @@ WRITES: dict[str, Callable[[DraftContext], Any]] = {
 }
 HARMLESS_WRITES: dict[str, Callable[[DraftContext], Any]] = {
     "rng": lambda context: setattr(context.rng[0], "position", 0),
-    "signals": lambda context: context.signals.clear(),  # type: ignore[attr-defined]
-    "states": lambda context: [states.fill_(NAN) for states in context.signals.values()],
+    "hidden_states": lambda context: context.hidden_states.clear(),  # type: ignore[attr-defined]
+    "states": lambda context: [states.fill_(NAN) for states in context.hidden_states.values()],
 }
 
 

@@ -122,7 +122,7 @@ def proposed(found: Any, rows: int) -> tuple[list[TokenTree], list[int]]:
         fresh=[0] * rows,
         samplers=[Sampler(SamplingParams(temperature=0.0), [1])] * rows,
         rng=[Rng(0, 2)] * rows,
-        signals={},
+        hidden_states={},
     )
     trees = made.propose(context, Budget(nodes=[8] * rows, depth=[8] * rows))
     return trees, [made._failures.take(row) for row in range(rows)]

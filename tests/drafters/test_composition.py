@@ -100,7 +100,7 @@ def context(*texts: Sequence[int], params: SamplingParams = GREEDY) -> DraftCont
         fresh=[0 for _ in rows],
         samplers=[Sampler(params, text) for text in texts],
         rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        signals={},
+        hidden_states={},
     )
 
 
@@ -311,7 +311,7 @@ class Reader(Stub):
     def extend(self, context: DraftContext) -> None:
         for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
             count = min(fresh, len(tokens) - 1)
-            states = context.signals[LAST_HIDDEN][index, :count]
+            states = context.hidden_states[LAST_HIDDEN][index, :count]
             wanted = relative().model(torch.tensor([list(tokens)])).last_hidden_state[0]
             assert torch.allclose(states, wanted[len(tokens) - 1 - count : len(tokens) - 1], atol=1e-4)
             Reader.checked += 1

@@ -61,7 +61,7 @@ def context(texts: list[list[int]], fresh: list[int], temperature: float = 0.0) 
         fresh=fresh,
         samplers=[Sampler(params, PROMPT) for _ in texts],
         rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        signals={},
+        hidden_states={},
     )
 
 

@@ -199,7 +199,7 @@ def context_of(samplers: list[Sampler]) -> DraftContext:
         fresh=[0] * rows,
         samplers=samplers,
         rng=[Rng(row, 2) for row in range(rows)],
-        signals={},
+        hidden_states={},
     )
 
 

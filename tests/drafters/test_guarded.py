@@ -79,7 +79,7 @@ def context(rows: Sequence[int], fresh: int = 1, length: int = 3) -> DraftContex
         fresh=[fresh for _ in rows],
         samplers=[Sampler(GREEDY, [1]) for _ in rows],
         rng=[Rng(0, 3) for _ in rows],
-        signals={},
+        hidden_states={},
     )
 
 

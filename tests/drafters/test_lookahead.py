@@ -24,7 +24,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 
 def context(tokens: Sequence[int], fresh: int = 0, row: int = 0) -> DraftContext:
-    return DraftContext(rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], rng=[], signals={})
+    return DraftContext(
+        rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], rng=[], hidden_states={}
+    )
 
 
 def lookahead(tokens: Sequence[int] = (), **options: Any) -> LookaheadDrafter:

@@ -19,7 +19,7 @@ ROOMY = Budget(nodes=[64], depth=[64])
 
 def context(tokens: Sequence[int], fresh: int, row: int = 0, prompt: int = 1) -> DraftContext:
     return DraftContext(
-        rows=[row], tokens=[tokens], prompt_lengths=[prompt], fresh=[fresh], samplers=[], rng=[], signals={}
+        rows=[row], tokens=[tokens], prompt_lengths=[prompt], fresh=[fresh], samplers=[], rng=[], hidden_states={}
     )
 
 

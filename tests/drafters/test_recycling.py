@@ -149,7 +149,7 @@ def test_rows_of_a_batch_do_not_mix() -> None:
         fresh=[0, 0, 0],
         samplers=[],
         rng=[],
-        signals={},
+        hidden_states={},
     )
     trees = made.propose(many, Budget(nodes=[64, 64, 2], depth=[9, 9, 9]))
     assert [tree.tokens for tree in trees[1:]] == [[9], [2, 5, 1]]

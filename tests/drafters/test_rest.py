@@ -39,7 +39,9 @@ def drafter(store: str, **options: Any) -> RestDrafter:
 
 
 def context(tokens: Sequence[int], fresh: int = 0, row: int = 0) -> DraftContext:
-    return DraftContext(rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], rng=[], signals={})
+    return DraftContext(
+        rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], rng=[], hidden_states={}
+    )
 
 
 def nodes(trees: Sequence[TokenTree]) -> list[tuple[int, int]]:

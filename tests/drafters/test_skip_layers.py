@@ -58,7 +58,7 @@ def propose(
         fresh=[0] * len(texts),
         samplers=[Sampler(SamplingParams(temperature=temperature, top_k=0), text) for text in texts],
         rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        signals={},
+        hidden_states={},
     )
     return made.propose(context, Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts)))
 

@@ -97,7 +97,7 @@ def context(texts: list[list[int]], fresh: list[int]) -> DraftContext:
         fresh=fresh,
         samplers=[Sampler(params, text[:1]) for text in texts],
         rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        signals={},
+        hidden_states={},
     )
 
 

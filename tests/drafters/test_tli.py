@@ -55,7 +55,7 @@ def context(texts: list[list[int]], fresh: list[int], params: Params) -> DraftCo
         fresh=fresh,
         samplers=[Sampler(params, text[:1]) for text in texts],
         rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        signals={},
+        hidden_states={},
     )
 
 

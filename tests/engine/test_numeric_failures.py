@@ -144,7 +144,9 @@ class Reading(Poisonous):
     """By the first token of the prompt."""
 
     def extend(self, context: DraftContext) -> None:
-        for tokens, states, fresh in zip(context.tokens, context.signals[LAST_HIDDEN], context.fresh, strict=True):
+        for tokens, states, fresh in zip(
+            context.tokens, context.hidden_states[LAST_HIDDEN], context.fresh, strict=True
+        ):
             self.shown[tokens[0]].append(states[:fresh].clone())
 
 

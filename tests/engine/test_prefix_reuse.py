@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sampled
-from engine.test_signals import _Listener
+from engine.test_hidden_states import _Listener
 from forerun import LLM
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS as REGISTRY
@@ -75,7 +75,7 @@ def test_a_head_that_does_not_hold_the_row_sees_the_whole_prompt(checkpoint: Pat
 
 
 def test_states_of_a_reused_prefix_come_once_and_are_right(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_signals:_Listener", summary="listens"))
+    monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_hidden_states:_Listener", summary="listens"))
     _Listener.heard.clear()
     llm = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_batched_tokens=7)
     [first] = llm.generate(TEXT[:60], greedy())
@@ -87,8 +87,8 @@ def test_states_of_a_reused_prefix_come_once_and_are_right(checkpoint: Path, mon
     assert second.num_cached_tokens >= BLOCK and min(notes) == second.num_cached_tokens
     assert sorted(notes) == list(range(min(notes), min(notes) + len(notes))) and len(notes) > 12
     for place in (place for place in notes if place < len(text) - 1):
-        for signal, entry in ((0, 0), (1, 1), (LAST_HIDDEN, -1)):
-            torch.testing.assert_close(notes[place][signal], states[entry][0, place], atol=2e-5, rtol=1e-4)
+        for boundary, entry in ((0, 0), (1, 1), (LAST_HIDDEN, -1)):
+            torch.testing.assert_close(notes[place][boundary], states[entry][0, place], atol=2e-5, rtol=1e-4)
 
 
 def test_a_running_row_lends_its_beginning(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sampled, streamed
-from engine.test_signals import _Listener
+from engine.test_hidden_states import _Listener
 from forerun import LLM
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
@@ -108,7 +108,7 @@ def test_a_prompt_of_one_piece_takes_one_pass_and_its_token_comes_with_it(
 
 
 def test_prompt_log_probabilities_and_states_come_in_pieces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_signals:_Listener", summary="listens"))
+    monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_hidden_states:_Listener", summary="listens"))
     _Listener.heard.clear()
     llm = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_seqs=3, max_num_batched_tokens=5)
     llm.submit("the mat", greedy(30))

@@ -69,12 +69,14 @@ def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: Target) 
 def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     monkeypatch.setattr("forerun.model.target.PIECE", 7)
     chunks = [random_tokens(count, count) for count in (3, 25, 14)]
-    scored = target.prefill([2, 0, 1], chunks, signals=frozenset({2, -1}), all_logits=True)
+    scored = target.prefill([2, 0, 1], chunks, boundaries=frozenset({2, -1}), all_logits=True)
     assert target.lengths == [25, 14, 3]
     for index, tokens in enumerate(chunks):
         assert (scored.logits[index, : len(tokens)] - plain(target.model, tokens)).abs().max() <= 2e-5
         assert torch.allclose(
-            target.lm_head(scored.signals[-1][index, : len(tokens)]), scored.logits[index, : len(tokens)], atol=1e-5
+            target.lm_head(scored.hidden_states[-1][index, : len(tokens)]),
+            scored.logits[index, : len(tokens)],
+            atol=1e-5,
         )
     target.truncate([0, 1, 2], [0, 0, 0])
     last = target.prefill([2, 0, 1], chunks).logits
@@ -147,9 +149,9 @@ def test_paths_that_were_not_run_cannot_be_committed(target: Target, path: tuple
 
 
 def test_unknown_boundaries(target: Target) -> None:
-    for signal in (5, -2):
+    for boundary in (5, -2):
         with pytest.raises(ArgumentError, match=r"0\.\.4"):
-            target.prefill([0], [[5]], signals=frozenset({signal}))
+            target.prefill([0], [[5]], boundaries=frozenset({boundary}))
     with pytest.raises(ArgumentError, match="start 3"):
         target.score([0], Nodes.of_trees(chain(5, 6, 7), start=3))
 

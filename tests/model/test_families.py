@@ -92,20 +92,22 @@ def test_a_chain_mask_is_caught(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_signals_are_the_models_hidden_states(name: str) -> None:
+def test_boundaries_are_the_models_hidden_states(name: str) -> None:
     model = make(name)
     target = Target.load(model, rows=2, slots=64, self_check=False)
     wanted = frozenset({0, 1, 3, LAST_HIDDEN})
     tokens = [random_tokens(13, 1), random_tokens(5, 2)]
-    caught = target.prefill([0, 1], tokens, signals=wanted).signals
+    caught = target.prefill([0, 1], tokens, boundaries=wanted).hidden_states
     with torch.inference_mode():
         for row, ids in enumerate(tokens):
             states = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states
-            for signal in wanted:
-                assert (caught[signal][row, : len(ids)] - states[signal][0]).abs().max() <= 5 * TOLERANCE
-    scored = target.score([0, 1], trees(0, [5, 6]), signals=wanted)
-    assert {signal: value.shape for signal, value in scored.signals.items()} == dict.fromkeys(wanted, (2, 8, 64))
-    assert torch.equal(target.lm_head(scored.signals[LAST_HIDDEN]), scored.logits)
+            for boundary in wanted:
+                assert (caught[boundary][row, : len(ids)] - states[boundary][0]).abs().max() <= 5 * TOLERANCE
+    scored = target.score([0, 1], trees(0, [5, 6]), boundaries=wanted)
+    assert {boundary: value.shape for boundary, value in scored.hidden_states.items()} == dict.fromkeys(
+        wanted, (2, 8, 64)
+    )
+    assert torch.equal(target.lm_head(scored.hidden_states[LAST_HIDDEN]), scored.logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])

@@ -29,15 +29,15 @@ def prefilled(name: str) -> Target:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranges_are_the_whole_bit_for_bit(name: str) -> None:
     target = prefilled(name)
-    whole = target.score(ROWS, TREES, signals=frozenset({1, 2, 3, 4, LAST_HIDDEN}))
+    whole = target.score(ROWS, TREES, boundaries=frozenset({1, 2, 3, 4, LAST_HIDDEN}))
     for exit_ in (1, 2, 3):
         target.truncate(ROWS, target.lengths)
         early = target.run(ROWS, TREES, Plan(stop=exit_))
-        assert torch.equal(early, whole.signals[exit_])
+        assert torch.equal(early, whole.hidden_states[exit_])
         last = target.run(ROWS, TREES, Plan(start=exit_, stop=4), states=early)
-        assert torch.equal(last, whole.signals[4])
+        assert torch.equal(last, whole.hidden_states[4])
         normed = target.final_norm(last)
-        assert torch.allclose(normed, whole.signals[LAST_HIDDEN], atol=1e-6)
+        assert torch.allclose(normed, whole.hidden_states[LAST_HIDDEN], atol=1e-6)
         assert torch.allclose(target.lm_head(normed), whole.logits, atol=1e-5)
     target.commit(ROWS, [(1, 3), (), (3,)])
     assert target.lengths == [6, 10, 19]
@@ -49,11 +49,11 @@ def test_layers_further_down_in_the_base_model(kind: str, changes: dict[str, boo
     assert "." in layers_of(base_of(target.model), 4)[0]
     target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
     prove(target, 2)
-    whole = target.score(ROWS, TREES, signals=frozenset({2, 4, LAST_HIDDEN}))
+    whole = target.score(ROWS, TREES, boundaries=frozenset({2, 4, LAST_HIDDEN}))
     early = target.run(ROWS, TREES, Plan(stop=2))
-    assert torch.equal(early, whole.signals[2])
-    assert torch.equal(target.run(ROWS, TREES, Plan(start=2, stop=4), states=early), whole.signals[4])
-    assert torch.equal(target.final_norm(whole.signals[4]), whole.signals[LAST_HIDDEN])
+    assert torch.equal(early, whole.hidden_states[2])
+    assert torch.equal(target.run(ROWS, TREES, Plan(start=2, stop=4), states=early), whole.hidden_states[4])
+    assert torch.equal(target.final_norm(whole.hidden_states[4]), whole.hidden_states[LAST_HIDDEN])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -65,8 +65,8 @@ def test_skipping_both_halves_of_a_layer_leaves_the_stream_as_it_was(name: str) 
     assert torch.equal(skipped, after)
     half = target.run(ROWS, TREES, Plan(stop=4, skip=frozenset({(2, "mlp")})))
     assert not torch.equal(half, skipped)
-    whole = target.score(ROWS, TREES, signals=frozenset({4}))
-    assert not torch.equal(whole.signals[4], half), "the layers must be put back"
+    whole = target.score(ROWS, TREES, boundaries=frozenset({4}))
+    assert not torch.equal(whole.hidden_states[4], half), "the layers must be put back"
 
 
 def test_levels_of_a_tree_may_be_run_one_after_the_other() -> None:

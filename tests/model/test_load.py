@@ -66,7 +66,7 @@ def test_a_model_that_is_handed_in_is_left_alone() -> None:
     before = {name: id(module) for name, module in model.named_modules()}
     weights = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
-    Target.load(model, rows=2, slots=64).prefill([0], [[3, 4]], signals=frozenset({1, 4}))
+    Target.load(model, rows=2, slots=64).prefill([0], [[3, 4]], boundaries=frozenset({1, 4}))
     assert {name: id(module) for name, module in model.named_modules()} == before
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == weights
     assert [dict(module._forward_pre_hooks) for module in model.modules()] == hooks

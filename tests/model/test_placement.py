@@ -38,7 +38,7 @@ def tree() -> TokenTree:
 
 def error(target: Target, model: Any) -> float:
     """Largest difference of a tree's logits from the plain forwards of `model`."""
-    target.prefill([0], [TOKENS[:-1]], signals=frozenset({0, 2, 4}))
+    target.prefill([0], [TOKENS[:-1]], boundaries=frozenset({0, 2, 4}))
     logits = target.score([0], [tree()]).logits[0]
     expected = torch.stack([plain(model, [*TOKENS, *path])[-1] for path in ([], [5], [6], [5, 7])])
     return (logits - expected).abs().max().item()

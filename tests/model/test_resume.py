@@ -15,7 +15,7 @@ from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import Buckets, Plan, Target
 from forerun.model.inputs import Nodes
 from forerun.model.partial import prove, renumber
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Boundary
 from model.families import FAMILIES, SHARING, make, random_tokens
 from model.test_families import trees
 
@@ -132,16 +132,16 @@ def test_padding_to_buckets(size: int) -> None:
 
 
 @pytest.mark.parametrize("boundary", [1, 2, 4])
-def test_signals_of_others_are_delivered(boundary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted: set[Signal] = {2, 3, 4, LAST_HIDDEN}
+def test_states_of_others_are_delivered(boundary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: set[Boundary] = {2, 3, 4, LAST_HIDDEN}
     target = prefilled("qwen3")
-    whole = target.score(ROWS, TREES, signals=wanted)
+    whole = target.score(ROWS, TREES, boundaries=wanted)
     resume = begun(target, boundary, 8)
     evaluations = Evaluations(target, monkeypatch)
-    resumed = target.score(ROWS, resume, signals=wanted)
-    assert resumed.signals.keys() == wanted
-    for signal in wanted:
-        assert worst(resumed.signals[signal], whole.signals[signal]) <= TOLERANCE
+    resumed = target.score(ROWS, resume, boundaries=wanted)
+    assert resumed.hidden_states.keys() == wanted
+    for one in wanted:
+        assert worst(resumed.hidden_states[one], whole.hidden_states[one]) <= TOLERANCE
     ran_again = any(layer == 0 for layer, _ in evaluations.seen)
     assert ran_again == (boundary > 2), "a state below the boundary is only seen in a whole pass"
 

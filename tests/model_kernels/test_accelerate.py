@@ -67,8 +67,8 @@ def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(targets: tuple[Targe
 
 def test_hidden_states_are_captured_as_before(targets: tuple[Target, Target]) -> None:
     plain, compiled = targets
-    expected = plain.score([0], [tree([7, 8])], signals={1}).signals[1]
-    got = compiled.score([0], [tree([7, 8])], signals={1}).signals[1]
+    expected = plain.score([0], [tree([7, 8])], boundaries={1}).hidden_states[1]
+    got = compiled.score([0], [tree([7, 8])], boundaries={1}).hidden_states[1]
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.25)
 
 

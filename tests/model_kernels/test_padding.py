@@ -94,9 +94,9 @@ def test_scattered_rows_are_read_where_they_stand(native: bool, monkeypatch: pyt
     made = target(4)
     made.prefill(range(4), [[row + 1, row + 2, row + 3] for row in range(4)])
     rows, counts = [3, 0, 2], {3: 9, 0: 0, 2: 2}
-    together = made.score(rows, chains([8, 5, 7], counts), signals={1}).signals[1]
+    together = made.score(rows, chains([8, 5, 7], counts), boundaries={1}).hidden_states[1]
     for place, (row, count) in enumerate(counts.items()):
-        alone = made.score([row], chains([row + 5], {row: count}), signals={1}).signals[1]
+        alone = made.score([row], chains([row + 5], {row: count}), boundaries={1}).hidden_states[1]
         torch.testing.assert_close(alone[0], together[place, : count + 1], rtol=2e-2, atol=2e-2)
 
 

@@ -152,7 +152,7 @@ class Drain:
     patch: str = ""
     """Run in the server's process before it starts."""
     drain_s: float = 1.0
-    signals: tuple[int, ...] = (signal.SIGTERM,)
+    hidden_states: tuple[int, ...] = (signal.SIGTERM,)
     ready: bool = True
     """Wait until it is."""
     running: bool = False
@@ -163,7 +163,7 @@ class Drain:
 MUCH = {**SHORT, "logprobs": 20, "n": 16, "max_tokens": 60}
 DRAINS = {
     "idle": Drain(drain_s=5),
-    "idle, Ctrl-C": Drain(signals=(signal.SIGINT,)),
+    "idle, Ctrl-C": Drain(hidden_states=(signal.SIGINT,)),
     "while it loads": Drain(ready=False, patch=LOADS_FOR_EVER),
     "an answer that ends in time": Drain(load=lambda a: a.post(LONG), running=True, drain_s=10),
     "a stream that ends in time": Drain(load=lambda a: a.post(LONG | {"stream": True}), running=True, drain_s=10),
@@ -208,7 +208,7 @@ DRAINS = {
         code=-signal.SIGTERM,
         drain_s=30,
         patch=SLOWER.format(seconds=0.1),
-        signals=(signal.SIGTERM, signal.SIGTERM),
+        hidden_states=(signal.SIGTERM, signal.SIGTERM),
     ),
 }
 """Name -> way."""
@@ -246,9 +246,9 @@ def ended(drain: Drain, model: Path) -> tuple[int | None, float, str, list[Any]]
     """Exit code (None: it had to be killed), seconds since the signal, what it wrote and what its clients heard."""
     with served(drain, model) as (process, asked):
         began = time.monotonic()
-        for number in drain.signals:
+        for number in drain.hidden_states:
             process.send_signal(number)
-            time.sleep(0.3 if len(drain.signals) > 1 else 0)
+            time.sleep(0.3 if len(drain.hidden_states) > 1 else 0)
         code: int | None
         try:
             code = process.wait(timeout=drain.drain_s + GIVEN_UP_S)

@@ -77,8 +77,8 @@ def tokens(length: int, seed: int = 3) -> list[int]:
 def features(text: list[int], boundaries: tuple[int, ...]) -> dict[int, torch.Tensor]:
     """boundary -> (1, S, H), and `LAST_HIDDEN`, by the engine's own target."""
     target = Target(model(), rows=1, slots=len(text) + 1)
-    scored = target.prefill([0], [text], signals={*boundaries, LAST_HIDDEN})
-    return {boundary: states.clone() for boundary, states in scored.signals.items()}
+    scored = target.prefill([0], [text], boundaries={*boundaries, LAST_HIDDEN})
+    return {boundary: states.clone() for boundary, states in scored.hidden_states.items()}
 
 
 def batch_of(documents: list[list[int]], boundaries: tuple[int, ...], padding: int = 0) -> FeatureBatch:

@@ -21,10 +21,10 @@ from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
 from forerun.model import Scored, Target, largest
 from forerun.types import (
+    Boundary,
     Budget,
     DraftKind,
     Drawn,
-    Signal,
     Source,
     StepTrace,
     TokenLogprob,
@@ -118,8 +118,8 @@ def step(
     names = {index: group.name for group in groups for index in group.members}
     trees = _without_impossible(trees, rows, names)
     clock.lap()
-    signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
-    scored = target.score([row.cache_row for row in rows], trees, signals=signals)
+    boundaries = frozenset[Boundary]().union(*(group.drafter.requires for group in groups))
+    scored = target.score([row.cache_row for row in rows], trees, boundaries=boundaries)
     top = max((group.drafter.top_ids for group in groups), default=0)
     scores = Scores(scored.logits, rows, trees, rules, largest=largest, top=top)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
@@ -136,7 +136,7 @@ def step(
     target.commit([row.cache_row for row in rows], [verdict.path for verdict in verdicts])
     for row, result in zip(rows, verified, strict=True):
         row.commit(result.tokens)
-    _teach(rows, groups, verdicts, scores, scored.signals)
+    _teach(rows, groups, verdicts, scores, scored.hidden_states)
     clock.lap()
     return [_emitted(row, scores, index, verified[index], clock, names.get(index)) for index, row in enumerate(rows)]
 
@@ -159,7 +159,7 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
 
 
 def context_for(
-    rows: Sequence[Row], members: Sequence[int], fresh: Sequence[int], signals: Mapping[Signal, Tensor]
+    rows: Sequence[Row], members: Sequence[int], fresh: Sequence[int], hidden_states: Mapping[Boundary, Tensor]
 ) -> DraftContext:
     """What a drafter may see of the rows that are its members."""
     chosen = [rows[index] for index in members]
@@ -170,7 +170,7 @@ def context_for(
         fresh=tuple(fresh),
         samplers=tuple([row.sampler for row in chosen]),
         rng=tuple([row.rng() for row in chosen]),
-        signals=signals,
+        hidden_states=hidden_states,
         predictions=tuple([row.prediction for row in chosen]),
         cache_salts=tuple([row.cache_salt for row in chosen]),
         adapt=tuple([row.adapt for row in chosen]),
@@ -240,7 +240,7 @@ def _teach(
     groups: Sequence[Group],
     verdicts: Sequence[Verdict],
     scores: Scores,
-    signals: Mapping[Signal, Tensor],
+    hidden_states: Mapping[Boundary, Tensor],
 ) -> None:
     for group in groups:
         members = [index for index in group.members if rows[index].error is None]
@@ -248,10 +248,10 @@ def _teach(
         watched = everyone if group.drafter.watches else members
         if watched:
             chosen = [verdicts[index] for index in watched]
-            context = _lesson(rows, watched, group.drafter, verdicts, signals)
+            context = _lesson(rows, watched, group.drafter, verdicts, hidden_states)
             group.drafter.observe(context, chosen, scores.of(watched))
         if len(everyone) > len(watched):
-            context = _lesson(rows, everyone, group.drafter, verdicts, signals)
+            context = _lesson(rows, everyone, group.drafter, verdicts, hidden_states)
         if everyone:
             group.drafter.extend(context)
 
@@ -261,11 +261,11 @@ def _lesson(
     members: Sequence[int],
     drafter: Drafter,
     verdicts: Sequence[Verdict],
-    signals: Mapping[Signal, Tensor],
+    hidden_states: Mapping[Boundary, Tensor],
 ) -> DraftContext:
     """What a drafter is shown of these rows after a step."""
     chosen = [verdicts[index] for index in members]
-    wanted = {signal: _kept_states(signals[signal], members, chosen) for signal in drafter.requires}
+    wanted = {boundary: _kept_states(hidden_states[boundary], members, chosen) for boundary in drafter.requires}
     return context_for(rows, members, [len(verdict.path) + 1 for verdict in chosen], wanted)
 
 
@@ -324,10 +324,10 @@ def score_roots_again(
     for index in indices:
         row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
     alone = [row_trees[index] for index in indices]
-    again = target.score([rows[index].cache_row for index in indices], alone, signals=scored.signals.keys())
+    again = target.score([rows[index].cache_row for index in indices], alone, boundaries=scored.hidden_states.keys())
     scored.logits[indices, 0] = again.logits[:, 0]
-    for signal, states in scored.signals.items():
-        states[indices, 0] = again.signals[signal][:, 0]
+    for boundary, states in scored.hidden_states.items():
+        states[indices, 0] = again.hidden_states[boundary][:, 0]
     return lost
 
 

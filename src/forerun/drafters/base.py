@@ -18,7 +18,7 @@ from forerun.core.acceptance import Acceptance, Evidence, Proposal
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, nearest
-from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
+from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class DraftContext:
     """(B,) how many of the last tokens this drafter has not been shown before. Zero in `Drafter.propose`."""
     samplers: Sequence[Sampler]  # (B,) the sampling parameters of each row, as makers of distributions
     rng: Sequence[Rng]  # (B,) the only source of randomness
-    signals: Mapping[Signal, Tensor]
+    hidden_states: Mapping[Boundary, Tensor]
     """What the drafter required, (B, F, H), left aligned: one state for each fresh token but a sequence's very first:
     that of the token *before* it. So entry i belongs to token ``len(tokens) - 1 - count + i``, where count is
     ``min(fresh, len(tokens) - 1)``, and the last one to the token before the root."""
@@ -75,9 +75,9 @@ class DraftContext:
         def pick(values: Sequence[Any]) -> Sequence[Any]:
             return [values[i] for i in index] if values else values
 
-        signals = {signal: states[index] for signal, states in self.signals.items()}
+        hidden_states = {boundary: states[index] for boundary, states in self.hidden_states.items()}
         picked: dict[str, Any] = {name: pick(getattr(self, name)) for name in _BY_ROW}
-        return replace(self, signals=signals, **picked)
+        return replace(self, hidden_states=hidden_states, **picked)
 
 
 _BY_ROW = ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "predictions", "cache_salts", "adapt")
@@ -182,7 +182,7 @@ class Drafter:
         return None
 
     @property
-    def requires(self) -> frozenset[Signal]:
+    def requires(self) -> frozenset[Boundary]:
         """The layer boundaries whose hidden states the drafter reads."""
         return frozenset()
 

@@ -17,7 +17,7 @@ from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, Seeds
 from forerun.drafters.guarded import Guarded
-from forerun.types import Budget, DraftKind, Signal, Verdict
+from forerun.types import Boundary, Budget, DraftKind, Verdict
 
 _MOST_STATES = 512  # Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded
 
@@ -26,7 +26,7 @@ _MOST_STATES = 512  # Hidden states put aside for a row, in tokens; more are sho
 class _Row:
     shown: int = 0  # Tokens that the drafter has been shown
     asked: bool = False  # A proposal is outstanding
-    states: dict[Signal, list[Tensor]] = field(default_factory=dict)  # Put aside: (F, H) per signal and call
+    states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # Put aside: (F, H) per boundary and call
 
     def held(self) -> int:
         """States put aside, in tokens."""
@@ -47,7 +47,7 @@ class Deferred(Drafter):
         return self.drafter.kind(self._seeds.seen(sampler))
 
     @property
-    def requires(self) -> frozenset[Signal]:
+    def requires(self) -> frozenset[Boundary]:
         return self.drafter.requires
 
     @property
@@ -67,12 +67,12 @@ class Deferred(Drafter):
         for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
             fresh = context.fresh[index]
-            at_once = row.asked or (bool(context.signals) and fresh + row.held() > _MOST_STATES)
+            at_once = row.asked or (bool(context.hidden_states) and fresh + row.held() > _MOST_STATES)
             if at_once and row.shown == len(tokens) - fresh and not row.states:
                 now.append(index)
                 continue
-            for signal, states in context.signals.items():
-                row.states.setdefault(signal, []).append(states[index, : min(fresh, len(tokens) - 1)])
+            for boundary, states in context.hidden_states.items():
+                row.states.setdefault(boundary, []).append(states[index, : min(fresh, len(tokens) - 1)])
             if at_once:
                 self._show([index], context)
         if now:
@@ -107,7 +107,9 @@ class Deferred(Drafter):
                 self._rows.pop(row_id, None)
             elif (row := self._rows.get(row_id)) is not None:
                 keep = max(0, length - row.shown - (row.shown == 0))
-                row.states = {signal: [torch.cat(parts)[:keep]] for signal, parts in row.states.items()} if keep else {}
+                row.states = (
+                    {boundary: [torch.cat(parts)[:keep]] for boundary, parts in row.states.items()} if keep else {}
+                )
                 row.shown, row.asked = min(row.shown, length), False
         self.drafter.truncate(rows, lengths)
 
@@ -118,15 +120,15 @@ class Deferred(Drafter):
         """Everything that was put aside for these rows of the context."""
         rows = [self._rows[context.rows[index]] for index in late]
         fresh = [len(context.tokens[index]) - row.shown for index, row in zip(late, rows, strict=True)]
-        signals = {
-            signal: _padded([torch.cat(row.states[signal]) for row in rows])
-            for signal in self.requires
-            if all(signal in row.states for row in rows)
+        hidden_states = {
+            boundary: _padded([torch.cat(row.states[boundary]) for row in rows])
+            for boundary in self.requires
+            if all(boundary in row.states for row in rows)
         }
         for row in rows:
             row.states.clear()
         self._mark_shown(context, late)
-        self.drafter.extend(replace(context.of(late), fresh=fresh, signals=signals))
+        self.drafter.extend(replace(context.of(late), fresh=fresh, hidden_states=hidden_states))
 
     def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
         for index in indices:

@@ -24,8 +24,8 @@ from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
-from forerun.model.layers import check_signals
-from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
+from forerun.model.layers import check_boundaries
+from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
 
 if TYPE_CHECKING:
     from forerun.core.scores import Scores
@@ -150,7 +150,7 @@ class Guarded(Drafter):
         self._useless = False  # It cannot say what it needs: it is asked for nothing
         self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
         self._depth: int | None = self._told("depth", _DEPTH, None)
-        self._requires = self._told("requires", self._signals, frozenset[Signal]())
+        self._requires = self._told("requires", self._boundaries, frozenset[Boundary]())
         self._watches = self._told("watches", _FLAG, otherwise=False)
         self._top_ids = self._told("top_ids", int, 0)
         self._remembers = self._told("remembers", _FLAG, otherwise=False)
@@ -165,7 +165,7 @@ class Guarded(Drafter):
         return self._depth
 
     @property
-    def requires(self) -> frozenset[Signal]:
+    def requires(self) -> frozenset[Boundary]:
         return self._requires
 
     @property
@@ -181,7 +181,7 @@ class Guarded(Drafter):
         return self._remembers
 
     def extend(self, context: DraftContext) -> None:
-        """Show it committed tokens, with the signals that it reads and no others. A closed row may begin anew."""
+        """Show it committed tokens, with the hidden states that it reads and no others. A closed row may begin anew."""
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             if row in self._closed and fresh >= len(tokens):
                 self.truncate([row], [0])  # which failed when the row became free, or was not asked for
@@ -251,8 +251,10 @@ class Guarded(Drafter):
 
     def _seen(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
         part = context.of(places)
-        signals = {signal: part.signals[signal] for signal in self._requires if signal in part.signals}
-        return replace(part, signals=signals, failures={})
+        hidden_states = {
+            boundary: part.hidden_states[boundary] for boundary in self._requires if boundary in part.hidden_states
+        }
+        return replace(part, hidden_states=hidden_states, failures={})
 
     @contextmanager
     def _guarding(self, rows: Sequence[int], task: str) -> Iterator[None]:
@@ -290,11 +292,11 @@ class Guarded(Drafter):
         self._useless = self._useless or self._owed > before
         return told
 
-    def _signals(self, told: Any) -> frozenset[Signal]:
-        signals = frozenset[Signal](told)
-        if signals:
-            check_signals(signals, self._target.num_layers)
-        return signals
+    def _boundaries(self, told: Any) -> frozenset[Boundary]:
+        boundaries = frozenset[Boundary](told)
+        if boundaries:
+            check_boundaries(boundaries, self._target.num_layers)
+        return boundaries
 
 
 def _expecting(what: str, fits: Callable[[Any], bool]) -> Callable[[Any], Any]:

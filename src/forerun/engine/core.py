@@ -262,7 +262,7 @@ class Engine:
         """Show drafters the prompts of rows that came in since; after their first tokens, so that these never wait."""
         new_sequences = defaultdict[str, list[NewSequence]](list)
         for text in self._prefilled:
-            states = text.signals()
+            states = text.hidden_states()
             for index, answer in enumerate(text.answers):
                 if answer.drafter is not None:
                     known = text.known if index == 0 else 0

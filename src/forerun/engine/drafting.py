@@ -22,7 +22,7 @@ from forerun.drafters.guarded import Guarded
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from forerun.engine.costs import PassCost
 from forerun.engine.policy.policy import Policy, policy_for
-from forerun.types import SamplingParams, Signal, SpeculationStats
+from forerun.types import Boundary, SamplingParams, SpeculationStats
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ class NewSequence:
 
     row: Row
     known: int  # First tokens that the drafter still holds from before
-    states: Mapping[Signal, Tensor]  # (M, H) of the tokens before each of the others; M is one less where none is known
+    states: Mapping[
+        Boundary, Tensor
+    ]  # (M, H) of the tokens before each of the others; M is one less where none is known
 
 
 class DrafterPool:
@@ -109,10 +111,10 @@ class DrafterPool:
         depth = drafter.depth or depth
         return _Active(config=config, drafters=[(config.method, drafter)], policy=None, depth=depth)
 
-    def requires(self, key: str | None) -> frozenset[Signal]:
+    def requires(self, key: str | None) -> frozenset[Boundary]:
         """The hidden states that the drafters read."""
         drafters = self._active[key].drafters if key is not None else []
-        return frozenset[Signal]().union(*(drafter.requires for _, drafter in drafters))
+        return frozenset[Boundary]().union(*(drafter.requires for _, drafter in drafters))
 
     def groups(
         self,
@@ -171,12 +173,12 @@ class DrafterPool:
         """Show drafters the texts (prompts and first tokens) of rows that are new to them."""
         rows = [newcomer.row for newcomer in found]
         fresh = [len(newcomer.row.tokens) - newcomer.known for newcomer in found]
-        signals = {
-            signal: pad_sequence([newcomer.states[signal] for newcomer in found], batch_first=True)
-            for signal in self.requires(key)
+        hidden_states = {
+            boundary: pad_sequence([newcomer.states[boundary] for newcomer in found], batch_first=True)
+            for boundary in self.requires(key)
         }
         for _, drafter in self._active[key].drafters:
-            wanted = {signal: signals[signal] for signal in drafter.requires}
+            wanted = {boundary: hidden_states[boundary] for boundary in drafter.requires}
             drafter.extend(context_for(rows, range(len(rows)), fresh, wanted))
 
     def count_failures(self, rows: Iterable[Row]) -> None:

@@ -17,7 +17,7 @@ from forerun.engine.completion import Completion, Request
 from forerun.errors import ArgumentError, Isolation
 from forerun.model import Scored, Target
 from forerun.model.target import PIECE
-from forerun.types import Signal, TokenLogprob
+from forerun.types import Boundary, TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +112,13 @@ class Prefill:
     answers: list[Completion]  # The first one's row is filled; the others, to the same prompt, copy it
     tokens: list[int]
     """What is to stand in the cache: of an answer that has begun, all but the last token, which is the next root."""
-    requires: frozenset[Signal]  # The hidden states that its drafter reads
+    requires: frozenset[Boundary]  # The hidden states that its drafter reads
     done: int = 0  # Tokens in the cache
     known: int = 0  # Tokens that the drafter of the first answer still holds from before
-    states: dict[Signal, list[Tensor]] = field(default_factory=dict)  # (M, H) of each chunk that was run
+    states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # (M, H) of each chunk that was run
 
     @classmethod
-    def of(cls, answer: Completion, requires: frozenset[Signal]) -> Prefill:
+    def of(cls, answer: Completion, requires: frozenset[Boundary]) -> Prefill:
         """What the answer's row lacks."""
         text = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
         return cls(answers=[answer], tokens=text, requires=requires)
@@ -149,16 +149,16 @@ class Prefill:
 
     def take(self, count: int, scored: Scored, line: int) -> None:
         """`count` more tokens were run, in `line` of a pass."""
-        for signal in self.requires:
-            self.states.setdefault(signal, []).append(scored.signals[signal][line, :count])
+        for boundary in self.requires:
+            self.states.setdefault(boundary, []).append(scored.hidden_states[boundary][line, :count])
         if self.scores_prompt:
             with Isolation(self.answers[0].row):
                 self._score_prompt(scored.logits[line, :count])
         self.done += count
 
-    def signals(self) -> dict[Signal, Tensor]:
+    def hidden_states(self) -> dict[Boundary, Tensor]:
         """(M, H) of all tokens that were run."""
-        return {signal: torch.cat(parts) for signal, parts in self.states.items()}
+        return {boundary: torch.cat(parts) for boundary, parts in self.states.items()}
 
     def _score_prompt(self, logits: Tensor) -> None:
         """vLLM's shape: None for the first token, then per token a dict that holds it and the likeliest.
@@ -189,7 +189,7 @@ def run_prefills(target: Target, prefills: Sequence[Prefill], chunk: int) -> Ten
     scored = target.prefill(
         [prefill.row for prefill in prefills],
         chunks,
-        signals=frozenset[Signal]().union(*(prefill.requires for prefill in prefills)),
+        boundaries=frozenset[Boundary]().union(*(prefill.requires for prefill in prefills)),
         all_logits=any(prefill.scores_prompt for prefill in prefills),
     )
     for line, (prefill, tokens) in enumerate(zip(prefills, chunks, strict=True)):

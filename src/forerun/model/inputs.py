@@ -20,7 +20,7 @@ from forerun.model.cache import SlotCache
 from forerun.model.masks import MaskStyle
 from forerun.model.padding import Buckets, Flat
 from forerun.model.recordings import bucket, wide
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Boundary
 
 
 @lru_cache(maxsize=256)
@@ -115,12 +115,12 @@ class Nodes:
         """Tokens of a row that this pass runs."""
         return self.ids.shape[1] - self.start
 
-    def begun(self, writes: Sequence[int], signals: Set[Signal]) -> Begun | None:
+    def begun(self, writes: Sequence[int], boundaries: Set[Boundary]) -> Begun | None:
         """What of `resume` still holds: rows whose slots were written since, by the passes `writes` (B,) over each row
         up to now, and those at another boundary than the first, run anew. None where a state below the boundary is
         asked for, which only a whole pass sees."""
         good = [one for one, now in zip(self.resume, writes, strict=False) if one is not None and one.stamp == now]
-        if not good or any(signal != LAST_HIDDEN and signal < good[0].boundary for signal in signals):
+        if not good or any(boundary != LAST_HIDDEN and boundary < good[0].boundary for boundary in boundaries):
             return None
         boundary, counts = good[0].boundary, list[int]()
         for one, now in zip(self.resume, writes, strict=True):
@@ -235,5 +235,5 @@ class Scored:
     """What one forward pass said."""
 
     logits: Tensor  # (B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``
-    signals: Mapping[Signal, Tensor] = field(default_factory=dict)
+    hidden_states: Mapping[Boundary, Tensor] = field(default_factory=dict)
     """boundary -> (B, N, H) hidden states of the tokens that were run, left aligned."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import UNSERVED, ArgumentError, UnsupportedModelError
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Boundary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,18 +192,18 @@ class OutputHead:
 # --- hidden states at layer boundaries ---
 
 
-def check_signals(signals: Set[Signal], layers: int) -> None:
+def check_boundaries(boundaries: Set[Boundary], layers: int) -> None:
     """Raise ArgumentError for a boundary that the model does not have."""
-    for signal in signals:
-        if signal != LAST_HIDDEN and not 0 <= signal <= layers:
-            raise ArgumentError(f"there is no layer boundary {signal}: expected 0..{layers} or LAST_HIDDEN (-1)")
+    for boundary in boundaries:
+        if boundary != LAST_HIDDEN and not 0 <= boundary <= layers:
+            raise ArgumentError(f"there is no layer boundary {boundary}: expected 0..{layers} or LAST_HIDDEN (-1)")
 
 
 @contextmanager
-def captured(layers: nn.ModuleList, signals: Set[Signal]) -> Iterator[dict[Signal, Tensor]]:
-    """While open, the states (B, N, H) at the boundaries in `signals` land in the yielded dict, `LAST_HIDDEN` not."""
-    caught: dict[Signal, Tensor] = {}
-    handles = [_hook(layers, signal, caught) for signal in signals if signal != LAST_HIDDEN]
+def captured(layers: nn.ModuleList, boundaries: Set[Boundary]) -> Iterator[dict[Boundary, Tensor]]:
+    """While open, the states (B, N, H) at the `boundaries` land in the yielded dict, `LAST_HIDDEN` not."""
+    caught: dict[Boundary, Tensor] = {}
+    handles = [_hook(layers, boundary, caught) for boundary in boundaries if boundary != LAST_HIDDEN]
     try:
         yield caught
     finally:
@@ -211,15 +211,15 @@ def captured(layers: nn.ModuleList, signals: Set[Signal]) -> Iterator[dict[Signa
             handle.remove()
 
 
-def _hook(layers: nn.ModuleList, signal: Signal, caught: dict[Signal, Tensor]) -> Any:
+def _hook(layers: nn.ModuleList, boundary: Boundary, caught: dict[Boundary, Tensor]) -> Any:
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught[signal] = args[0] if args else kwargs["hidden_states"]
+        caught[boundary] = args[0] if args else kwargs["hidden_states"]
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        caught[signal] = output[0] if isinstance(output, tuple) else output
+        caught[boundary] = output[0] if isinstance(output, tuple) else output
 
-    if signal < len(layers):
-        return layers[signal].register_forward_pre_hook(before, with_kwargs=True)
+    if boundary < len(layers):
+        return layers[boundary].register_forward_pre_hook(before, with_kwargs=True)
     return layers[-1].register_forward_hook(after)
 
 

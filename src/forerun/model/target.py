@@ -26,7 +26,7 @@ from forerun.model.layers import (
     Plan,
     base_of,
     captured,
-    check_signals,
+    check_boundaries,
     device_of,
     layers_of,
     turn_of,
@@ -37,7 +37,7 @@ from forerun.model.padding import Buckets, Flat, Pass, running
 from forerun.model.prepare import default_slots, prepare
 from forerun.model.recordings import Recordings, recordable
 from forerun.model.support import context_length, refuse_stateful, text_config
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Boundary
 
 
 class Gathered:
@@ -47,14 +47,14 @@ class Gathered:
     def __init__(self, counts: Sequence[int], head: Callable[[Tensor], Tensor], *, all_logits: bool) -> None:
         self._counts, self._head, self._all_logits = counts, head, all_logits
         self._logits: Tensor | None = None
-        self._signals: dict[Signal, Tensor] = {}
+        self._hidden_states: dict[Boundary, Tensor] = {}
 
-    def add(self, active: Sequence[int], start: int, states: Tensor, signals: Mapping[Signal, Tensor]) -> None:
+    def add(self, active: Sequence[int], start: int, states: Tensor, hidden_states: Mapping[Boundary, Tensor]) -> None:
         """A pass over `active` sequences from token `start` on: states (B, M, H) after the final norm, and others."""
-        for signal, value in signals.items():
-            if signal not in self._signals:
-                self._signals[signal] = value.new_zeros(len(self._counts), max(self._counts), value.shape[-1])
-            self._signals[signal][sent_ints(active, value.device), start : start + value.shape[1]] = value
+        for boundary, value in hidden_states.items():
+            if boundary not in self._hidden_states:
+                self._hidden_states[boundary] = value.new_zeros(len(self._counts), max(self._counts), value.shape[-1])
+            self._hidden_states[boundary][sent_ints(active, value.device), start : start + value.shape[1]] = value
         if self._all_logits:
             self._put(active, slice(start, start + states.shape[1]), self._head(states))
             return
@@ -66,9 +66,9 @@ class Gathered:
             self._put(ending, slice(0, 1), self._head(last.unsqueeze(1)))
 
     def scored(self) -> Scored:
-        """Logits (B, M, V), M the longest sequence, or (B, 1, V); signals (B, M, H)."""
+        """Logits (B, M, V), M the longest sequence, or (B, 1, V); hidden states (B, M, H)."""
         assert self._logits is not None, "a prefill has at least one token"
-        return Scored(logits=self._logits, signals=self._signals)
+        return Scored(logits=self._logits, hidden_states=self._hidden_states)
 
     def _put(self, sequences: Sequence[int], tokens: slice, values: Tensor) -> None:
         if self._logits is None:
@@ -149,14 +149,14 @@ class Target:
         rows: Sequence[int],
         tokens: Sequence[Sequence[int]],
         *,
-        signals: Set[Signal] = frozenset(),
+        boundaries: Set[Boundary] = frozenset(),
         all_logits: bool = False,
     ) -> Scored:
         """Append ``tokens[i]`` to row ``rows[i]``.
 
         Returns:
-            logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; signals (B, M, H), left
-                aligned, M the longest chunk.
+            logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; hidden states (B, M, H),
+                left aligned, M the longest chunk.
 
         Raises:
             ArgumentError: a chunk is empty, or does not fit the row's slots or the context.
@@ -165,20 +165,20 @@ class Target:
         self._check_room(rows, counts, counts)
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
-        check_signals(signals, self.num_layers)
+        check_boundaries(boundaries, self.num_layers)
         gathered = Gathered(counts, self.head, all_logits=all_logits)
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PIECE]) for index in active]
-            states, caught = self._append([rows[index] for index in active], pieces, signals)
+            states, caught = self._append([rows[index] for index in active], pieces, boundaries)
             gathered.add(active, start, states, caught)
         return gathered.scored()
 
     @torch.inference_mode()
     def score(
-        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, signals: Set[Signal] = frozenset()
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
     ) -> Scored:
-        """One forward pass over each row's tree: logits (B, N - start, V) and signals (B, N - start, H).
+        """One forward pass over each row's tree: logits (B, N - start, V) and hidden states (B, N - start, H).
 
         Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
         tree's `resume` has begun is completed: the logits are those of a whole pass. Of `Nodes`, packed already, those
@@ -187,16 +187,16 @@ class Target:
         Raises:
             ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
         """
-        check_signals(signals, self.num_layers)
+        check_boundaries(boundaries, self.num_layers)
         nodes = self._nodes(rows, trees)
         if self.recordings.active and not any(nodes.resume) and not self.buckets.nodes:
-            return self._recorded(rows, nodes, signals)
+            return self._recorded(rows, nodes, boundaries)
         flat = self._flat(nodes, padded=True)
-        states, caught = self._score(rows, nodes, signals, flat)
+        states, caught = self._score(rows, nodes, boundaries, flat)
         logits = self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
         self._note_run(rows, nodes)
-        kept = {signal: value[:, : nodes.fresh] for signal, value in caught.items()}
-        return Scored(logits=logits[:, : nodes.fresh], signals=kept)
+        kept = {boundary: value[:, : nodes.fresh] for boundary, value in caught.items()}
+        return Scored(logits=logits[:, : nodes.fresh], hidden_states=kept)
 
     @torch.inference_mode()
     def run(
@@ -309,33 +309,33 @@ class Target:
     # --- one pass ---------------------------------------------------------------------------------------------------
 
     def _append(
-        self, rows: Sequence[int], pieces: Sequence[Sequence[int]], signals: Set[Signal]
-    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        self, rows: Sequence[int], pieces: Sequence[Sequence[int]], boundaries: Set[Boundary]
+    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
         """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
         nodes = Nodes.of_prompt(pieces)
         flat = self._flat(nodes, padded=False)
         with self._turn, attention_kernels(self.device):
-            result = self._forward(rows, nodes, signals, flat, padded=False)
+            result = self._forward(rows, nodes, boundaries, flat, padded=False)
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
             self._ran.pop(row, None)
         return result
 
     def _score(
-        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None
-    ) -> tuple[Tensor, dict[Signal, Tensor]]:
-        begun = nodes.begun([self.writes[row] for row in rows], signals)
+        self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None
+    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
+        begun = nodes.begun([self.writes[row] for row in rows], boundaries)
         with self._turn, attention_kernels(self.device):
             if begun is None:
-                return self._forward(rows, nodes, signals, flat, padded=True)
-            return self._complete(rows, nodes, begun, signals)
+                return self._forward(rows, nodes, boundaries, flat, padded=True)
+            return self._complete(rows, nodes, begun, boundaries)
 
     # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
     # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
 
     def _complete(
-        self, rows: Sequence[int], nodes: Nodes, begun: Begun, signals: Set[Signal]
-    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        self, rows: Sequence[int], nodes: Nodes, begun: Begun, boundaries: Set[Boundary]
+    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
         """What one whole pass over `nodes` would give: states (B, N, H) after the final norm, and those asked for."""
         size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
         if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
@@ -344,16 +344,16 @@ class Target:
                 f"expected (1..{size}, {self.hidden_size}), root first"
             )
         if not 1 <= begun.boundary <= self.num_layers:
-            boundaries = f"the model has the boundaries 1..{self.num_layers}"
-            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; {boundaries}")
+            allowed = f"the model has the boundaries 1..{self.num_layers}"
+            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; {allowed}")
         states = self._begin(rows, nodes, begun)
         inputs = self._place(rows, nodes, padded=True)
         states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - size))
-        with captured(self._layers, signals) as caught:
+        with captured(self._layers, boundaries) as caught:
             final = self._ranges.finish(states, inputs, start=begun.boundary)
-        if begun.boundary in signals:
+        if begun.boundary in boundaries:
             caught[begun.boundary] = states
-        if LAST_HIDDEN in signals:
+        if LAST_HIDDEN in boundaries:
             caught[LAST_HIDDEN] = final
         return final, caught
 
@@ -370,16 +370,16 @@ class Target:
         [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
         return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
-    def _recorded(self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal]) -> Scored:
+    def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
         """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
         self._note_passes(rows, nodes)
         frame = self._frame()
         packed, width = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
-        wanted = sorted(signals)
+        wanted = sorted(boundaries)
 
         def work(*tensors: Tensor) -> list[Tensor]:
             inputs = frame.enter(tensors, width)
-            with captured(self._layers, signals) as caught, running(Pass()), attention_kernels(self.device):
+            with captured(self._layers, boundaries) as caught, running(Pass()), attention_kernels(self.device):
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
 
@@ -389,7 +389,7 @@ class Target:
         self._note_run(rows, nodes)
         index = sent_ints(rows, self.device)  # copies: what a recording returns lives until the next call
         logits, *states = [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
-        return Scored(logits=logits, signals=dict(zip(wanted, states, strict=True)))
+        return Scored(logits=logits, hidden_states=dict(zip(wanted, states, strict=True)))
 
     def _nodes(self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes) -> Nodes:
         """The nodes of a scoring pass, checked against slots and context."""
@@ -417,17 +417,17 @@ class Target:
         self.cache.touch(rows, [self.lengths[row] + nodes.ids.shape[1] for row in rows])
 
     def _forward(
-        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None, *, padded: bool
-    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
+    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
         """One pass of the base model: states (B, N, H) after the final norm, and those asked for."""
         inputs = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
-        with captured(self._layers, signals) as caught, running(Pass(flat=flat, rows=self.cache.unselected)):
+        with captured(self._layers, boundaries) as caught, running(Pass(flat=flat, rows=self.cache.unselected)):
             states: Tensor = self._base(**inputs).last_hidden_state
-        if LAST_HIDDEN in signals:
+        if LAST_HIDDEN in boundaries:
             caught[LAST_HIDDEN] = states
         if flat is None:
             return states, caught
-        return flat.restore(states), {signal: flat.restore(value) for signal, value in caught.items()}
+        return flat.restore(states), {boundary: flat.restore(value) for boundary, value in caught.items()}
 
     def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
         """Which tokens of a pass run; None: all, also padding."""

@@ -143,12 +143,12 @@ def _turns(drafter: Drafter | None, name: str, depths: Sequence[int]) -> Iterato
 
 def _begin(target: Target, drafter: Drafter | None, row: Row) -> None:
     """Prefill, first token, and the drafter's first look."""
-    signals = drafter.requires if drafter is not None else frozenset()
-    scored = target.prefill([row.cache_row], [row.tokens], signals=signals)
+    boundaries = drafter.requires if drafter is not None else frozenset()
+    scored = target.prefill([row.cache_row], [row.tokens], boundaries=boundaries)
     first_tokens([row], scored.logits)
     row.room -= 1
     if drafter is not None:
-        drafter.extend(context_for([row], [0], [len(row.tokens)], scored.signals))
+        drafter.extend(context_for([row], [0], [len(row.tokens)], scored.hidden_states))
 
 
 def _answer(target: Target, row: Row, turns: Iterator[list[Group]], end: int, deadline: float) -> list[TrialStep]:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from forerun.types import Signal
+from forerun.types import Boundary
 
 
 def working_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
@@ -37,7 +37,7 @@ class FeatureBatch:
     """A `TokenBatch` and the target's hidden states."""
 
     batch: TokenBatch
-    features: Mapping[Signal, Tensor]
+    features: Mapping[Boundary, Tensor]
     """boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm, from which the target's logits come."""
 
     def to(self, device: torch.device | str) -> FeatureBatch:

@@ -35,7 +35,7 @@ from forerun.engine.policy.policy import (
 from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
-from forerun.types import Budget, Drawn, Signal
+from forerun.types import Boundary, Budget, Drawn
 
 PROBS = torch.full((4,), 0.25)
 
@@ -315,12 +315,12 @@ class Heard(Drafter):
         self.calls: list[tuple[list[int], list[int], list[list[float]]]] = []
 
     @property
-    def requires(self) -> frozenset[Signal]:
+    def requires(self) -> frozenset[Boundary]:
         return frozenset({3})
 
     def extend(self, context: DraftContext) -> None:
         counts = [min(f, len(t) - 1) for f, t in zip(context.fresh, context.tokens, strict=True)]
-        states = [context.signals[3][i, :count, 0].tolist() for i, count in enumerate(counts)]
+        states = [context.hidden_states[3][i, :count, 0].tolist() for i, count in enumerate(counts)]
         self.calls.append((list(context.rows), list(context.fresh), states))
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
@@ -342,7 +342,7 @@ def shown(texts: dict[int, list[int]], fresh: Sequence[int]) -> DraftContext:
         fresh=fresh,
         samplers=[None] * len(rows),  # type: ignore[list-item]
         rng=[None] * len(rows),  # type: ignore[list-item]
-        signals={3: states},
+        boundaries={3: states},
     )
 
 

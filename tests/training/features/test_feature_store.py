@@ -69,24 +69,24 @@ def test_what_goes_in_comes_out_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     assert store.nbytes() == manifest.tokens * manifest.record_bytes
     for document, states in given.items():
         assert len(store.read(document)[LAST_HIDDEN]) == LENGTHS[document]
-        for signal, values in store.read(document).items():
-            assert torch.equal(values, states[signal])
+        for boundary, values in store.read(document).items():
+            assert torch.equal(values, states[boundary])
     part = store.read(4, 5, 7)
-    assert all(torch.equal(part[signal], given[4][signal][5:12]) for signal in part)
+    assert all(torch.equal(part[boundary], given[4][boundary][5:12]) for boundary in part)
 
 
 def test_float8_keeps_three_bits_of_every_state_and_takes_half_the_bytes(tmp_path: Path) -> None:
     manifest = manifest_of(Documents(), dtype="float8_e4m3fn")
-    given = everything() | {1: {signal: torch.zeros(3, 64) for signal in (1, 3, LAST_HIDDEN)}}
+    given = everything() | {1: {boundary: torch.zeros(3, 64) for boundary in (1, 3, LAST_HIDDEN)}}
     fill(tmp_path, given, manifest)
     store = FeatureStore.open(tmp_path)
     assert store.nbytes() == manifest.tokens * manifest.record_bytes == manifest.tokens * 3 * (64 + 4)
     assert store.read(0)[1].dtype == torch.bfloat16
     for document, states in given.items():
-        for signal, values in store.read(document).items():
-            step = states[signal].abs().amax(-1, keepdim=True) / 448 * 2**-10
+        for boundary, values in store.read(document).items():
+            step = states[boundary].abs().amax(-1, keepdim=True) / 448 * 2**-10
             rounding = 2**-4 + 2**-8  # of float8, and of the bfloat16 that is read
-            assert ((values.float() - states[signal]).abs() <= states[signal].abs() * rounding + step).all()
+            assert ((values.float() - states[boundary]).abs() <= states[boundary].abs() * rounding + step).all()
 
 
 def test_a_killed_run_goes_on_after_its_last_finished_shard(tmp_path: Path) -> None:
@@ -328,8 +328,8 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
     stored, made = offline.features(3), online.features(windows.batch(3, 0, 1))
     real = stored.batch.documents >= 0
     assert set(stored.features) == {*online.boundaries, LAST_HIDDEN} == set(made.features)
-    for signal, states in stored.features.items():
-        torch.testing.assert_close(states[real], made.features[signal][real], atol=2e-4, rtol=2e-4)
+    for boundary, states in stored.features.items():
+        torch.testing.assert_close(states[real], made.features[boundary][real], atol=2e-4, rtol=2e-4)
         assert not states[~real].any()
 
 

@@ -40,12 +40,12 @@ def test_a_packed_document_has_the_features_of_the_document_alone(family: str) -
     model = make(family)
     online = OnlineFeatures(model, (0, 2, 4))
     found = online.features(packed())
-    assert list(found.features) == [0, 2, 4, LAST_HIDDEN] == list(online.signals)
+    assert list(found.features) == [0, 2, 4, LAST_HIDDEN] == list(online.provides)
     for segment in PACKED.segments(0, 0, 1):
         alone = reference_states(model, DATA.tokens[segment.document].tolist())
-        for signal, states in found.features.items():
+        for boundary, states in found.features.items():
             part = states[segment.row, segment.column : segment.column + segment.length]
-            torch.testing.assert_close(part, alone[signal], atol=2e-4, rtol=2e-4)
+            torch.testing.assert_close(part, alone[boundary], atol=2e-4, rtol=2e-4)
 
 
 def test_whole_documents_in_rows_of_unequal_length() -> None:
@@ -54,8 +54,8 @@ def test_whole_documents_in_rows_of_unequal_length() -> None:
     for document, states in zip(tokens, OnlineFeatures(model, (1, 4)).documents(tokens), strict=True):
         alone = reference_states(model, document)
         assert all(len(values) == len(document) for values in states.values())
-        for signal, values in states.items():
-            torch.testing.assert_close(values, alone[signal], atol=2e-4, rtol=2e-4)
+        for boundary, values in states.items():
+            torch.testing.assert_close(values, alone[boundary], atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -113,7 +113,7 @@ def test_a_target_sharded_with_fsdp_gives_the_same(tmp_path: Path) -> None:
             fully_shard(layer, mesh=mesh)
         sharded = fully_shard(model, mesh=mesh)
         found = OnlineFeatures(sharded, (2,)).features(packed()).features
-        for signal, states in found.items():
-            torch.testing.assert_close(states, plain[signal])
+        for boundary, states in found.items():
+            torch.testing.assert_close(states, plain[boundary])
     finally:
         torch.distributed.destroy_process_group()

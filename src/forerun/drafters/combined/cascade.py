@@ -29,7 +29,7 @@ from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import NumericError
 from forerun.model import Scored, Target
 from forerun.model.inputs import Nodes
-from forerun.types import Budget, DraftKind, Drawn, Signal
+from forerun.types import Boundary, Budget, DraftKind, Drawn
 
 
 class InnerRng(Rng):
@@ -94,9 +94,9 @@ class DraftTarget(Target):
         return [token if token < self.known else 0 for token in tokens]
 
     def score(
-        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, signals: Set[Signal] = frozenset()
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
     ) -> Scored:
-        scored = super().score(rows, trees, signals=signals)
+        scored = super().score(rows, trees, boundaries=boundaries)
         missing = self.vocab_size - scored.logits.shape[-1]
         logits = scored.logits[..., : self.vocab_size]
         return replace(scored, logits=pad(logits, (0, missing), value=-float("inf")) if missing > 0 else logits)
@@ -255,14 +255,14 @@ class CascadeDrafter(Drafter):
         for together in _batches(lacking, [len(row.tokens) - 1 - self.model.lengths[row.cache_row] for row in lacking]):
             pieces = [row.tokens[self.model.lengths[row.cache_row] : -1] for row in together]
             requires = self._inner.requires
-            scored = self.model.prefill([row.cache_row for row in together], pieces, signals=requires)
-            self._show(together, scored.signals)
+            scored = self.model.prefill([row.cache_row for row in together], pieces, boundaries=requires)
+            self._show(together, scored.hidden_states)
         self._show([row for row in rows if self._rows[row.cache_row].text < len(row.tokens)], {})
 
-    def _show(self, rows: Sequence[InnerRow], signals: Mapping[Signal, Tensor]) -> None:
+    def _show(self, rows: Sequence[InnerRow], hidden_states: Mapping[Boundary, Tensor]) -> None:
         fresh = [len(row.tokens) - self._rows[row.cache_row].text for row in rows]
         if any(fresh):
-            self._inner.extend(context_for(rows, range(len(rows)), fresh, signals))
+            self._inner.extend(context_for(rows, range(len(rows)), fresh, hidden_states))
         for row in rows:
             self._rows[row.cache_row].text = len(row.tokens)
 

@@ -11,7 +11,7 @@ from forerun.drafters import entry_named
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, Seeds
 from forerun.drafters.guarded import Guarded
 from forerun.errors import ArgumentError
-from forerun.types import DraftKind, Signal, Verdict
+from forerun.types import Boundary, DraftKind, Verdict
 
 if TYPE_CHECKING:
     from forerun.core.scores import Scores
@@ -70,8 +70,8 @@ class Composed(Drafter):
         return DraftKind(sampled=any(member.kind(seen).sampled for member in self.members))
 
     @property
-    def requires(self) -> frozenset[Signal]:
-        return frozenset[Signal]().union(*(member.requires for member in self.members))
+    def requires(self) -> frozenset[Boundary]:
+        return frozenset[Boundary]().union(*(member.requires for member in self.members))
 
     @property
     def top_ids(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import ArgumentError, nearest
-from forerun.types import Signal
+from forerun.types import Boundary
 
 Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -31,7 +31,7 @@ class HeadConfig:
     """Of the target."""
     draft_vocab_size: int
     """Tokens that the head can propose; the same as `vocab_size` where it is not reduced."""
-    boundaries: tuple[Signal, ...]
+    boundaries: tuple[Boundary, ...]
     """Where the target's hidden states are read: after this many layers, or `LAST_HIDDEN`, after the final norm."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the file it came from that mean nothing to drafting (names, versions) or are unknown; written back."""

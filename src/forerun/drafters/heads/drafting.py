@@ -23,7 +23,7 @@ from forerun.drafters.heads.runner import RUNNERS
 from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Submitted, check_drawing, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
-from forerun.types import Budget, DraftKind, Signal
+from forerun.types import Boundary, Budget, DraftKind
 
 AnyHead = TypeVar("AnyHead", bound=Head)
 
@@ -115,7 +115,7 @@ class HeadDrafter(Drafter):
         return (self.tree if sampler.greedy else self.sampled).kind(sampler)
 
     @property
-    def requires(self) -> frozenset[Signal]:
+    def requires(self) -> frozenset[Boundary]:
         return frozenset(self.head.config.boundaries)
 
     def memory_bytes(self) -> int:
@@ -135,8 +135,8 @@ class HeadDrafter(Drafter):
                 fed.append(index)
                 new.append(tokens[known:])
         if fed:
-            signals = {signal: rows_of(states, fed) for signal, states in context.signals.items()}
-            self.runner.ingest([context.rows[index] for index in fed], new, signals)
+            hidden_states = {boundary: rows_of(states, fed) for boundary, states in context.hidden_states.items()}
+            self.runner.ingest([context.rows[index] for index in fed], new, hidden_states)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):

@@ -23,7 +23,7 @@ from forerun.model.kernels.packing import packed_bytes
 from forerun.model.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.model.padding import Pass
 from forerun.model.recordings import Recordings, bucket, wide
-from forerun.types import Signal
+from forerun.types import Boundary
 
 PIECE = 512  # Most entries of a row in one pass over a prompt
 Tree = TypeVar("Tree")
@@ -65,9 +65,11 @@ class HeadRunner:
         """Forget all but the first `length` entries of a row."""
         self.lengths[row] = min(self.lengths[row], length)
 
-    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
+    def ingest(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
+    ) -> None:
         """Append entries: ``tokens[b][i]``, at least one a row, follows the token whose feature is
-        ``signals[boundary][b, i]``, (B, F, Ht), left aligned."""
+        ``hidden_states[boundary][b, i]``, (B, F, Ht), left aligned."""
         raise NotImplementedError
 
     def unroll(
@@ -125,11 +127,13 @@ class ParallelRunner(HeadRunner):
     head: ParallelHead
     _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
 
-    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
+    def ingest(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
+    ) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
         index, last = sent((torch.tensor(rows), torch.tensor(counts) - 1), self.device)
         place = torch.arange(len(rows), device=self.device)
-        states = [signals[b].to(self.device, self._dtype)[place, last] for b in self.head.config.boundaries]
+        states = [hidden_states[b].to(self.device, self._dtype)[place, last] for b in self.head.config.boundaries]
         self._features[index] = self.head.fuse(states)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
@@ -174,13 +178,15 @@ class SequentialRunner(HeadRunner):
         super().truncate(row, length)
         self._cache.clear(row, self.lengths[row])
 
-    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
+    def ingest(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
+    ) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PIECE]) for index in active]
             size = max(map(len, pieces))
-            states = [rows_of(signals[b], active)[:, start : start + size] for b in self.head.config.boundaries]
+            states = [rows_of(hidden_states[b], active)[:, start : start + size] for b in self.head.config.boundaries]
             self._append([rows[index] for index in active], pieces, states)
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:

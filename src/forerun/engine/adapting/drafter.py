@@ -21,7 +21,7 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.engine.adapting.learning import Throttle
 from forerun.engine.adapting.replay import Collector
 from forerun.model.kernels.packing import Weights, exchange
-from forerun.types import Budget, DraftKind, Signal, Source, Verdict
+from forerun.types import Boundary, Budget, DraftKind, Source, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class AdaptedDrafter(Drafter):
         return self.drafter.kind(sampler)
 
     @property
-    def requires(self) -> frozenset[Signal]:
+    def requires(self) -> frozenset[Boundary]:
         return self.drafter.requires
 
     @property

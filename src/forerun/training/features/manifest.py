@@ -17,7 +17,7 @@ from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.manifests import ManifestKind, TokenizerIdentity, read_object
 from forerun.model.load import check_directory, explained, weight_files
 from forerun.training.data.store import PreparedData
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Boundary
 
 KIND = ManifestKind(
     format="forerun-features", version=3, what="a feature store", remedy="make one with: forerun features"
@@ -39,7 +39,7 @@ class FeatureManifest:
 
     target: str  # Directory or hub id, for people
     target_hash: str
-    boundaries: tuple[Signal, ...]  # In the order of the records; `LAST_HIDDEN` follows and is not listed
+    boundaries: tuple[Boundary, ...]  # In the order of the records; `LAST_HIDDEN` follows and is not listed
     dtype: str
     hidden_size: int
     tokenizer_hash: str
@@ -123,7 +123,7 @@ def describe(
     name: str,
     tokenizer: Any,
     data: PreparedData,
-    boundaries: Sequence[Signal],
+    boundaries: Sequence[Boundary],
     *,
     hidden_size: int,
     dtype: str = "bfloat16",
@@ -161,7 +161,7 @@ def describe(
 
 
 def wanted_manifest(
-    target: str | Path, tokenizer: Any, data: PreparedData, boundaries: Sequence[Signal], hidden_size: int
+    target: str | Path, tokenizer: Any, data: PreparedData, boundaries: Sequence[Boundary], hidden_size: int
 ) -> FeatureManifest:
     """What ``FeatureStore.open(directory, wanted)`` compares a store with; `target` as in `checkpoint_directory`."""
     return describe(checkpoint_directory(target), str(target), tokenizer, data, boundaries, hidden_size=hidden_size)

@@ -21,13 +21,13 @@ from forerun.model.layers import base_of, captured, device_of, layers_of
 from forerun.model.masks import FULL, AttentionMask, MaskStyle
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Boundary
 
 
 class OnlineFeatures:
     """Runs a loaded causal LM without gradients and catches its residual stream at the given boundaries."""
 
-    def __init__(self, model: Any, boundaries: Sequence[Signal]) -> None:
+    def __init__(self, model: Any, boundaries: Sequence[Boundary]) -> None:
         """Look at the model; nothing of it is changed.
 
         Args:
@@ -51,7 +51,7 @@ class OnlineFeatures:
         self._embedding: nn.Module = model.get_input_embeddings()
 
     @property
-    def signals(self) -> tuple[Signal, ...]:
+    def provides(self) -> tuple[Boundary, ...]:
         """What `features` gives: the boundaries, then `LAST_HIDDEN`."""
         return (*self.boundaries, LAST_HIDDEN)
 
@@ -80,15 +80,15 @@ class OnlineFeatures:
         }
         with _evaluating(self._base), captured(self._layers, frozenset(self.boundaries)) as caught:
             last = self._run(inputs)
-        states = {signal: caught[signal].to(device) for signal in self.boundaries}
+        states = {boundary: caught[boundary].to(device) for boundary in self.boundaries}
         return FeatureBatch(batch=batch, features={**states, LAST_HIDDEN: last.to(device)})
 
-    def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Signal, Tensor]]:
+    def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Boundary, Tensor]]:
         """The states (L, Ht) of whole documents, one document per row of one pass."""
         batch = batch_of(documents)
         found = self.features(batch).features
         return [
-            {signal: states[row, : len(tokens)] for signal, states in found.items()}
+            {boundary: states[row, : len(tokens)] for boundary, states in found.items()}
             for row, tokens in enumerate(documents)
         ]
 
@@ -107,7 +107,7 @@ class OnlineFeatures:
         return states[0]
 
 
-def check_boundaries(boundaries: Sequence[Signal], num_layers: int) -> tuple[Signal, ...]:
+def check_boundaries(boundaries: Sequence[Boundary], num_layers: int) -> tuple[Boundary, ...]:
     """The boundaries without `LAST_HIDDEN`; ArgumentError if one is out of range or named twice."""
     chosen = tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN)
     odd = [boundary for boundary in chosen if not 0 <= boundary <= num_layers]
@@ -173,7 +173,7 @@ def _gathers_at_root(model: Any) -> bool:
 COSINE = 0.999  # Mean cosine over the tokens that features must exceed
 SCALE = 0.05  # Most that their length may differ; a norm with weights near one changes lengths and leaves directions
 
-Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Signal, Tensor]]]
+Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Boundary, Tensor]]]
 """Documents -> their states (L, Ht) by boundary; the ``documents`` method of every source."""
 
 
@@ -181,11 +181,11 @@ Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Signal, Tensor]]]
 class BoundaryCheck:
     """One boundary's features beside the target's own states."""
 
-    boundary: Signal
+    boundary: Boundary
     cosine: float
     lowest: float  # Cosine of the worst token; reported, not tested
     scale: float  # Length of the features over that of the target's states, mean over the tokens
-    nearest: Signal  # The boundary whose states they resemble most
+    nearest: Boundary  # The boundary whose states they resemble most
 
     @property
     def passed(self) -> bool:
@@ -239,7 +239,7 @@ def probe(model: Any, capture: Capture, documents: Sequence[Sequence[int]]) -> P
 
 
 @torch.no_grad()
-def reference_states(model: Any, tokens: Sequence[int]) -> dict[Signal, Tensor]:
+def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor]:
     """Boundary 0 .. layers and `LAST_HIDDEN` -> (L, Ht) on the CPU, from ``output_hidden_states``.
 
     transformers' last entry is the state after the final norm; the raw one before it comes from a hook.
@@ -260,32 +260,34 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Signal, Tensor]:
     return {boundary: value[0].cpu() for boundary, value in found.items()}
 
 
-def compare(captured: Sequence[Mapping[Signal, Tensor]], references: Sequence[Mapping[Signal, Tensor]]) -> ProbeReport:
+def compare(
+    captured: Sequence[Mapping[Boundary, Tensor]], references: Sequence[Mapping[Boundary, Tensor]]
+) -> ProbeReport:
     """The report on `captured`; DataError where it has other boundaries or shapes than `references`."""
-    own = {signal: torch.cat([reference[signal].float() for reference in references]) for signal in references[0]}
+    own = {boundary: torch.cat([reference[boundary].float() for reference in references]) for boundary in references[0]}
     checks = []
-    for signal in captured[0]:
-        states = torch.cat([document[signal].float().cpu() for document in captured])
-        if signal not in own or states.shape != own[signal].shape:
-            expected = tuple(own[signal].shape) if signal in own else "none"
-            raise DataError(f"boundary {name_of(signal)}: features {tuple(states.shape)}, the target has {expected}")
-        checks.append(_check(signal, states, own))
+    for boundary in captured[0]:
+        states = torch.cat([document[boundary].float().cpu() for document in captured])
+        if boundary not in own or states.shape != own[boundary].shape:
+            expected = tuple(own[boundary].shape) if boundary in own else "none"
+            raise DataError(f"boundary {name_of(boundary)}: features {tuple(states.shape)}, the target has {expected}")
+        checks.append(_check(boundary, states, own))
     return ProbeReport(checks=tuple(checks), tokens=len(next(iter(own.values()))))
 
 
-def name_of(signal: Signal) -> str:
-    return "LAST_HIDDEN" if signal == LAST_HIDDEN else str(signal)
+def name_of(boundary: Boundary) -> str:
+    return "LAST_HIDDEN" if boundary == LAST_HIDDEN else str(boundary)
 
 
-def _check(signal: Signal, states: Tensor, own: Mapping[Signal, Tensor]) -> BoundaryCheck:
-    cosines = cosine_similarity(states, own[signal], dim=-1)
+def _check(boundary: Boundary, states: Tensor, own: Mapping[Boundary, Tensor]) -> BoundaryCheck:
+    cosines = cosine_similarity(states, own[boundary], dim=-1)
     errors = {other: float((states - reference).norm()) for other, reference in own.items()}
     # With NaN every comparison is false; the boundary itself comes first, and its cosine fails it.
-    nearest = min([signal, *errors], key=lambda other: errors[other])
+    nearest = min([boundary, *errors], key=lambda other: errors[other])
     return BoundaryCheck(
-        boundary=signal,
+        boundary=boundary,
         cosine=float(cosines.mean()),
         lowest=float(cosines.min()),
-        scale=float((states.norm(dim=-1) / own[signal].norm(dim=-1)).mean()),
+        scale=float((states.norm(dim=-1) / own[boundary].norm(dim=-1)).mean()),
         nearest=nearest,
     )

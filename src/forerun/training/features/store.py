@@ -29,7 +29,7 @@ from forerun.manifests import read_sealed, write_sealed
 from forerun.training.batch import FeatureBatch
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.manifest import DTYPES, SCALE_BYTES, FeatureManifest, human
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Boundary
 
 Records = NDArray[np.uint8]
 SHARD_BYTES = 1 << 30
@@ -79,7 +79,7 @@ class FeatureWriter:
         finished = sum(sum(shard.lengths) for shard in self._shards)
         return finished + sum(length for _, length, _ in self._open)
 
-    def append(self, document: int, features: Mapping[Signal, Tensor]) -> None:
+    def append(self, document: int, features: Mapping[Boundary, Tensor]) -> None:
         """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`.
 
         Raises:
@@ -186,7 +186,7 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._locations)
 
-    def read(self, document: int, offset: int = 0, length: int | None = None) -> dict[Signal, Tensor]:
+    def read(self, document: int, offset: int = 0, length: int | None = None) -> dict[Boundary, Tensor]:
         """States (length, Ht) of a document's tokens from `offset` on, at every boundary and `LAST_HIDDEN`.
 
         As stored, and bfloat16 for float8. DataError if there is no such document, it ends before ``offset + length``,
@@ -222,17 +222,17 @@ class FeatureStore:
         return self._maps[shard]
 
 
-def encode(features: Mapping[Signal, Tensor], manifest: FeatureManifest, name: str) -> Records:
+def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name: str) -> Records:
     """States (L, Ht) by boundary -> records (L, record_bytes). DataError or NumericError, naming `name`, for others."""
     dtype, parts, scales = DTYPES[manifest.dtype], [], []
     length = len(next(iter(features.values()), torch.empty(0)))
-    for signal in (*manifest.boundaries, LAST_HIDDEN):
-        if signal not in features or features[signal].shape != (length, manifest.hidden_size):
-            shape = tuple(features[signal].shape) if signal in features else "nothing"
+    for boundary in (*manifest.boundaries, LAST_HIDDEN):
+        if boundary not in features or features[boundary].shape != (length, manifest.hidden_size):
+            shape = tuple(features[boundary].shape) if boundary in features else "nothing"
             raise DataError(
-                f"{name}, boundary {signal}: expected states ({length}, {manifest.hidden_size}), got {shape}"
+                f"{name}, boundary {boundary}: expected states ({length}, {manifest.hidden_size}), got {shape}"
             )
-        states = features[signal].detach().cpu()
+        states = features[boundary].detach().cpu()
         if dtype == torch.float8_e4m3fn:
             states = states.float()
             scale = (states.abs().amax(-1, keepdim=True) / _FLOAT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
@@ -240,27 +240,27 @@ def encode(features: Mapping[Signal, Tensor], manifest: FeatureManifest, name: s
             scales.append(scale)
         stored = states.to(dtype).contiguous()
         if not torch.isfinite(stored.float()).all():
-            raise NumericError(f"{name}, boundary {signal}: NaN or infinite states in {manifest.dtype}; not stored")
+            raise NumericError(f"{name}, boundary {boundary}: NaN or infinite states in {manifest.dtype}; not stored")
         parts.append(stored.view(torch.uint8))
     parts += [scale.view(torch.uint8) for scale in scales]
     packed: Records = torch.cat(parts, dim=1).numpy()
     return packed
 
 
-def decode(records: Records, manifest: FeatureManifest) -> dict[Signal, Tensor]:
+def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor]:
     """Records (L, record_bytes) -> states (L, Ht) by boundary; the inverse of `encode` up to rounding."""
-    stored, signals = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
+    stored, layers = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
     raw = torch.from_numpy(records)
     width = manifest.hidden_size * stored.itemsize
     small = stored == torch.float8_e4m3fn
     found = {}
-    for index, signal in enumerate(signals):
+    for index, boundary in enumerate(layers):
         states = raw[:, index * width : (index + 1) * width].contiguous().view(stored)
         if small:
-            start = len(signals) * width + index * SCALE_BYTES
+            start = len(layers) * width + index * SCALE_BYTES
             scales = raw[:, start : start + SCALE_BYTES].contiguous().view(torch.float32)
             states = (states.float() * scales).to(torch.bfloat16)
-        found[signal] = states
+        found[boundary] = states
     return found
 
 
@@ -305,12 +305,12 @@ class OfflineFeatures:
     def features(self, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
         """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU."""
         batch = self.windows.batch(step, rank, world)
-        found: dict[Signal, torch.Tensor] = {}
+        found: dict[Boundary, torch.Tensor] = {}
         for segment in self.windows.segments(step, rank, world):
-            for signal, values in self.store.read(segment.document, segment.offset, segment.length).items():
-                if signal not in found:
-                    found[signal] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
-                found[signal][segment.row, segment.column : segment.column + segment.length] = values
+            for boundary, values in self.store.read(segment.document, segment.offset, segment.length).items():
+                if boundary not in found:
+                    found[boundary] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
+                found[boundary][segment.row, segment.column : segment.column + segment.length] = values
         return FeatureBatch(batch=batch, features=found)
 
 
@@ -321,9 +321,9 @@ class Source(Protocol):
     """Something that runs the target: `OnlineFeatures` or `VllmFeatures`."""
 
     @property
-    def signals(self) -> tuple[Signal, ...]: ...
+    def provides(self) -> tuple[Boundary, ...]: ...
 
-    def documents(self, documents: Sequence[Sequence[int]]) -> Sequence[Mapping[Signal, Tensor]]:
+    def documents(self, documents: Sequence[Sequence[int]]) -> Sequence[Mapping[Boundary, Tensor]]:
         """The states (L, Ht) of whole documents."""
 
 

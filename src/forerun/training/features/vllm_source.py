@@ -28,7 +28,7 @@ from forerun.errors import ArgumentError, CheckpointError, DataError, Unsupporte
 from forerun.model.layers import base_name, base_of, norm_after_layers
 from forerun.model.load import read_header, weight_files
 from forerun.training.features.online import check_boundaries
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Boundary
 
 
 class FinalNorm:
@@ -86,7 +86,7 @@ class VllmFeatures:
     def __init__(
         self,
         target: str,
-        boundaries: Sequence[Signal],
+        boundaries: Sequence[Boundary],
         norm: Callable[[Tensor], Tensor],
         *,
         num_layers: int,
@@ -145,10 +145,10 @@ class VllmFeatures:
         self._sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0)
 
     @property
-    def signals(self) -> tuple[Signal, ...]:
+    def provides(self) -> tuple[Boundary, ...]:
         return (*self.boundaries, LAST_HIDDEN)
 
-    def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Signal, Tensor]]:
+    def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Boundary, Tensor]]:
         """The states (L, Ht) of whole documents on the CPU; DataError if vLLM stopped, or answered with others."""
         prompts = [{"prompt_token_ids": list(tokens)} for tokens in documents]
         with _explained("stopped"):
@@ -160,7 +160,7 @@ class VllmFeatures:
         del self._engine
         self._folder.cleanup()
 
-    def _states(self, tokens: Sequence[int], output: Any) -> dict[Signal, Tensor]:
+    def _states(self, tokens: Sequence[int], output: Any) -> dict[Boundary, Tensor]:
         path = (getattr(output, "kv_transfer_params", None) or {}).get("hidden_states_path")
         if path is None:
             raise DataError(

@@ -16,7 +16,7 @@ from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.types import LAST_HIDDEN, Budget, Signal, Verdict
+from forerun.types import LAST_HIDDEN, Boundary, Budget, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +29,13 @@ class _Listener(Drafter):
 
     name = "listener"
     Config = _Config
-    heard: ClassVar[dict[tuple[int, ...], dict[int, dict[Signal, Tensor]]]] = {}
+    heard: ClassVar[dict[tuple[int, ...], dict[int, dict[Boundary, Tensor]]]] = {}
 
     def __init__(self, config: _Config, setup: DrafterSetup) -> None:
         self.texts: dict[int, Sequence[int]] = {}
 
     @property
-    def requires(self) -> frozenset[Signal]:
+    def requires(self) -> frozenset[Boundary]:
         return frozenset({0, 1, LAST_HIDDEN})
 
     def extend(self, context: DraftContext) -> None:
@@ -46,7 +46,7 @@ class _Listener(Drafter):
             for entry in range(count):
                 place = len(tokens) - 1 - count + entry
                 assert place not in notes, "a state came twice"
-                notes[place] = {signal: context.signals[signal][index, entry] for signal in self.requires}
+                notes[place] = {boundary: context.hidden_states[boundary][index, entry] for boundary in self.requires}
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
@@ -73,8 +73,8 @@ def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, monkeypatch: p
         assert sorted(notes) == list(range(len(notes)))
         assert len(notes) >= len(text) - 4
         for place in range(min(len(notes), len(text) - 1)):
-            for signal, entry in ((0, 0), (1, 1), (LAST_HIDDEN, -1)):
-                torch.testing.assert_close(notes[place][signal], states[entry][0, place], atol=2e-5, rtol=1e-4)
+            for boundary, entry in ((0, 0), (1, 1), (LAST_HIDDEN, -1)):
+                torch.testing.assert_close(notes[place][boundary], states[entry][0, place], atol=2e-5, rtol=1e-4)
 
 
 class _Onlooker(Drafter):
