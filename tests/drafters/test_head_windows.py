@@ -137,7 +137,7 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.Monkey
 def test_the_engine_drafts_with_the_window_and_answers_the_same(options: dict[str, Any]) -> None:
     """Greedy text is the target's own; what is drafted at the root is the naive reference's choice, step after step."""
     made, prompt = head(sliding_window=3), tokens(LENGTH)
-    config = {"method": "eagle3", "model": made, **options}
+    config = {"method": "eagle3", "model": made, "adaptive": False, **options}
     llm = LLM(model(), tokenizer=False, speculative_config=config, self_check=False)
     ask = SamplingParams(temperature=0, max_tokens=10, detokenize=False)
     plain = llm.generate({"prompt_token_ids": prompt}, ask, speculative=False)[0].outputs[0].token_ids

@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from forerun import LLM, AsyncLLM, SamplingParams, StructuredOutputs
@@ -126,7 +128,9 @@ def test_a_process_that_was_ended_from_outside_is_started_again(llm: LLM) -> Non
 def test_compiling_has_a_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(llm, GOOD)
     process = llm._reader.grammars._trials._started()
-    os.kill(process.pid, signal.SIGSTOP)  # answers never
+    os.kill(process.pid, signal.SIGSTOP)  # answers never, once all of its threads have stopped
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     monkeypatch.setattr(grammar, "TRIAL_S", 0.1)
     with pytest.raises(ArgumentError, match="too complex"):
         ask(llm, StructuredOutputs(regex="(hen|dog)!"))
