@@ -234,9 +234,9 @@ OPEN = settings(
 )
 """A server whose operator allows all that tells something."""
 DRAFTERS = {
-    "suffix": {"method": "suffix"},
-    "recycling": {"method": "recycling"},
-    "lookahead": {"method": "lookahead", "shared_pool": True},
+    "suffix": {"method": "suffix", "adaptive": False},
+    "recycling": {"method": "recycling", "adaptive": False},
+    "lookahead": {"method": "lookahead", "shared_pool": True, "adaptive": False},
 }
 
 

@@ -342,7 +342,7 @@ def shown(texts: dict[int, list[int]], fresh: Sequence[int]) -> DraftContext:
         fresh=fresh,
         samplers=[None] * len(rows),  # type: ignore[list-item]
         rng=[None] * len(rows),  # type: ignore[list-item]
-        boundaries={3: states},
+        hidden_states={3: states},
     )
 
 

@@ -32,7 +32,7 @@ class Trials:
 
     def wait_after(self, step: int, spent: float = 0.0) -> None:
         """A trial ended, which took `spent` plain steps."""
-        self._due = step + max(self._wait * SETTINGS.interval, round(spent / SETTINGS.trial_share))
+        self._due = step + self._wait * max(SETTINGS.interval, round(spent / SETTINGS.trial_share))
         self._wait = min(SETTINGS.longest, 2 * self._wait)
 
 

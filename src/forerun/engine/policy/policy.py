@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from forerun.core.acceptance import Acceptance
@@ -38,7 +38,7 @@ from forerun.drafters.guarded import Guarded
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.engine.measuring import known_or_nominal
-from forerun.engine.policy.explore import LookupTrials, ModelTrials, Survival, few, optimism, settle
+from forerun.engine.policy.explore import LookupTrials, ModelTrials, Survival, optimism, settle
 from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
 from forerun.types import Budget, StepTrace
@@ -454,7 +454,7 @@ class Policy:
             if not reading or self._repays(plan, arm, plan.rows[member], reading, sum(curve[:depth]), row_ms):
                 offered[member] = curve
         wanted = arm.trials.begun or ratio < SETTINGS.pays or not offered
-        tried = few(list(curves)) if wanted and arm.trials.due(self.steps) else ()
+        tried = self._tried(plan, arm, unread) if wanted and arm.trials.due(self.steps) else ()
         if tried:
             offered |= {
                 row: [SETTINGS.first_guess ** (1 + level) for level in range(len(curves[row]))] for row in tried
@@ -467,6 +467,12 @@ class Policy:
             bids[member] = Bid(index, nodes, sum(curve[:depth]) + bonus)
         ms = self.costs.draft_ms(arm.key, depth, plan.batch)
         return Offer(arm=index, depth=depth, ms=ms, bids=bids, tried=tried, unread=unread) if bids else None
+
+    def _tried(self, plan: _StepPlan, arm: Arm, unread: Mapping[int, int]) -> list[int]:
+        """Rows for a trial: a few of which little is to be read, together no more than a plain step takes."""
+        rows = sorted(unread, key=lambda row: unread[row])[: SETTINGS.trial_rows]
+        reading = list(accumulate(self.costs.reading_ms(arm.key, unread[row]) for row in rows))
+        return [row for row, ms in zip(rows, reading, strict=True) if row == rows[0] or ms <= plan.times[0]]
 
     def _times(self, plan: _StepPlan, arm: Arm, deepest: int) -> Callable[[int, int], float]:
         """A step, ms, by the depth that a drafter drafts to (0: plain decoding) and the rows that it drafts for."""
