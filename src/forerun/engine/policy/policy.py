@@ -347,7 +347,10 @@ class Policy:
         are."""
         plan = self._plan
         assert plan is not None, "admit() comes after plan()"
-        counts = [tree.size for tree in trees]
+        plan.counts = counts = [tree.size for tree in trees]
+        if not any(counts):
+            self._most_taken *= SETTINGS.taken_memory
+            return trees
         for row, index in plan.taken.items():
             arm = self.arms[index]
             if counts[row] and arm.copies:
@@ -379,6 +382,8 @@ class Policy:
     def _ask(self, plan: _StepPlan) -> None:
         """Ask those that copy, make one tree of theirs for each row, and say what asking took and what it saves."""
         times = plan.times
+        if not any(arm.copies for arm in self.arms):
+            return
         dearest = bisect_right(range(times.most + 1), SETTINGS.dearest_pass * times[0], key=times.__getitem__) - 1
         nodes = max(1, min(dearest, 2 * max(SETTINGS.least_taken, int(self._most_taken))))
         for index, arm in enumerate(self.arms):
