@@ -7,6 +7,7 @@ import sys
 
 from torch import distributed
 
+from forerun.cli import leave
 from forerun.model import Plan, Target
 from model.families import make
 from model.test_placement import error, tree
@@ -21,3 +22,4 @@ if __name__ == "__main__":
     # A process that leaves while the other still talks to it takes the other down (gloo aborts).
     distributed.barrier()
     distributed.destroy_process_group()
+    leave(0)

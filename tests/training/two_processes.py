@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from forerun.cli import main
+from forerun.cli import leave, main
 
 if __name__ == "__main__":
     for port, words in json.loads(sys.argv[1]):
@@ -14,4 +14,5 @@ if __name__ == "__main__":
         os.environ["MASTER_PORT"] = str(port)
         code = main(words)
         if code:
-            sys.exit(code)
+            leave(code)
+    leave(0)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from forerun.errors import ArgumentError, ForerunError
 
@@ -105,6 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def leave(code: int) -> NoReturn:
+    """End the process. One that torchrun started ends at once: threads of gloo can outlive the interpreter and abort a
+    process whose work is done (pytorch/pytorch#179291)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -1,7 +1,5 @@
 """``python -m forerun.cli``: the same as the ``forerun`` command."""
 
-import sys
+from forerun.cli import leave, main
 
-from forerun.cli import main
-
-sys.exit(main())
+leave(main())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.cli import leave
 from forerun.errors import CheckpointError, NumericError
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel
@@ -96,3 +97,4 @@ def _full(*arguments: object, **keywords: object) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave(0)
