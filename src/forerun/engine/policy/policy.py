@@ -458,8 +458,10 @@ class Policy:
             reading = self.costs.reading_ms(arm.key, unread[member])
             if not reading or self._repays(plan, arm, plan.rows[member], reading, sum(curve[:depth]), row_ms):
                 offered[member] = curve
-        wanted = arm.trials.begun or ratio < SETTINGS.pays or not offered
-        tried = self._tried(plan, arm, unread) if wanted and arm.trials.due(self.steps) else ()
+        due = self._tried(plan, arm, unread) if arm.trials.due(self.steps) else []
+        tried = due if arm.trials.begun or arm.trials.off or ratio < SETTINGS.pays else []
+        if due and not tried and not offered:  # now and then a text is read although that may not repay itself
+            offered = {row: curves[row] for row in due}
         if tried:
             offered |= {
                 row: [SETTINGS.first_guess ** (1 + level) for level in range(len(curves[row]))] for row in tried
@@ -564,10 +566,12 @@ class Policy:
             arm.survival.record(row.cache_row, accepted=accepted, drafted=drafted)
             if member in offer.tried:
                 tried.append(1 + accepted)
+        reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
         if not offer.tried:
+            if reading:
+                arm.trials.wait_after(self.steps, reading)
             arm.trials.drafted(self.steps)
         elif tried:
-            reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
             spent = (self._row_cost(plan, offer, len(chosen)) - 1) * len(chosen) / plan.batch + reading
             cost = self._row_cost(plan, offer, len(offer.bids))
             if arm.trials.tried(self.steps, tokens=sum(tried) / len(tried), cost=cost, spent=spent):
