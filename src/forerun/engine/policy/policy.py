@@ -462,6 +462,8 @@ class Policy:
         tried = due if arm.trials.begun or arm.trials.off or ratio < SETTINGS.pays else []
         if due and not tried and not offered:  # now and then a text is read although that may not repay itself
             offered = {row: curves[row] for row in due}
+            reading = self.costs.reading_ms(arm.key, sum(unread[row] for row in due))
+            arm.trials.wait_after(self.steps, reading / plan.times[0])
         if tried:
             offered |= {
                 row: [SETTINGS.first_guess ** (1 + level) for level in range(len(curves[row]))] for row in tried
@@ -566,12 +568,10 @@ class Policy:
             arm.survival.record(row.cache_row, accepted=accepted, drafted=drafted)
             if member in offer.tried:
                 tried.append(1 + accepted)
-        reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
         if not offer.tried:
-            if reading:
-                arm.trials.wait_after(self.steps, reading)
             arm.trials.drafted(self.steps)
         elif tried:
+            reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
             spent = (self._row_cost(plan, offer, len(chosen)) - 1) * len(chosen) / plan.batch + reading
             cost = self._row_cost(plan, offer, len(offer.bids))
             if arm.trials.tried(self.steps, tokens=sum(tried) / len(tried), cost=cost, spent=spent):
