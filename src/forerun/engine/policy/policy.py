@@ -458,11 +458,12 @@ class Policy:
             reading = self.costs.reading_ms(arm.key, unread[member])
             if not reading or self._repays(plan, arm, plan.rows[member], reading, sum(curve[:depth]), row_ms):
                 offered[member] = curve
-        due = self._tried(plan, arm, unread) if arm.trials.due(self.steps) else []
-        tried = due if arm.trials.begun or arm.trials.off or ratio < SETTINGS.pays else []
-        if due and not tried and not offered:  # now and then a text is read although that may not repay itself
-            offered = {row: curves[row] for row in due}
-            reading = self.costs.reading_ms(arm.key, sum(unread[row] for row in due))
+        tried, doubted = list[int](), arm.trials.begun or arm.trials.off or ratio < SETTINGS.pays
+        if (doubted or not offered) and arm.trials.due(self.steps):
+            tried = self._tried(plan, arm, unread)
+        if tried and not doubted:  # now and then a text is read although that may not repay itself, if it gains most
+            offered, tried = {row: curves[row] for row in tried}, []
+            reading = self.costs.reading_ms(arm.key, sum(unread[row] for row in offered))
             arm.trials.wait_after(self.steps, reading / plan.times[0])
         if tried:
             offered |= {

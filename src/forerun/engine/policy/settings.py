@@ -57,7 +57,7 @@ class PolicySettings:
     models drafted in 30 % of the steps at 50 ms where copies gave more tokens at 37."""
     pays: float = 1.02
     """Times plain decoding that a drafter must yield: two engines over the same weights differ by 2 %."""
-    off_after: int = 32  # Steps without paying after which a drafter is off. Simulated: a useless one costs under 3 %.
+    off_after: int = 32  # Steps that a copying drafter is asked before it may be put off. Simulated.
     interval: int = 64
     """Steps until the first trial of what is off. Simulated: one that became good is back within 500 steps."""
     longest: int = 4
@@ -67,7 +67,7 @@ class PolicySettings:
     trial_rows: int = 8
     """Rows that are tried for all. Asking copies for 64 rows took 37 ms of the host, a model read 64 texts in 1.0 to
     1.6 s: with 8, `auto` at batch 64 went from 0.973 to 1.002 of plain decoding, and the trial to 0.27 s."""
-    trial_steps: tuple[int, int] = (2, 6)  # Steps of a row's trial that fails, and of one that passes. Simulated.
+    trial_steps: tuple[int, int] = (2, 6)  # Steps of a trial that fails, and of one that passes. Simulated.
     lookup_steps: int = 8  # Steps in which a copying drafter is asked again before it can be off again. Simulated.
     cheap: float = 0.01
     """Share of a plain step that asking a copying drafter may always take. Chosen: less than can be measured."""
