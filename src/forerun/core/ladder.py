@@ -115,11 +115,7 @@ class Ladder:
         return LadderRow(self, index)
 
     def number(self, name: str, flat: int, *where: int) -> Any:
-        """What was read of a node.
-
-        Raises:
-            ArgumentError: the row's rule did not say that it asks for it.
-        """
+        """What was read of a node; an ArgumentError where the row's rule did not say that it asks for it."""
         found: Any = self._read.get(name, ())
         for index in (*where, flat):
             if index >= len(found):
@@ -278,11 +274,8 @@ class Ladder:
     # --- on the host --------------------------------------------------------------------------------------------------
 
     def check(self, flat: int) -> None:
-        """Refuse a node of which no distribution could be made.
-
-        Raises:
-            NumericError, NoTokenLeftError: as `Sampler.process`; or what a user's processor raised there.
-        """
+        """Refuse a node of which no distribution could be made: raises as `Sampler.process`, or what a user's processor
+        raised there."""
         error = self.failed.get((flat // self.nodes, flat % self.nodes))
         if error is not None:
             raise error

@@ -229,11 +229,7 @@ class Sampler:
         return max((*self._unwanted.always, *self.banned_until_min), default=0) < vocabulary
 
     def edits(self, vocabulary: int, output: Sequence[int], paths: Sequence[Sequence[int]]) -> Edits | None:
-        """What `process` does at nodes behind `paths`; None: nothing.
-
-        Raises:
-            ArgumentError: a token id among the parameters is outside the vocabulary.
-        """
+        """What `process` does at nodes behind `paths`; None: nothing. ArgumentError as `process`."""
         if self.neutral:
             return None
         self._check_ids(vocabulary)
@@ -549,11 +545,7 @@ def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
-    """Refuse ids outside ``0 .. vocabulary - 1``.
-
-    Raises:
-        ArgumentError: naming the parameter and the first id that is wrong.
-    """
+    """Refuse (ArgumentError) ids outside ``0 .. vocabulary - 1``, naming the parameter and the first that is wrong."""
     wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
     if wrong is not None:
         raise ArgumentError(f"{name} holds token id {wrong}; the vocabulary has ids 0 to {vocabulary - 1}")
@@ -597,11 +589,7 @@ def _check_distribution(probs: Tensor, processed: Tensor | None) -> None:
 
 
 def check_sums(total: float, least: float, outside: float) -> None:
-    """Refuse what is no distribution: its sum, its least probability, and what banned tokens have of it.
-
-    Raises:
-        NumericError: with these numbers.
-    """
+    """Refuse (NumericError) what is no distribution: its sum, its least probability, what banned tokens have of it."""
     if not (abs(total - 1) < TOLERANCE and least >= 0 and outside == 0):
         found = f"they add up to {total}, the least is {least}, banned tokens have {outside}"
         raise NumericError(f"the probabilities are no distribution: {found}; {_HINT}")
@@ -619,11 +607,7 @@ def _checked(processor: LogitsProcessor, found: object, given: Tensor) -> Tensor
 
 
 def check_raw(highest: float) -> None:
-    """Refuse raw logits of which the largest is NaN, and so any.
-
-    Raises:
-        NumericError: says what to do.
-    """
+    """Refuse (NumericError) raw logits of which the largest is NaN, and so any."""
     if math.isnan(highest):
         raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
 

@@ -67,10 +67,8 @@ class Scores:
         return HostRow(self, index) if self._ladder is None else self._ladder.row(self._indices[index])
 
     def of(self, members: Sequence[int]) -> Scores:
-        """The scores of some of the rows, in that order: what a drafter may see of the rows that are its members.
-
-        Always another object, though the logits may be the same: whoever assigns to it changes his own.
-        """
+        """The scores of some of the rows, in that order: what a drafter may see of its members. Always another object,
+        though the logits may be the same: whoever assigns to it changes his own."""
         some = copy.copy(self)
         if list(members) == list(range(len(self._rows))):
             return some
@@ -174,11 +172,8 @@ class HostRow:
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor:
-    """(B, N, k) ids of the largest logits (B, N, V), the largest first.
-
-    The k largest lie in the k blocks of largest maximum, so only these are sorted: for V = 150,000 that is seven times
-    as fast as sorting all. Between equal logits the choice is arbitrary.
-    """
+    """(B, N, k) ids of the largest logits (B, N, V), the largest first, of equals any: these lie in the k blocks of
+    largest maximum, so only those are sorted. For V = 150,000 that is seven times as fast as sorting all."""
     size = logits.shape[-1]
     whole = size // _BLOCK * _BLOCK
     if whole < 4 * k * _BLOCK:

@@ -142,10 +142,8 @@ def step(
 
 
 def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) -> list[Emitted]:
-    """The tokens after the prompts: `logits` (B, 1, V) of the last prompt tokens. Appends them; nothing is drafted.
-
-    `isolate` is that of `step`.
-    """
+    """Append the tokens after the prompts, from `logits` (B, 1, V) of their last tokens; nothing is drafted. `isolate`
+    is that of `step`."""
     clock = _Clock()
     rules = _rules(rows, [])
     scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules, largest=largest)

@@ -192,11 +192,9 @@ class TokenTree:
         return found
 
     def child(self, node: int | None, token: int) -> int | None:
-        """The first node that holds `token` below `node`, probes included; None where there is none.
-
-        Nodes that hold the same tokens from the root on count as the first of them: so a drafter that knows which
-        tokens it asked about copes with a tree that was cut, merged with another or numbered anew.
-        """
+        """The first node that holds `token` below `node`, probes included; None where there is none. Nodes that hold
+        the same tokens from the root on count as the first of them: so a drafter that knows which tokens it asked about
+        copes with a tree that was cut, merged with another or numbered anew."""
         return None if node is None else self._by_token.get((node, token))
 
     def path(self, node: int) -> tuple[int, ...]:
@@ -256,10 +254,7 @@ def join(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
 
 def graft(tree: TokenTree, other: TokenTree, below: int, *, since: int) -> dict[int, int]:
     """Hang the deterministic nodes of `other` below a node of `tree`, twins only once; other's node -> tree's node.
-
-    Args:
-        since: nodes of `tree` up to this one keep the confidence that they have.
-    """
+    Nodes of `tree` up to `since` keep the confidence that they have."""
     there: dict[tuple[int, int], int] = {}
     for node in range(1, tree.size + 1):
         if node not in tree.probes:
@@ -278,11 +273,15 @@ def graft(tree: TokenTree, other: TokenTree, below: int, *, since: int) -> dict[
     return mapped
 
 
-def without(tree: TokenTree, wrong: Mapping[int, float]) -> TokenTree:
-    """The tree without the sampled children of these nodes, and all below them; nothing of it has run yet.
+def prune(trees: Sequence[TokenTree], keep: Mapping[int, Sequence[int]]) -> list[TokenTree]:
+    """The trees, some of them (by index) with only these nodes, of which every parent is among them."""
+    assert all(trees[row].prunable for row in keep), "only deterministic nodes may be pruned after they were drawn"
+    return [tree.only(keep[row]).seal() if row in keep else tree for row, tree in enumerate(trees)]
 
-    What was drawn above stays: whether a node is submitted may not depend on its own value.
-    """
+
+def without(tree: TokenTree, wrong: Mapping[int, float]) -> TokenTree:
+    """The tree without the sampled children of these nodes, and all below them; nothing of it has run yet. What was
+    drawn above stays: whether a node is submitted may not depend on its own value."""
     kept = {0}
     for node in range(1, tree.size + 1):
         parent = tree.parents[node]
@@ -308,10 +307,7 @@ def fetch_masses(trees: Sequence[TokenTree]) -> None:
 
 def ancestor_mask(parents: Tensor) -> Tensor:
     """Who sees whom inside the tree: (B, N, N) bool from parents (B, K) of nodes 1, 2, ...; every node sees itself and
-    its ancestors.
-
-    The transitive closure by repeated squaring, without a host round trip.
-    """
+    its ancestors. The transitive closure by repeated squaring, without a host round trip."""
     batch, drafted = parents.shape
     nodes = drafted + 1
     reach = torch.eye(nodes, dtype=torch.float32, device=parents.device).repeat(batch, 1, 1)

@@ -230,6 +230,50 @@ class Drafter:
         return 0
 
 
+class Wrapper(Drafter):
+    """A drafter around another one: what it does not override, it passes on."""
+
+    drafter: Drafter
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self.drafter.kind(sampler)
+
+    @property
+    def depth(self) -> int | None:
+        return self.drafter.depth
+
+    @property
+    def requires(self) -> frozenset[Boundary]:
+        return self.drafter.requires
+
+    @property
+    def watches(self) -> bool:
+        return self.drafter.watches
+
+    @property
+    def top_ids(self) -> int:
+        return self.drafter.top_ids
+
+    @property
+    def remembers(self) -> bool:
+        return self.drafter.remembers
+
+    def extend(self, context: DraftContext) -> None:
+        self.drafter.extend(context)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        return self.drafter.propose(context, budget)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        self.drafter.observe(context, verdicts, scores)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self.drafter.truncate(rows, lengths)
+
+    def memory_bytes(self) -> int:
+        return self.drafter.memory_bytes()
+
+
 def changed(sampler: Sampler, **params: Any) -> Sampler:
     """The sampler with some other sampling parameters."""
     words = sampler.bad_words

@@ -1,4 +1,4 @@
-"""Calls a drafter so that what it does wrong costs it its drafts, and nobody an answer.
+"""How the engine calls a drafter: what it does wrong costs it its drafts and nobody an answer; and late, if at all.
 
 Engine, step, policy and combined drafters call a drafter through `Guarded` and nowhere else. A row that a drafter has
 failed, in whatever it was asked for, is closed to it: what it holds of the row is unknown from then on. It is shown
@@ -9,20 +9,21 @@ Not held off: a drafter that runs for ever, and one that writes into the target'
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import build
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, Seeds, Wrapper, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
 from forerun.model.layers import check_boundaries
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
@@ -30,108 +31,6 @@ from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
 if TYPE_CHECKING:
     from forerun.core.scores import Scores
     from forerun.model import Target
-
-_ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in float32, may exceed 1
-
-
-class Checked(NamedTuple):
-    """What became of one row's tree."""
-
-    tree: TokenTree  # What of it may be submitted, read-only
-    error: InvalidDraftError | None = None  # What was wrong with the rest
-
-
-def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
-    """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
-
-    Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
-    neither what a node holds decides whether it is among them, nor what was drawn after it, which would bias sampled
-    ones.
-    """
-    try:
-        sound = _sound(tree, root, target)
-    except Exception as broken:
-        unreadable = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
-        return Checked(TokenTree(root).seal(), broken if isinstance(broken, InvalidDraftError) else unreadable)
-    kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
-    error = None
-    if len(kept) < sound.size:
-        asked = f"{most} nodes and {deepest} tokens on a path"
-        error = InvalidDraftError(f"{sound.size} nodes, {max(sound.depths)} deep, exceed the budget of {asked}")
-        sound = sound.only(kept)
-    for node, confidence in enumerate(sound.confidence):
-        if not 0 <= confidence <= 1 + _ROUNDING:
-            error = error or InvalidDraftError(f"node {node} has confidence {confidence}; a probability is from 0 to 1")
-            sound.confidence[node] = 0.0
-    return Checked(sound.seal(), error)
-
-
-def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
-    """A copy of the tree. InvalidDraftError: it is none, or holds what no tree may hold; any other: its columns are no
-    lists."""
-    if not isinstance(tree, TokenTree):
-        raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
-    made = TokenTree(root)
-    made.tokens, made.parents = list(map(index, tree.tokens)), list(map(index, tree.parents))
-    made.drawn = [kind if type(kind) is Drawn else Drawn(kind) for kind in tree.drawn]
-    made.confidence, made.probes = list(map(float, tree.confidence)), set(map(index, tree.probes))
-    size = len(made.tokens)
-    if not size or any(len(column) != size for column in (made.parents, made.drawn, made.confidence)):
-        lengths = [len(column) for column in (made.tokens, made.parents, made.drawn, made.confidence)]
-        raise InvalidDraftError(f"tokens, parents, drawn and confidence of a tree have the lengths {lengths}")
-    if made.tokens[0] != root:
-        raise InvalidDraftError(f"the tree's root holds token {made.tokens[0]}; the last committed token is {root}")
-    made.parents[0], made.drawn[0], made.confidence[0] = -1, Drawn.DETERMINISTIC, 1.0
-    _check_nodes(made, target.vocab_size)
-    pairs = zip(made.parents, made.drawn, strict=True)
-    sampled_below = sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
-    made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in sampled_below}
-    made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
-    if tree.resume is not None:
-        _check_resume(tree.resume, made, target)
-        made.resume = tree.resume
-    return made
-
-
-def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
-    for node in range(1, len(tree.tokens)):
-        parent, token = tree.parents[node], tree.tokens[node]
-        if not 0 <= parent < node:
-            expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
-            raise InvalidDraftError(f"node {node} has parent {parent}; {expected}")
-        tree.depths.append(tree.depths[parent] + 1)
-        if not 0 <= token < vocabulary:
-            raise InvalidDraftError(f"node {node} holds token {token}, outside the vocabulary of {vocabulary}")
-    for node in tree.probes:
-        if not 0 < node < len(tree.tokens):
-            raise InvalidDraftError(f"node {node} is a probe, but there are the drafted nodes 1..{tree.size}")
-        if tree.drawn[node] is not Drawn.DETERMINISTIC:
-            raise InvalidDraftError("a node was sampled and is a probe; what is never accepted is deterministic")
-
-
-def _probs(tree: TokenTree, parent: int, vocabulary: int) -> Tensor:
-    """What the sampled children of a node were drawn from, over the whole vocabulary."""
-    found = tree.draft_probs.get(parent)
-    if found is None:
-        raise InvalidDraftError(f"node {parent} has sampled children, but the draft records no probs; see `set_probs`")
-    if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim != 1 or len(found) > vocabulary:
-        got = f"{found.dtype} of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise InvalidDraftError(
-            f"the draft probs of node {parent} are {got}, expected floats of the shape (V,), V at most {vocabulary}"
-        )
-    return pad(found, (0, vocabulary - len(found))) if len(found) < vocabulary else found
-
-
-def _check_resume(resume: Resume, tree: TokenTree, target: Target) -> None:
-    states, boundary = resume.states, resume.boundary
-    shape, size = tuple(states.shape), tree.size + 1
-    fits = len(shape) == 2 and 1 <= shape[0] <= size and shape[1] == target.hidden_size
-    if not fits or not 1 <= boundary <= target.num_layers or states.dtype is not target.dtype:
-        raise InvalidDraftError(
-            f"the draft resumes {states.dtype} states of the shape {shape} at boundary {boundary}, expected "
-            f"{target.dtype} of (1..{size}, {target.hidden_size}), root first, at a boundary of 1..{target.num_layers}"
-        )
-
 
 T = TypeVar("T")
 
@@ -312,3 +211,220 @@ _FLAG = _expecting("True or False", lambda told: isinstance(told, bool))
 _DEPTH = _expecting("a number of tokens or None", lambda told: told is None or (isinstance(told, int) and told >= 1))
 _BYTES = _expecting("a number of bytes", lambda told: isinstance(told, int) and told >= 0)
 _KIND = _expecting("a DraftKind", lambda told: isinstance(told, DraftKind))
+
+
+# --- put off until it is asked ----------------------------------------------------------------------------------------
+
+_MOST_STATES = 512  # Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded
+
+
+class Deferred(Wrapper):
+    """A drafter whose `extend` waits until it is asked for a proposal: one that is not asked costs next to nothing.
+
+    A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows gained is
+    put aside, hidden states included, and shown in one go before the next proposal for them.
+    """
+
+    name = "deferred"
+    drafter: Guarded
+
+    def __init__(self, drafter: Guarded, *, reproducible: bool = False) -> None:
+        """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `Seeds`."""
+        self.drafter = drafter
+        self._seeds = Seeds(hide=reproducible)
+        self.idle = False  # It is not asked for the time being, and does not watch
+        self._rows: dict[int, _Row] = {}
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self.drafter.kind(self._seeds.seen(sampler))
+
+    @property
+    def watches(self) -> bool:
+        return self.drafter.watches and not self.idle
+
+    def extend(self, context: DraftContext) -> None:
+        now = list[int]()
+        for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):
+            row = self._rows.setdefault(row_id, _Row())
+            fresh = context.fresh[index]
+            at_once = row.asked or (bool(context.hidden_states) and fresh + row.held() > _MOST_STATES)
+            if at_once and row.shown == len(tokens) - fresh and not row.states:
+                now.append(index)
+                continue
+            for boundary, states in context.hidden_states.items():
+                row.states.setdefault(boundary, []).append(states[index, : min(fresh, len(tokens) - 1)])
+            if at_once:
+                self._show([index], context)
+        if now:
+            self._mark_shown(context, now)
+            self.drafter.extend(context.of(now))
+
+    def unread(self, row: int, length: int) -> int:
+        """Tokens of a row's `length` that the drafter must be shown before its next proposal."""
+        known = self._rows.get(row)
+        return length - (known.shown if known is not None else 0)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
+        wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
+        late = [
+            index
+            for index in wanted
+            if self._rows.setdefault(context.rows[index], _Row()).shown < len(context.tokens[index])
+        ]
+        if late:
+            self._show(late, context)
+        for index in wanted:
+            self._rows[context.rows[index]].asked = True
+        return self.drafter.propose(self._seeds.hidden(context), budget)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                self._rows.pop(row_id, None)
+            elif (row := self._rows.get(row_id)) is not None:
+                keep = max(0, length - row.shown - (row.shown == 0))
+                row.states = (
+                    {boundary: [torch.cat(parts)[:keep]] for boundary, parts in row.states.items()} if keep else {}
+                )
+                row.shown, row.asked = min(row.shown, length), False
+        self.drafter.truncate(rows, lengths)
+
+    def _show(self, late: Sequence[int], context: DraftContext) -> None:
+        """Everything that was put aside for these rows of the context."""
+        rows = [self._rows[context.rows[index]] for index in late]
+        fresh = [len(context.tokens[index]) - row.shown for index, row in zip(late, rows, strict=True)]
+        hidden_states = {
+            boundary: _padded([torch.cat(row.states[boundary]) for row in rows])
+            for boundary in self.requires
+            if all(boundary in row.states for row in rows)
+        }
+        for row in rows:
+            row.states.clear()
+        self._mark_shown(context, late)
+        self.drafter.extend(replace(context.of(late), fresh=fresh, hidden_states=hidden_states))
+
+    def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
+        for index in indices:
+            row = self._rows[context.rows[index]]
+            row.shown, row.asked = len(context.tokens[index]), False
+
+
+@dataclass(slots=True)
+class _Row:
+    shown: int = 0  # Tokens that the drafter has been shown
+    asked: bool = False  # A proposal is outstanding
+    states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # Put aside: (F, H) per boundary and call
+
+    def held(self) -> int:
+        """States put aside, in tokens."""
+        return max((sum(len(part) for part in parts) for parts in self.states.values()), default=0)
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """(B, F, H), left aligned, from one (F', H) per row."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+
+
+# --- what may be submitted --------------------------------------------------------------------------------------------
+
+_ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in float32, may exceed 1
+
+
+class Checked(NamedTuple):
+    """What became of one row's tree."""
+
+    tree: TokenTree  # What of it may be submitted, read-only
+    error: InvalidDraftError | None = None  # What was wrong with the rest
+
+
+def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
+    """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
+
+    Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
+    neither what a node holds decides whether it is among them, nor what was drawn after it, which would bias sampled
+    ones.
+    """
+    try:
+        sound = _sound(tree, root, target)
+    except Exception as broken:
+        unreadable = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
+        return Checked(TokenTree(root).seal(), broken if isinstance(broken, InvalidDraftError) else unreadable)
+    kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
+    error = None
+    if len(kept) < sound.size:
+        asked = f"{most} nodes and {deepest} tokens on a path"
+        error = InvalidDraftError(f"{sound.size} nodes, {max(sound.depths)} deep, exceed the budget of {asked}")
+        sound = sound.only(kept)
+    for node, confidence in enumerate(sound.confidence):
+        if not 0 <= confidence <= 1 + _ROUNDING:
+            error = error or InvalidDraftError(f"node {node} has confidence {confidence}; a probability is from 0 to 1")
+            sound.confidence[node] = 0.0
+    return Checked(sound.seal(), error)
+
+
+def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
+    """A copy of the tree. InvalidDraftError: it is none, or holds what no tree may hold; any other: its columns are no
+    lists."""
+    if not isinstance(tree, TokenTree):
+        raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
+    made = TokenTree(root)
+    made.tokens, made.parents = list(map(operator.index, tree.tokens)), list(map(operator.index, tree.parents))
+    made.drawn = [kind if type(kind) is Drawn else Drawn(kind) for kind in tree.drawn]
+    made.confidence, made.probes = list(map(float, tree.confidence)), set(map(operator.index, tree.probes))
+    size = len(made.tokens)
+    if not size or any(len(column) != size for column in (made.parents, made.drawn, made.confidence)):
+        lengths = [len(column) for column in (made.tokens, made.parents, made.drawn, made.confidence)]
+        raise InvalidDraftError(f"tokens, parents, drawn and confidence of a tree have the lengths {lengths}")
+    if made.tokens[0] != root:
+        raise InvalidDraftError(f"the tree's root holds token {made.tokens[0]}; the last committed token is {root}")
+    made.parents[0], made.drawn[0], made.confidence[0] = -1, Drawn.DETERMINISTIC, 1.0
+    _check_nodes(made, target.vocab_size)
+    pairs = zip(made.parents, made.drawn, strict=True)
+    sampled_below = sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
+    made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in sampled_below}
+    made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
+    if tree.resume is not None:
+        _check_resume(tree.resume, made, target)
+        made.resume = tree.resume
+    return made
+
+
+def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
+    for node in range(1, len(tree.tokens)):
+        parent, token = tree.parents[node], tree.tokens[node]
+        if not 0 <= parent < node:
+            expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
+            raise InvalidDraftError(f"node {node} has parent {parent}; {expected}")
+        tree.depths.append(tree.depths[parent] + 1)
+        if not 0 <= token < vocabulary:
+            raise InvalidDraftError(f"node {node} holds token {token}, outside the vocabulary of {vocabulary}")
+    for node in tree.probes:
+        if not 0 < node < len(tree.tokens):
+            raise InvalidDraftError(f"node {node} is a probe, but there are the drafted nodes 1..{tree.size}")
+        if tree.drawn[node] is not Drawn.DETERMINISTIC:
+            raise InvalidDraftError("a node was sampled and is a probe; what is never accepted is deterministic")
+
+
+def _probs(tree: TokenTree, parent: int, vocabulary: int) -> Tensor:
+    """What the sampled children of a node were drawn from, over the whole vocabulary."""
+    found = tree.draft_probs.get(parent)
+    if found is None:
+        raise InvalidDraftError(f"node {parent} has sampled children, but the draft records no probs; see `set_probs`")
+    if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim != 1 or len(found) > vocabulary:
+        got = f"{found.dtype} of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise InvalidDraftError(
+            f"the draft probs of node {parent} are {got}, expected floats of the shape (V,), V at most {vocabulary}"
+        )
+    return pad(found, (0, vocabulary - len(found))) if len(found) < vocabulary else found
+
+
+def _check_resume(resume: Resume, tree: TokenTree, target: Target) -> None:
+    states, boundary = resume.states, resume.boundary
+    shape, size = tuple(states.shape), tree.size + 1
+    fits = len(shape) == 2 and 1 <= shape[0] <= size and shape[1] == target.hidden_size
+    if not fits or not 1 <= boundary <= target.num_layers or states.dtype is not target.dtype:
+        raise InvalidDraftError(
+            f"the draft resumes {states.dtype} states of the shape {shape} at boundary {boundary}, expected "
+            f"{target.dtype} of (1..{size}, {target.hidden_size}), root first, at a boundary of 1..{target.num_layers}"
+        )

@@ -34,10 +34,8 @@ class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
         self._most, self._cut = most, False
 
     def deliver(self, chunk: StreamChunk) -> bool:
-        """Put it in; False where the reader has fallen too far behind: an error then replaces the chunks.
-
-        What is still on its way after that is dropped.
-        """
+        """Put it in; False where the reader has fallen too far behind: an error then replaces the chunks, and what is
+        still on its way is dropped."""
         if self._cut:
             return True
         if self._most is None or self.qsize() < self._most:
@@ -51,10 +49,8 @@ class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
 
 
 class _Handover:
-    """From a thread to an event loop, one task at a time, so that the thread is never more than one ahead.
-
-    A reader in the loop who keeps up then never finds the chunks of many steps at once.
-    """
+    """From a thread to an event loop, one task at a time: the thread is never more than one ahead, so a reader in the
+    loop who keeps up never finds the chunks of many steps at once."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None  # What was last given something
@@ -155,10 +151,8 @@ class AsyncLLM:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the engine has been at its present step, or at taking in a request; 0 while it does neither.
-
-        A long prompt is read in many steps.
-        """
+        """Seconds that the engine has been at its present step (a long prompt is read in many), or at taking in a
+        request; 0 while it does neither."""
         return self._worker.busy_s
 
     async def __aenter__(self) -> AsyncLLM:
@@ -256,11 +250,7 @@ class AsyncLLM:
             self._release(request_id)
 
     def offer(self, speculative: Mapping[str, Any]) -> None:
-        """Build a drafter before any request asks for it; blocks until it is there.
-
-        Raises:
-            ForerunError: it cannot be built.
-        """
+        """Build a drafter before any request asks for it; blocks until it is there or a ForerunError says why not."""
         self._worker.submit(self.llm.engine.drafting.ensure, SpeculativeConfig.parse(speculative)).result()
 
     async def close(self) -> None:

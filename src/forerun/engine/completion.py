@@ -210,10 +210,8 @@ class Completion:
     failed: bool = False  # What its row holds is of no use to others
 
     def append(self, emitted: Emitted) -> StreamChunk:
-        """Take one step's tokens in, one by one, up to the first that ends the answer.
-
-        If the row failed in the step, or its text fails here, the whole request ends, and no other.
-        """
+        """Take one step's tokens in, up to the first that ends the answer. If the row failed in the step, or its text
+        fails here, the whole request ends, and no other."""
         with Isolation(self.row):
             if self.row.error is None:
                 return self._append(emitted)

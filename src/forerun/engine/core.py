@@ -67,11 +67,7 @@ class Engine:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue all answers of a request.
-
-        Raises:
-            ArgumentError: an answer could not be held even if it ran alone.
-        """
+        """Queue all answers of a request; an ArgumentError where one could not be held even if it ran alone."""
         request.queued_at = time.perf_counter()
         most = self.scheduling.kv_cache_tokens
         needed = max(len(answer.row.tokens) + answer.row.room for answer in request.answers)

@@ -120,10 +120,8 @@ class CostModel:
 
 
 def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs: bool = False) -> float:
-    """`values` on a rising `grid` at `where`: the next one up (`stairs`) or interpolated.
-
-    Below the grid its first value, above it a straight line through its last two that does not fall.
-    """
+    """`values` on a rising `grid` at `where`: the next one up (`stairs`) or interpolated. Below the grid its first
+    value, above it a straight line through its last two that does not fall."""
     index = bisect_left(grid, where)
     if index == 0 or len(grid) == 1:
         return values[0]
@@ -242,10 +240,8 @@ class StepCosts:
         themselves, both by about how many rows; what a drafter's first look at a token takes in ms, by its key."""
 
     def times(self, rows: int, context: int, nodes: int) -> Times:
-        """By size: a pass over `rows` rows of up to `nodes` drafted nodes each, and a plain step's host work.
-
-        What asking those that copy takes is no part of it: it is spent whatever is then submitted.
-        """
+        """By size: a pass over `rows` rows of up to `nodes` drafted nodes each, and a plain step's host work. What
+        asking those that copy takes is no part of it: it is spent whatever is then submitted."""
         host = self.host_ms(rows)
 
         def time(size: int) -> float:
@@ -282,10 +278,8 @@ class StepCosts:
         return self._latest(("host", _about(rows)), 0.0)
 
     def lookup_ms(self, rows: int, ms: float) -> float:
-        """What it adds to a step that drafters which copy are asked, if they themselves take `ms` for it.
-
-        The rest is merging, ranking and handing over their trees, and learning from them.
-        """
+        """What it adds to a step that drafters which copy are asked, if they themselves take `ms` for it: the rest is
+        merging, ranking and handing over their trees, and learning from them."""
         return ms * self._latest(("lookup", _about(rows)), SETTINGS.lookup_overhead)
 
     def saw_host(self, ms: float, rows: int, *, lookup_ms: float) -> None:

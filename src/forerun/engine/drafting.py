@@ -17,8 +17,7 @@ from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters import AUTO
 from forerun.drafters.base import Drafter, DrafterSetup
-from forerun.drafters.deferred import Deferred
-from forerun.drafters.guarded import Guarded
+from forerun.drafters.guarded import Deferred, Guarded
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from forerun.engine.costs import PassCost
 from forerun.engine.policy.policy import Policy, policy_for
@@ -71,11 +70,8 @@ class DrafterPool:
         self._planned: list[Policy] = []
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
-        """The key of a drafter with this configuration, built if there is none yet; None for None.
-
-        Raises:
-            ArgumentError: an unknown rule, drafter or option.
-        """
+        """The key of a drafter with this configuration, built if there is none yet; None for None. An ArgumentError for
+        an unknown rule, drafter or option."""
         if config is None:
             return None
         if config.rule is not None:
@@ -124,10 +120,8 @@ class DrafterPool:
         *,
         awaited: bool = False,
     ) -> list[Group]:
-        """Who drafts for whom in a step of `rows`, by the `keys` and per-request depth limits (None: the drafter's).
-
-        `awaited`: others wait for their first token.
-        """
+        """Who drafts for whom in a step of `rows`, by the `keys` and per-request depth limits (None: the drafter's);
+        `awaited`: others wait for their first token."""
         groups = list[Group]()
         self._planned = []
         for key in dict.fromkeys(key for key in keys if key is not None):

@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.row import Row
-from forerun.core.tree import TokenTree
+from forerun.core.tree import TokenTree, prune
 from forerun.engine import grammar_trial
 from forerun.engine.grammar_trial import compiled, complaint
-from forerun.engine.policy.ranking import prune
 from forerun.errors import ArgumentError, Isolation
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.types import StructuredOutputs
@@ -45,11 +44,7 @@ MAX_CHOICE_CHARACTERS = 4096
 
 
 def check(kind: str, text: str) -> None:
-    """Refuse a grammar that is too large or too deep, before a process tries it.
-
-    Raises:
-        ArgumentError: says what there is too much of.
-    """
+    """Refuse (ArgumentError) a grammar that is too large or too deep, before a process tries it."""
     most = MAX_CHARACTERS[kind]
     if len(text) > most:
         raise ArgumentError(f"structured outputs: the {kind} has {len(text)} characters; at most {most} are compiled")
@@ -60,11 +55,7 @@ def check(kind: str, text: str) -> None:
 
 
 def check_choices(choices: Iterable[str]) -> None:
-    """Refuse a list of choices that is too long, or that holds one that is.
-
-    Raises:
-        ArgumentError: says which.
-    """
+    """Refuse (ArgumentError) a list of choices that is too long, or that holds one that is."""
     for count, choice in enumerate(choices, start=1):
         if count > MAX_CHOICES:
             raise ArgumentError(f"structured outputs: there are more than {MAX_CHOICES} choices")
@@ -80,11 +71,7 @@ START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens t
 
 class Trials:
     """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first needed, and again when a
-    grammar has ended it.
-
-    Args:
-        tokenizer: what llguidance's tokenizer is made from, as keywords.
-    """
+    grammar has ended it. `tokenizer`: what llguidance's tokenizer is made from, as keywords."""
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
         self._tokenizer = dict(tokenizer)
@@ -163,11 +150,7 @@ class Budget:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Around what asks a parser for something.
-
-        Raises:
-            ArgumentError: there is no time left.
-        """
+        """Around what asks a parser for something; an ArgumentError where no time is left."""
         self._check()
         began = time.thread_time()
         yield
@@ -202,11 +185,8 @@ class GrammarProcessor:
         self._budget = budget
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        """(V,) logits with what is forbidden after `tokens` at minus infinity.
-
-        Raises:
-            ArgumentError: the grammar failed at its limits, or took more time than an answer has for it.
-        """
+        """(V,) logits with what is forbidden after `tokens` at minus infinity; an ArgumentError where the grammar
+        failed at its limits, or took more time than an answer has for it."""
         allowed = torch.zeros(len(logits), dtype=torch.bool)
         with self._asking():
             if self._follow(tokens[self._prompt_length :]):
@@ -239,10 +219,8 @@ class GrammarProcessor:
         return ((words.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
 
     def _follow(self, output: Sequence[int]) -> bool:
-        """Bring the parser to the end of `output`; False where the grammar does not allow it that far.
-
-        A parser that was made to read a forbidden token never recovers, so it is asked first.
-        """
+        """Bring the parser to the end of `output`; False where the grammar does not allow it that far: a parser that
+        was made to read a forbidden token never recovers, so it is asked first."""
         same = 0
         for mine, theirs in zip(self._read, output, strict=False):
             if mine != theirs:

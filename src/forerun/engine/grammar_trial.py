@@ -24,15 +24,8 @@ _BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
 
 
 def compiled(tokenizer: Any, kind: str, text: str) -> Any:
-    """A matcher at the beginning of a grammar, or in an error state.
-
-    Args:
-        tokenizer: llguidance's.
-        kind: ``json``, ``regex`` or ``grammar``.
-
-    Raises:
-        ValueError: the text is none of its kind.
-    """
+    """A matcher at the beginning of a grammar (`kind` ``json``, ``regex`` or ``grammar``), or in an error state; a
+    ValueError where the text is none of its kind."""
     from llguidance import LLMatcher, LLParserLimits
 
     grammars: dict[str, Any] = {

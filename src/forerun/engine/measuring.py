@@ -106,11 +106,8 @@ def known_or_nominal(target: Target) -> PassCost:
 
 
 def free_rows(target: Target, count: int) -> list[int]:
-    """`count` rows that hold no token, neighbours where there are such: the cache reads those without a copy.
-
-    Raises:
-        ArgumentError: there are fewer.
-    """
+    """`count` rows that hold no token, neighbours where there are such: the cache reads those without a copy. An
+    ArgumentError where there are fewer."""
     free = [row for row, length in enumerate(target.lengths) if length == 0]
     if len(free) < count:
         raise ArgumentError(f"{count} free rows are needed to measure, the target has {len(free)}; measure before use")
@@ -122,9 +119,7 @@ def _sampled(
     target: Target, rows: Sequence[int], grid: Grid, repeats: int, seconds: float, tell: Callable[[str], None]
 ) -> dict[Point, list[float]]:
     """Wall times in seconds, the cheapest points first; behind further contexts few sizes, for what they add is smooth.
-
-    The first round, with a warm-up of each size, decides what fits the budget.
-    """
+    The first round, with a warm-up of each size, decides what fits the budget."""
     deadline, room = time.perf_counter() + seconds, min(target.slots, target.max_length)
     first, nodes, least = grid["contexts"][0], grid["nodes"], grid["rows"][0]
     few = {nodes[0], *(n for n in nodes if n in (4, 16, 64)), nodes[-1]}
@@ -207,10 +202,8 @@ _VOLATILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dty
 
 
 def save(target: Target, cost: CostModel) -> Path:
-    """Keep `cost`, to which drafters were added, as that of this target; returns the file.
-
-    Drafters whose configuration holds a Python object are left out: their key means nothing to another process.
-    """
+    """Keep `cost`, to which drafters were added, as that of this target, and say where. Drafters whose configuration
+    holds a Python object are left out: their key means nothing to another process."""
     kept = _read(target)
     own = {"nodes": cost.nodes, "rows": cost.rows, "contexts": cost.contexts}
     lasting = {key: draft for key, draft in cost.drafts.items() if not re.search(r"@\d+", key)}

@@ -54,11 +54,7 @@ class PromptReader:
     """Of the engine: a request that brings none gets one derived from it and its number. None draws one."""
 
     def __post_init__(self) -> None:
-        """Try what a request takes from the generation configuration.
-
-        Raises:
-            CheckpointError: no request could be answered with it.
-        """
+        """Try what a request takes from the generation configuration; a CheckpointError where none can be answered."""
         try:
             self.resolve(SamplingParams())
             self.end_ids()
@@ -203,11 +199,7 @@ class PromptReader:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """What makes processors of structured outputs, for this tokenizer.
-
-        Raises:
-            ArgumentError: no tokenizer, or llguidance is not installed.
-        """
+        """What makes processors of structured outputs, for this tokenizer; an ArgumentError without one."""
         if self.tokenizer is None:
             raise ArgumentError("structured outputs need a tokenizer")
         return GrammarCompiler(self.tokenizer, self.vocab_size, sorted(self.end_ids()))
@@ -267,11 +259,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One set of parameters per prompt.
-
-    Raises:
-        ArgumentError: the counts differ.
-    """
+    """One set of parameters per prompt; an ArgumentError where the counts differ."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     if len(given) != count:
@@ -338,11 +326,8 @@ def _applied(
 
 
 def _written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
-    """The text of some control token that stands in what users wrote; None where there is none.
-
-    Raises:
-        ArgumentError: it stands in the name of a field, which transformers does not look at.
-    """
+    """The text of some control token that stands in what users wrote; an ArgumentError where it stands in the name of a
+    field, which transformers does not look at."""
     marks, found = _marks.get(tokenizer), None
     if marks is None:
         texts = [text for text in tokenizer.added_tokens_encoder if not text.isspace()]
@@ -408,11 +393,7 @@ class Lanes:
         }
 
     async def run(self, lane: Lane, task: Callable[[], T]) -> T:
-        """What `task` returns; what it raises is raised here. A cancelled task that has begun runs to its end.
-
-        Raises:
-            RuntimeError: closed.
-        """
+        """What `task` returns or raises; RuntimeError: closed. A cancelled task that has begun runs to its end."""
         threads, work = self._threads[lane], partial(contextvars.copy_context().run, task)
         loop = asyncio.get_running_loop()
         took: list[float] = []

@@ -83,13 +83,8 @@ def youngest(running: Sequence[Completion]) -> Completion:
 
 
 def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefill]:
-    """Whose next chunks the coming pass runs: from the head of the line, at least one, padded to `budget` at most.
-
-    Args:
-        prefills: the oldest first.
-        chunk: length of a whole chunk, tokens.
-        budget: tokens.
-    """
+    """Whose next chunks, of `chunk` tokens, the coming pass runs: from the head of the line (the oldest come first) at
+    least one, padded to `budget` tokens at most."""
     chosen, widest = list[Prefill](), 0
     for prefill in prefills:
         widest = max(widest, len(prefill.next_chunk(chunk)))
@@ -161,11 +156,8 @@ class Prefill:
         return {boundary: torch.cat(parts) for boundary, parts in self.states.items()}
 
     def _score_prompt(self, logits: Tensor) -> None:
-        """vLLM's shape: None for the first token, then per token a dict that holds it and the likeliest.
-
-        Args:
-            logits: (M, V) of what was run now.
-        """
+        """In vLLM's shape, from logits (M, V) of what was run now: None for the first token, then per token a dict that
+        holds it and the likeliest."""
         request = self.answers[0].request
         top = request.params.prompt_logprobs or 0
         found: list[Mapping[int, TokenLogprob] | None] = [None]
@@ -180,11 +172,8 @@ class Prefill:
 
 
 def run_prefills(target: Target, prefills: Sequence[Prefill], chunk: int) -> Tensor:
-    """One pass: the next chunk of each prefill. Rows of finished ones are copied for the answers that share them.
-
-    Returns:
-        (B, 1, V) logits after the last token of each chunk.
-    """
+    """One pass: the next chunk of each prefill, and (B, 1, V) the logits after their last tokens. Rows of finished ones
+    are copied for the answers that share them."""
     chunks = [prefill.next_chunk(chunk) for prefill in prefills]
     scored = target.prefill(
         [prefill.row for prefill in prefills],

@@ -18,8 +18,7 @@ from forerun.core.row import Row
 from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.deferred import Deferred
-from forerun.drafters.guarded import Guarded
+from forerun.drafters.guarded import Deferred, Guarded
 from forerun.engine.costs import DraftCost, PassShape, StepCosts
 from forerun.engine.policy.policy import Arm, Policy
 from forerun.engine.policy.settings import SETTINGS

@@ -14,10 +14,10 @@ import torch
 from contract.harness import PROMPTS, as_prompts, eagle_head, llm, model, plain_greedy, relative
 from contract.test_greedy import NEUTRAL
 from forerun import LLM
-from forerun.core.tree import Resume, TokenTree
+from forerun.core.tree import Resume, TokenTree, prune
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
-from forerun.drafters.deferred import Deferred
+from forerun.drafters.guarded import Deferred
 from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.engine import costs, drafting
 from forerun.engine.config import SpeculativeConfig, arms_of, method_of
@@ -32,7 +32,7 @@ from forerun.engine.policy.policy import (
     choose,
     policy_for,
 )
-from forerun.engine.policy.ranking import Confidence, Ranking, prune
+from forerun.engine.policy.ranking import Confidence, Ranking
 from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
 from forerun.types import Boundary, Budget, Drawn

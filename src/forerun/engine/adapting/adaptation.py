@@ -94,11 +94,8 @@ class Snapshots:
         return Snapshot(path=path, version=int(record["version"]), state=_weights(path), record=record)
 
     def save(self, twin: Any, version: int, facts: Mapping[str, Any]) -> Path:
-        """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it.
-
-        Raises:
-            CheckpointError: the disk is full, or refuses; what was there before is untouched.
-        """
+        """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it. A CheckpointError
+        where the disk is full, or refuses; what was there before is untouched."""
 
         def fill(folder: Path) -> None:
             with torch.no_grad():
@@ -227,10 +224,8 @@ class Background:
             log.debug("adaptation", exc_info=True)
 
     def turn(self) -> bool:
-        """Whatever there is to do now; False where that was nothing.
-
-        A candidate is made while the last swap is still being watched; it is offered when that one has proved itself.
-        """
+        """Whatever there is to do now; False where that was nothing. A candidate is made while the last swap is still
+        being watched, and offered when that one has proved itself."""
         if self._drafter.rollbacks > self._rollbacks:
             self._roll_back()
             return True

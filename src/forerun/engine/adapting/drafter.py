@@ -14,14 +14,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from forerun.core.sampling import Sampler
 from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.base import DraftContext, Drafter, Wrapper
 from forerun.engine.adapting.learning import Throttle
 from forerun.engine.adapting.replay import Collector
 from forerun.model.kernels.packing import Weights, exchange
-from forerun.types import Boundary, Budget, DraftKind, Source, Verdict
+from forerun.types import Budget, Source, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +32,92 @@ SIGNIFICANT = 3.0
 """Standard errors by which acceptance must have fallen. Tokens of an answer are not independent, hence so many."""
 
 
-class Watch:
-    """Whether drafts are really accepted as often since the last swap as before it.
+class AdaptedDrafter(Wrapper):
+    """What stands around a drafter that learns while it serves."""
 
-    A draft's tokens behind its first rejected one are not verified.
-    """
+    name = "adapted"
+
+    def __init__(self, drafter: Drafter, collector: Collector, throttle: Throttle) -> None:
+        self.drafter, self._collector, self._throttle = drafter, collector, throttle
+        self.watch = Watch()
+        self.swaps = 0  # Times that offered weights were taken
+        self.rollbacks = 0  # Times that the former ones came back
+        self.failed = False  # Collecting raised; the drafter goes on with the weights that it has
+        self._offered: Weights | None = None
+        self._former: Weights | None = None
+        self._changes = 0
+        self._read_under: dict[int, int] = {}
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is offered, and nothing that was taken is still being watched."""
+        return self._offered is None and not self.watch.pending
+
+    def offer(self, weights: Weights) -> None:
+        """Weights to take before the next proposal. From any thread, one offer at a time."""
+        assert self._offered is None, "the last offer was not taken yet"
+        self._offered = weights
+
+    @property
+    def waiting(self) -> bool:
+        """An offer was not taken yet."""
+        return self._offered is not None
+
+    def extend(self, context: DraftContext) -> None:
+        for row in context.rows:
+            self._read_under.setdefault(row, self._changes)
+        self.drafter.extend(context)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        if self._offered is not None:
+            self._take(self._offered)
+        return self.drafter.propose(context, budget)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        self.drafter.observe(context, verdicts, scores)
+        if self.watch.saw(verdicts):
+            self._roll_back()
+        if self.failed:
+            return
+        indices = [index for index, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
+        if not indices:
+            return
+        try:
+            with self._throttle.paced():
+                kept = [verdicts[index] for index in indices]
+                self._collector.observe(context.of(indices), kept, scores.of(indices))
+        except Exception as error:
+            self.failed = True
+            log.warning("adaptation stopped, drafting goes on: what a step taught could not be written down: %r", error)
+            log.debug("adaptation", exc_info=True)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self._collector.close(rows)
+        current = [self._read_under.get(row, self._changes) == self._changes for row in rows]
+        kept = [length if fresh else 0 for length, fresh in zip(lengths, current, strict=True)]
+        for row, length in zip(rows, kept, strict=True):
+            if length == 0:
+                self._read_under.pop(row, None)
+        self.drafter.truncate(rows, kept)
+
+    def _take(self, offered: Weights) -> None:
+        self._former = exchange(offered)
+        self.swaps, self._changes = self.swaps + 1, self._changes + 1
+        self.watch.swapped()
+        self._offered = None
+
+    def _roll_back(self) -> None:
+        assert self._former is not None, "only a swap is watched"
+        exchange(self._former)
+        self._former, self._changes = None, self._changes + 1
+        self.rollbacks += 1
+        self.watch.rolled_back()  # last: whoever sees that nothing is watched must see the rollback too
+        log.warning("adaptation: acceptance fell after a swap; the former weights of the drafter are back")
+
+
+class Watch:
+    """Whether drafts are really accepted as often since the last swap as before it. A draft's tokens behind its first
+    rejected one are not verified."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, int]] = deque()
@@ -94,108 +174,3 @@ def fell(before: tuple[int, int], after: tuple[int, int]) -> bool:
     pooled = (before[0] + after[0]) / (before[1] + after[1])
     error = math.sqrt(pooled * (1 - pooled) * (1 / before[1] + 1 / after[1]))
     return after[0] / after[1] < before[0] / before[1] - SIGNIFICANT * error
-
-
-class AdaptedDrafter(Drafter):
-    """What stands around a drafter that learns while it serves."""
-
-    name = "adapted"
-
-    def __init__(self, drafter: Drafter, collector: Collector, throttle: Throttle) -> None:
-        self.drafter, self._collector, self._throttle = drafter, collector, throttle
-        self.watch = Watch()
-        self.swaps = 0  # Times that offered weights were taken
-        self.rollbacks = 0  # Times that the former ones came back
-        self.failed = False  # Collecting raised; the drafter goes on with the weights that it has
-        self._offered: Weights | None = None
-        self._former: Weights | None = None
-        self._changes = 0
-        self._read_under: dict[int, int] = {}
-
-    def kind(self, sampler: Sampler) -> DraftKind:
-        return self.drafter.kind(sampler)
-
-    @property
-    def requires(self) -> frozenset[Boundary]:
-        return self.drafter.requires
-
-    @property
-    def watches(self) -> bool:
-        return self.drafter.watches
-
-    @property
-    def top_ids(self) -> int:
-        return self.drafter.top_ids
-
-    @property
-    def remembers(self) -> bool:
-        return self.drafter.remembers
-
-    @property
-    def settled(self) -> bool:
-        """Nothing is offered, and nothing that was taken is still being watched."""
-        return self._offered is None and not self.watch.pending
-
-    def offer(self, weights: Weights) -> None:
-        """Weights to take before the next proposal. From any thread, one offer at a time."""
-        assert self._offered is None, "the last offer was not taken yet"
-        self._offered = weights
-
-    @property
-    def waiting(self) -> bool:
-        """An offer was not taken yet."""
-        return self._offered is not None
-
-    def extend(self, context: DraftContext) -> None:
-        for row in context.rows:
-            self._read_under.setdefault(row, self._changes)
-        self.drafter.extend(context)
-
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        if self._offered is not None:
-            self._take(self._offered)
-        return self.drafter.propose(context, budget)
-
-    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        self.drafter.observe(context, verdicts, scores)
-        if self.watch.saw(verdicts):
-            self._roll_back()
-        if self.failed:
-            return
-        indices = [index for index, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
-        if not indices:
-            return
-        try:
-            with self._throttle.paced():
-                kept = [verdicts[index] for index in indices]
-                self._collector.observe(context.of(indices), kept, scores.of(indices))
-        except Exception as error:
-            self.failed = True
-            log.warning("adaptation stopped, drafting goes on: what a step taught could not be written down: %r", error)
-            log.debug("adaptation", exc_info=True)
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self._collector.close(rows)
-        current = [self._read_under.get(row, self._changes) == self._changes for row in rows]
-        kept = [length if fresh else 0 for length, fresh in zip(lengths, current, strict=True)]
-        for row, length in zip(rows, kept, strict=True):
-            if length == 0:
-                self._read_under.pop(row, None)
-        self.drafter.truncate(rows, kept)
-
-    def memory_bytes(self) -> int:
-        return self.drafter.memory_bytes()
-
-    def _take(self, offered: Weights) -> None:
-        self._former = exchange(offered)
-        self.swaps, self._changes = self.swaps + 1, self._changes + 1
-        self.watch.swapped()
-        self._offered = None
-
-    def _roll_back(self) -> None:
-        assert self._former is not None, "only a swap is watched"
-        exchange(self._former)
-        self._former, self._changes = None, self._changes + 1
-        self.rollbacks += 1
-        self.watch.rolled_back()  # last: whoever sees that nothing is watched must see the rollback too
-        log.warning("adaptation: acceptance fell after a swap; the former weights of the drafter are back")

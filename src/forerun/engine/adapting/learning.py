@@ -160,11 +160,9 @@ class Learner:
         self.discard()
 
     def acceptance(self, pieces: Sequence[Piece], pause: Pause) -> float | None:
-        """Expected share of this model's drafts that the target keeps, over the positions of `pieces`.
-
-        At temperature 0 a position counts 1 where the likeliest tokens agree. Elsewhere it is a lower bound: what lies
-        outside the kept tokens counts as rejected.
-        """
+        """Expected share of this model's drafts that the target keeps, over the positions of `pieces`: 1 at temperature
+        0 where the likeliest tokens agree; elsewhere a lower bound, for what lies outside the kept tokens counts as
+        rejected."""
         total, count = 0.0, 0
         for piece in pieces:
             with torch.no_grad():

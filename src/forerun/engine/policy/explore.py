@@ -17,11 +17,7 @@ from forerun.engine.policy.settings import SETTINGS
 
 
 class Trials:
-    """The schedule of trials of one drafter.
-
-    Args:
-        first: the step of the first one.
-    """
+    """The schedule of trials of one drafter; `first` is the step of the first one."""
 
     def __init__(self, first: int) -> None:
         self._due, self._wait = first, 1
@@ -42,10 +38,8 @@ def few(members: Sequence[int]) -> Sequence[int]:
 
 
 class ModelTrials(Trials):
-    """When a drafter with a forward pass is tried although its figures speak against it, for a few rows.
-
-    All rows learn from those that are tried, for the figures of a row start from what all rows showed (`Survival`).
-    """
+    """When a drafter with a forward pass is tried although its figures speak against it, for a few rows: all learn from
+    these, for the figures of a row start from what all rows showed (`Survival`)."""
 
     def __init__(self) -> None:
         super().__init__(first=SETTINGS.interval)
@@ -137,11 +131,9 @@ def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gai
 
 
 class Survival:
-    """Acceptance by depth of one drafter: a row starts from what all rows showed and departs from it as it learns.
-
-    What a drafter that is not asked, or not so deep, once showed fades, and so does what stands behind it (`evidence`):
-    it is tried again, also while something else pays.
-    """
+    """Acceptance by depth of one drafter: a row starts from what all rows showed and departs from it as it learns. What
+    was not seen for long fades, and so does what stands behind it (`evidence`): it is tried again, also while something
+    else pays."""
 
     def __init__(self) -> None:
         self._long, self._shared = Acceptance(weight=SETTINGS.weight), Acceptance(weight=SETTINGS.weight)

@@ -30,16 +30,15 @@ from typing import NamedTuple
 from forerun.core.acceptance import Acceptance
 from forerun.core.row import Row
 from forerun.core.step import Emitted, Group, context_for
-from forerun.core.tree import TokenTree
+from forerun.core.tree import TokenTree, prune
 from forerun.drafters import entry_named
 from forerun.drafters.base import DrafterSetup
-from forerun.drafters.deferred import Deferred
-from forerun.drafters.guarded import Guarded
+from forerun.drafters.guarded import Deferred, Guarded
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.engine.measuring import known_or_nominal
 from forerun.engine.policy.explore import LookupTrials, ModelTrials, Survival, optimism, settle
-from forerun.engine.policy.ranking import Confidence, Ranking, prune
+from forerun.engine.policy.ranking import Confidence, Ranking
 from forerun.engine.policy.settings import SETTINGS
 from forerun.types import Budget, StepTrace
 
@@ -439,10 +438,8 @@ class Policy:
     # --- drafters that cost a forward pass ----------------------------------------------------------------------------
 
     def _offer(self, plan: _StepPlan, index: int) -> Offer | None:
-        """The drafter's offer to the rows that it may draft for; None where there are none.
-
-        In a trial it is worth more than anything to a few of them, as deep as it would go if nobody had seen it.
-        """
+        """The drafter's offer to the rows that it may draft for; None where there are none. In a trial it is worth more
+        than anything to a few of them, as deep as it would go if nobody had seen it."""
         arm, curves, unread = self.arms[index], dict[int, Sequence[float]](), dict[int, int]()
         for member, row in plan.rows.items():
             if limit := min(arm.limit, plan.limits[member]):
@@ -453,22 +450,21 @@ class Policy:
         time = self._times(plan, arm, max(map(len, curves.values())))
         depth, drafting, ratio = best_depth(list(curves.values()), time, plan.batch)
         row_ms = plan.batch * (time(depth, drafting) - plan.times[0]) / drafting
-        offered = dict[int, Sequence[float]]()
+        offered, tried = dict[int, Sequence[float]](), list[int]()
         for member, curve in curves.items() if not arm.trials.off else ():
             reading = self.costs.reading_ms(arm.key, unread[member])
             if not reading or self._repays(plan, arm, plan.rows[member], reading, sum(curve[:depth]), row_ms):
                 offered[member] = curve
-        tried, doubted = list[int](), arm.trials.begun or arm.trials.off or ratio < SETTINGS.pays
+        doubted = arm.trials.begun or arm.trials.off or ratio < SETTINGS.pays
         if (doubted or not offered) and arm.trials.due(self.steps):
             tried = self._tried(plan, arm, unread)
         if tried and not doubted:  # now and then a text is read although that may not repay itself, if it gains most
             offered, tried = {row: curves[row] for row in tried}, []
             reading = self.costs.reading_ms(arm.key, sum(unread[row] for row in offered))
             arm.trials.wait_after(self.steps, reading / plan.times[0])
-        if tried:
-            offered |= {
-                row: [SETTINGS.first_guess ** (1 + level) for level in range(len(curves[row]))] for row in tried
-            }
+        elif tried:
+            guess = [SETTINGS.first_guess ** (1 + level) for level in range(arm.limit)]
+            offered |= {row: guess[: len(curves[row])] for row in tried}
             depth, _, _ = best_depth(list(offered.values()), time, plan.batch)
         nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
         for member, curve in offered.items():

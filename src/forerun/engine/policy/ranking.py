@@ -87,12 +87,6 @@ def _by_survival(survival: Sequence[float]) -> list[int]:
     return sorted(range(1, len(survival)), key=lambda node: (-survival[node], node))
 
 
-def prune(trees: Sequence[TokenTree], keep: Mapping[int, Sequence[int]]) -> list[TokenTree]:
-    """The trees, some of them (by index) with only these nodes, of which every parent is among them."""
-    assert all(trees[row].prunable for row in keep), "only deterministic nodes may be pruned after they were drawn"
-    return [tree.only(keep[row]).seal() if row in keep else tree for row, tree in enumerate(trees)]
-
-
 class Confidence:
     """What a stated confidence is worth: the share of such nodes that survived, of all rows and of one row.
 
