@@ -273,6 +273,7 @@ class Policy:
         self._goodput = Acceptance(weight=1.0, memory=SETTINGS.goodput_memory)
         """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's forward pass."""
         self._most_taken = 0.0  # Nodes that the row took that took most, of late
+        self._rests = 0  # The step from which models are asked for their offers again
         self._nodes, self._clock = nodes, clock
         self._plan: _StepPlan | None = None
 
@@ -321,9 +322,11 @@ class Policy:
         # Now and then nobody is asked, so that what everything is held against is seen.
         if not (self.measure and len(own) == batch and self.costs.plain_is_due(batch)):
             self._ask(plan)
-            offers = (self._offer(plan, index) for index, arm in enumerate(self.arms) if not arm.copies)
-            plan.offers = [offer for offer in offers if offer is not None]
+            models = [index for index, arm in enumerate(self.arms) if not arm.copies and self.steps >= self._rests]
+            plan.offers = [offer for index in models if (offer := self._offer(plan, index)) is not None]
             plan.taken = choose(plan.copies, plan.offers, self.costs.shape, times=times, goodput=plan.goodput)
+            if plan.offers and not plan.taken:
+                self._rests = self.steps + SETTINGS.rest
         return [self._group(plan, index) for index in range(len(self.arms))]
 
     def _group(self, plan: _StepPlan, index: int) -> Group:

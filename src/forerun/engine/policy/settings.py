@@ -62,6 +62,9 @@ class PolicySettings:
     """Steps until the first trial of what is off. Simulated: one that became good is back within 500 steps."""
     longest: int = 4
     """Intervals up to which the wait doubles while trials fail: the time that they took fell from 1.5 % to 0.4 %."""
+    rest: int = 4
+    """Steps after one that plain decoding won until models make an offer again: to weigh one takes 0.07 ms, and what
+    they offer changes slowly."""
     trial_share: float = 0.015
     """Most share of the time that trials take; dearer ones are waited for longer. To read one text takes 45 ms."""
     trial_rows: int = 8
