@@ -25,7 +25,7 @@ from contract.harness import (
     tokens_of,
 )
 from contract.test_greedy import NEUTRAL
-from forerun.drafters.draft_models.draft_model import Ending, Stop, Stopping, stopping_named
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, Ending, Stop, Stopping
 from forerun.drafters.drawing import Children
 from forerun.errors import ArgumentError
 
@@ -125,4 +125,4 @@ def test_a_sharp_draft_is_not_ended() -> None:
 )
 def test_what_makes_no_sense_is_refused(rule: str, threshold: float | None) -> None:
     with pytest.raises(ArgumentError, match=r"stop|threshold"):
-        stopping_named(rule, threshold)
+        DraftModelConfig(model="demo-draft", stop=rule, stop_threshold=threshold)

@@ -37,198 +37,18 @@ log = logging.getLogger(__name__)
 
 FORMAT = "forerun-recycling-1"
 _TENSOR = "successors"
-
-
-class SuccessorMatrix:
-    """Of each token the last known likely successors, the likeliest first. Use `open`.
-
-    Args:
-        successors: (V, k) int32, -1 where nothing is known; known ones stand first and are distinct.
-        path: where it is kept; None keeps it in memory alone.
-        identity: whose token ids these are; None where nobody knows.
-    """
-
-    def __init__(self, successors: NDArray[np.int32], path: Path | None, identity: TokenizerIdentity | None) -> None:
-        self.successors = successors
-        self.path = path
-        self.changed = False  # Whether anything was learned since the last `save`
-        self._identity = identity
-
-    @classmethod
-    def open(
-        cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None
-    ) -> SuccessorMatrix:
-        """The matrix in the file at `path`; an empty one where there is no file yet.
-
-        Raises:
-            ArgumentError: the file holds another number of successors, or its directory does not exist.
-            DataError: the file is no matrix, or cut short.
-            VocabularyMismatchError: the file belongs to another tokenizer.
-        """
-        if path is None or not path.exists():
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
-            return cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
-        successors, written = _read(path)
-        own = "" if identity is None else identity.vocabulary
-        if successors.shape[0] != vocabulary or (own and written and own != written):
-            raise VocabularyMismatchError(
-                f"{path} holds successors of {successors.shape[0]} tokens of tokenizer {written[:12] or 'unknown'}, "
-                f"the target has {vocabulary} of {own[:12] or 'unknown'}; name another file for this target"
-            )
-        if successors.shape[1] != top_k:
-            raise ArgumentError(
-                f"recycling: {path} holds {successors.shape[1]} successors a token; set top_k to that instead of "
-                f"{top_k}, or name another file"
-            )
-        return cls(successors, path, identity)
-
-    def put(self, tokens: Sequence[int], successors: NDArray[np.int64]) -> None:
-        """What the target now thinks after `tokens` (N,): rows (N, k); of equal tokens the last one counts."""
-        # numpy assigns in order: the last of equal indices stays.
-        self.successors[np.asarray(tokens, dtype=np.int64)] = successors
-        self.changed = True
-
-    def read(self, text: NDArray[np.int64]) -> None:
-        """Learn from text alone: of each token the latest distinct successors come first, then those known before."""
-        ranks = self.successors.shape[1]
-        tokens, nexts = _latest_pairs(text, ranks)
-        owners, first, counts = np.unique(tokens, return_index=True, return_counts=True)
-        merged = np.full((len(owners), 2 * ranks), -1, np.int64)
-        row = np.repeat(np.arange(len(owners)), counts)
-        merged[row, np.arange(len(tokens)) - first[row]] = nexts
-        merged[:, ranks:] = self.successors[owners]
-        self.successors[owners] = _distinct(merged, ranks)
-        self.changed = True
-
-    def save(self) -> None:
-        """Write the file if there is one to write: complete under its name, or as it was before. OSError if not."""
-        if self.path is None or not self.changed:
-            return
-        metadata = {"format": FORMAT, "tokenizer": "" if self._identity is None else self._identity.vocabulary}
-        with written(self.path) as fresh:
-            fresh.write_bytes(save({_TENSOR: self.successors}, metadata))
-        self.changed = False
-
-
-def save_quietly(matrix: SuccessorMatrix) -> None:
-    """`SuccessorMatrix.save`, for where an error would cost somebody's answer: it is logged instead."""
-    try:
-        matrix.save()
-    except OSError as error:
-        log.warning("recycling: what was learned could not be kept in %s: %s", matrix.path, error)
-
-
-def _read(path: Path) -> tuple[NDArray[np.int32], str]:
-    """The stored matrix, a copy in memory, and the hash of its tokenizer."""
-    remedy = "delete it, or name another file"
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT or list(file.keys()) != [_TENSOR]:
-                raise DataError(f"{path} holds no matrix of successors ({json.dumps(metadata)}); {remedy}")
-            successors: NDArray[np.int32] = file.get_tensor(_TENSOR)
-    except SafetensorError as error:
-        raise DataError(f"{path} is damaged ({error}); {remedy}") from error
-    inside = successors.ndim == 2 and successors.size and -1 <= successors.min() <= successors.max() < len(successors)
-    if not inside or successors.dtype != np.int32:
-        raise DataError(f"{path} holds tokens outside its own vocabulary; {remedy}")
-    return successors, str(metadata.get("tokenizer", ""))
-
-
-def _latest_pairs(text: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Neighbours in the text, (tokens, successors): by token, then the latest first, at most so many of each token."""
-    pairs = (text[:-1] << 32) | text[1:]
-    distinct, last = np.unique(pairs[::-1], return_index=True)  # index from the end: 0 is the latest
-    order = np.lexsort((last, distinct >> 32))
-    tokens, nexts = distinct[order] >> 32, distinct[order] & np.int64(2**32 - 1)
-    _, first, counts = np.unique(tokens, return_index=True, return_counts=True)
-    rank = np.arange(len(tokens)) - np.repeat(first, counts)
-    return tokens[rank < most], nexts[rank < most]
-
-
-def _distinct(rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """(M, width): the first distinct entries of each row (M, W), left aligned; -1 is no entry."""
-    equal = rows[:, :, None] == rows[:, None, :]
-    again = np.tril(equal, -1).any(2) | (rows < 0)
-    order = np.argsort(again, axis=1, kind="stable")
-    kept: NDArray[np.int64] = np.where(again, -1, rows)[np.arange(len(rows))[:, None], order][:, :width]
-    return kept
-
-
-# Which ranks of a token's successors are right how often, and the tree that is best by these rates.
-#
-# A tree is a set of paths (rank at depth 1, rank at depth 2, ...). A path survives with the product of its ranks'
-# rates, so the n likeliest paths are found greedily; the same argument as for DDTree's marginals (arXiv 2604.12989).
-
-
+_MOST = 80  # Nodes of the paper's tree
+_REGROWN = 64  # Steps between two looks at what an adaptive tree should be
+_SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
+_MOST_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
+WEIGHT = 32.0  # Observations that the measured rate is worth
 _MEASURED = (
     (0.50, 0.090, 0.040, 0.030, 0.016, 0.014, 0.012, 0.010),
     (0.57, 0.095, 0.044, 0.034, 0.019, 0.013, 0.012, 0.010),
 )
 """How often the text's next token had each rank in its predecessor's row: below the root, and below a node that was
 right. Of all eight ranks, drafted or not; mean of T = 0 and T = 0.8 on the demo target, 18 shipped prompts of 500
-tokens continued by 128, seed 1, one matrix for all (4,600 places)."""
-WEIGHT = 32.0  # Observations that the measured rate is worth
-
-
-def measured(depth: int, ranks: int) -> NDArray[np.float64]:
-    """(depth, ranks): the probability that the successor of some rank is the text's, given that its parent is."""
-    known = np.array(_MEASURED)
-    rows = np.minimum(np.arange(depth), len(known) - 1)
-    columns = np.arange(ranks)
-    # Beyond what was measured a rate halves with every rank.
-    beyond = 0.5 ** np.maximum(columns - known.shape[1] + 1, 0)
-    rates: NDArray[np.float64] = known[rows][:, np.minimum(columns, known.shape[1] - 1)] * beyond
-    return rates
-
-
-class RankedNode(NamedTuple):
-    """A node of a tree of ranks."""
-
-    rank: int  # Which successor of its parent's token it holds
-    parent: int  # Index of the parent in the tree, -1 for the root
-    depth: int  # 1 for children of the root
-
-
-def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
-    """Nodes of the best tree for `rates`, at most `most`, that yields most tokens for its time, the `pass_ms` of its
-    nodes."""
-    tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
-    for count, node in enumerate(best_tree(rates, most), start=1):
-        above = alive[node.parent] if node.parent >= 0 else 1.0
-        alive.append(above * float(rates[node.depth - 1, node.rank]))
-        tokens += alive[-1]
-        best = max(best, (tokens / pass_ms(count), count))
-    return max(1, best[1])
-
-
-def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
-    """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer. Every
-    beginning of it is the best tree of its size: a node comes after its parent and its siblings of smaller rank."""
-    falling = np.argsort(-rates, axis=1, kind="stable")
-    tree = list[RankedNode]()
-    # (-probability, order of entry, place in the falling order, parent, probability of the parent)
-    heap = [(-float(rates[0, falling[0, 0]]), 0, 0, -1, 1.0)]
-    entered = 1
-    while heap and len(tree) < nodes:
-        negative, _, place, parent, above = heapq.heappop(heap)
-        depth = 0 if parent < 0 else tree[parent].depth
-        tree.append(RankedNode(int(falling[depth, place]), parent, depth + 1))
-        if place + 1 < rates.shape[1]:
-            rate = float(rates[depth, falling[depth, place + 1]])
-            heapq.heappush(heap, (-above * rate, entered, place + 1, parent, above))
-        if depth + 1 < len(rates):
-            rate = float(rates[depth + 1, falling[depth + 1, 0]])
-            heapq.heappush(heap, (negative * rate, entered + 1, 0, len(tree) - 1, -negative))
-        entered += 2
-    return tree
-
-
-_MOST = 80  # Nodes of the paper's tree
-_REGROWN = 64  # Steps between two looks at what an adaptive tree should be
-_SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
-_MOST_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
+tokens continued by 128, seed 1, one matrix for all (4,600 positions)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,13 +121,7 @@ class RecyclingDrafter(Drafter):
 
     @property
     def top_ids(self) -> int:
-        """What the matrix holds of each token."""
         return self.config.top_k
-
-    def save(self) -> None:
-        """Write the matrix to `path`, atomically; nothing to do without one. OSError if that fails."""
-        self.matrix.save()
-        self._saved = self._steps
 
     def extend(self, context: DraftContext) -> None:
         entries = zip(context.rows, context.tokens, context.fresh, strict=True)
@@ -329,17 +143,14 @@ class RecyclingDrafter(Drafter):
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         self._steps += 1
-        scored = [tree.tokens for tree in scores.trees]
-        ids = scores.top_ids(self.config.top_k)
-        for index, (nodes, row) in enumerate(zip(scored, ids, strict=True)):
+        for index, (tree, ids) in enumerate(zip(scores.trees, scores.top_ids(self.config.top_k), strict=True)):
             memory = self._memory(context, index)
-            memory.matrix.put(nodes, row[: len(nodes)])
+            memory.matrix.put(tree.tokens, ids[: len(tree.tokens)])
             memory.steps += 1
             if self.config.adaptive_tree and memory.steps % _REGROWN == 0:
-                found = [
-                    memory.acceptance.estimate(where, float(prior)) for where, prior in np.ndenumerate(self._prior)
-                ]
-                memory.shape = best_tree(np.array(found).reshape(self._prior.shape), self._nodes)
+                estimate = memory.acceptance.estimate
+                rates = [estimate(where, float(prior)) for where, prior in np.ndenumerate(self._prior)]
+                memory.shape = best_tree(np.array(rates).reshape(self._prior.shape), self._nodes)
         for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             self._covered[row_id] = len(tokens) - 1
 
@@ -372,15 +183,185 @@ class RecyclingDrafter(Drafter):
 
     def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        successors = memory.matrix.successors
         drafted = Drafted.below(TokenTree(tokens[-1]), len(tokens), memory.acceptance)
-        placed = {-1: (0, tokens[-1])}
+        grown = {-1: (0, tokens[-1])}
         for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
-            if level > depth or parent not in placed:
+            if level > depth or parent not in grown:
                 continue
-            above, last = placed[parent]
-            token = int(successors[last, rank])
+            above, last = grown[parent]
+            token = int(memory.matrix.successors[last, rank])
             if token >= 0:
                 evidence = Evidence((level - 1, rank), float(self._prior[level - 1, rank]))
-                placed[entry] = drafted.add(token, above, evidence), token
+                grown[entry] = drafted.add(token, above, evidence), token
         return drafted
+
+
+class SuccessorMatrix:
+    """Of each token the last known likely successors, the likeliest first. Use `open`.
+
+    Args:
+        successors: (V, k) int32, -1 where nothing is known; known ones stand first and are distinct.
+        path: where it is kept; None keeps it in memory alone.
+        identity: whose token ids these are; None where nobody knows.
+    """
+
+    def __init__(self, successors: NDArray[np.int32], path: Path | None, identity: TokenizerIdentity | None) -> None:
+        self.successors, self.path = successors, path
+        self.changed = False  # Whether anything was learned since the last `save`
+        self._tokenizer = "" if identity is None else identity.vocabulary
+
+    @classmethod
+    def open(
+        cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None
+    ) -> SuccessorMatrix:
+        """The matrix in the file at `path`; an empty one where there is no file yet.
+
+        Raises:
+            ArgumentError: the file holds another number of successors, or its directory does not exist.
+            DataError: the file is no matrix, or cut short.
+            VocabularyMismatchError: the file belongs to another tokenizer.
+        """
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
+        made = cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
+        if path is None or not path.exists():
+            return made
+        made.successors, stored = _read(path)
+        tokens, ranks = made.successors.shape
+        if tokens != vocabulary or (made._tokenizer and stored and made._tokenizer != stored):
+            raise VocabularyMismatchError(
+                f"{path} holds successors of {tokens} tokens of tokenizer {stored[:12] or 'unknown'}, the target has "
+                f"{vocabulary} of {made._tokenizer[:12] or 'unknown'}; name another file for this target"
+            )
+        if ranks != top_k:
+            raise ArgumentError(
+                f"recycling: {path} holds {ranks} successors a token; set top_k to that instead of {top_k}, or name "
+                "another file"
+            )
+        return made
+
+    def put(self, tokens: Sequence[int], successors: NDArray[np.int64]) -> None:
+        """What the target now thinks after `tokens` (N,): rows (N, k); of equal tokens the last one counts."""
+        # numpy assigns in order: the last of equal indices stays.
+        self.successors[np.asarray(tokens, dtype=np.int64)] = successors
+        self.changed = True
+
+    def read(self, text: NDArray[np.int64]) -> None:
+        """Learn from text alone: of each token the latest distinct successors come first, then those known before."""
+        ranks = self.successors.shape[1]
+        tokens, nexts = _latest_pairs(text, ranks)
+        owners, first, counts = np.unique(tokens, return_index=True, return_counts=True)
+        merged = np.full((len(owners), 2 * ranks), -1, np.int64)
+        row = np.repeat(np.arange(len(owners)), counts)
+        merged[row, np.arange(len(tokens)) - first[row]] = nexts
+        merged[:, ranks:] = self.successors[owners]
+        self.successors[owners] = _distinct(merged, ranks)
+        self.changed = True
+
+    def save(self) -> None:
+        """Write the file if there is one to write: complete under its name, or as it was before. OSError if not."""
+        if self.path is None or not self.changed:
+            return
+        with written(self.path) as fresh:
+            fresh.write_bytes(save({_TENSOR: self.successors}, {"format": FORMAT, "tokenizer": self._tokenizer}))
+        self.changed = False
+
+
+def save_quietly(matrix: SuccessorMatrix) -> None:
+    """`SuccessorMatrix.save`, for where an error would cost somebody's answer: it is logged instead."""
+    try:
+        matrix.save()
+    except OSError as error:
+        log.warning("recycling: what was learned could not be kept in %s: %s", matrix.path, error)
+
+
+def _read(path: Path) -> tuple[NDArray[np.int32], str]:
+    """The stored matrix, a copy in memory, and the hash of its tokenizer."""
+    remedy = "delete it, or name another file"
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT or list(file.keys()) != [_TENSOR]:
+                raise DataError(f"{path} holds no matrix of successors ({json.dumps(metadata)}); {remedy}")
+            successors: NDArray[np.int32] = file.get_tensor(_TENSOR)
+    except SafetensorError as error:
+        raise DataError(f"{path} is damaged ({error}); {remedy}") from error
+    inside = successors.ndim == 2 and successors.size and -1 <= successors.min() <= successors.max() < len(successors)
+    if not inside or successors.dtype != np.int32:
+        raise DataError(f"{path} holds tokens outside its own vocabulary; {remedy}")
+    return successors, str(metadata.get("tokenizer", ""))
+
+
+def _latest_pairs(text: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Neighbours in the text, (tokens, successors): by token, then the latest first, at most so many of each token."""
+    pairs = (text[:-1] << 32) | text[1:]
+    distinct, last = np.unique(pairs[::-1], return_index=True)  # index from the end: 0 is the latest
+    order = np.lexsort((last, distinct >> 32))
+    tokens, nexts = distinct[order] >> 32, distinct[order] & np.int64(2**32 - 1)
+    _, first, counts = np.unique(tokens, return_index=True, return_counts=True)
+    rank = np.arange(len(tokens)) - np.repeat(first, counts)
+    return tokens[rank < most], nexts[rank < most]
+
+
+def _distinct(rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """(M, width): the first distinct entries of each row (M, W), left aligned; -1 is no entry."""
+    equal = rows[:, :, None] == rows[:, None, :]
+    again = np.tril(equal, -1).any(2) | (rows < 0)
+    order = np.argsort(again, axis=1, kind="stable")
+    kept: NDArray[np.int64] = np.where(again, -1, rows)[np.arange(len(rows))[:, None], order][:, :width]
+    return kept
+
+
+def measured(depth: int, ranks: int) -> NDArray[np.float64]:
+    """(depth, ranks): the probability that the successor of some rank is the text's, given that its parent is."""
+    known = np.array(_MEASURED)
+    rows, columns = np.minimum(np.arange(depth), len(known) - 1), np.arange(ranks)
+    # Beyond what was measured a rate halves with every rank.
+    beyond = 0.5 ** np.maximum(columns - known.shape[1] + 1, 0)
+    rates: NDArray[np.float64] = known[rows][:, np.minimum(columns, known.shape[1] - 1)] * beyond
+    return rates
+
+
+class RankedNode(NamedTuple):
+    """A node of a tree of ranks."""
+
+    rank: int  # Which successor of its parent's token it holds
+    parent: int  # Index of the parent in the tree, -1 for the root
+    depth: int  # 1 for children of the root
+
+
+def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
+    """Nodes of the best tree for `rates`, at most `most`, that yields most tokens for its time, the `pass_ms` of its
+    nodes."""
+    tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
+    for count, node in enumerate(best_tree(rates, most), start=1):
+        above = alive[node.parent] if node.parent >= 0 else 1.0
+        alive.append(above * float(rates[node.depth - 1, node.rank]))
+        tokens += alive[-1]
+        best = max(best, (tokens / pass_ms(count), count))
+    return max(1, best[1])
+
+
+def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
+    """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer. Every
+    beginning of it is the best tree of its size: a node comes after its parent and its siblings of smaller rank.
+
+    A path survives with the product of its ranks' rates, so the likeliest are found greedily; the same argument as for
+    DDTree's marginals (arXiv 2604.12989).
+    """
+    falling = np.argsort(-rates, axis=1, kind="stable")
+    tree, entered = list[RankedNode](), 1
+    # (-probability, order of entry, index in the falling order, parent, probability of the parent)
+    heap = [(-float(rates[0, falling[0, 0]]), 0, 0, -1, 1.0)]
+    while heap and len(tree) < nodes:
+        negative, _, index, parent, above = heapq.heappop(heap)
+        depth = 0 if parent < 0 else tree[parent].depth
+        tree.append(RankedNode(int(falling[depth, index]), parent, depth + 1))
+        if index + 1 < rates.shape[1]:
+            rate = float(rates[depth, falling[depth, index + 1]])
+            heapq.heappush(heap, (-above * rate, entered, index + 1, parent, above))
+        if depth + 1 < len(rates):
+            rate = float(rates[depth + 1, falling[depth + 1, 0]])
+            heapq.heappush(heap, (negative * rate, entered + 1, 0, len(tree) - 1, -negative))
+        entered += 2
+    return tree

@@ -24,21 +24,6 @@ if TYPE_CHECKING:
     from forerun.model import Target
 
 
-class _Thresholds(Limits):
-    """The nodes that each row may submit: a row whose last nodes are all less likely than its threshold ends there. The
-    figure of a sampled node is that of the distribution it is drawn from (`Children.confidence`)."""
-
-    def __init__(self, levels: Sequence[range], nodes: Sequence[int], below: Sequence[float | None]) -> None:
-        super().__init__(levels, nodes)
-        self._below = below
-
-    def stopped(self, children: Children) -> Sequence[bool]:
-        if all(threshold is None for threshold in self._below):
-            return ()
-        surest = children.confidence.flatten(1).amax(1).tolist()
-        return [below is not None and sure < below for sure, below in zip(surest, self._below, strict=True)]
-
-
 class SelfDrafter(Drafter):
     """The base of drafters that run a part of the target; a method gives `logits`."""
 
@@ -55,7 +40,8 @@ class SelfDrafter(Drafter):
         raise NotImplementedError
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
-        """A row whose last nodes are all less likely than this drafts no deeper; None never stops."""
+        """A row whose last nodes are all less likely than this drafts no deeper; None never stops. The figure of a
+        sampled node is that of the distribution it is drawn from (`Children.confidence`)."""
         return None
 
     def extend(self, context: DraftContext) -> None:
@@ -74,8 +60,15 @@ class SelfDrafter(Drafter):
         trees = context.trees()
         if not active:
             return trees
-        below = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
-        limits = _Thresholds(self._tree.shape.levels, [within[index] for index in active], below)
+        thresholds = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
+
+        def stopped(children: Children) -> Sequence[bool]:
+            if all(threshold is None for threshold in thresholds):
+                return ()
+            surest = children.confidence.flatten(1).amax(1).tolist()
+            return [below is not None and sure < below for sure, below in zip(surest, thresholds, strict=True)]
+
+        limits = Limits(self._tree.shape.levels, [within[index] for index in active], stopped)
         grown = self._grow(context, active, limits)
         for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
             trees[index], self._drafted[context.rows[index]] = cut
@@ -86,8 +79,7 @@ class SelfDrafter(Drafter):
 
         def descend(ids: Tensor, level: range) -> Tensor:
             parents = self._tree.shape.parents
-            nodes = Nodes.of_levels(roots, ids, parents, counts=limits.nodes, start=level.start)
-            return self.logits(rows, nodes)
+            return self.logits(rows, Nodes.of_levels(roots, ids, parents, counts=limits.nodes, start=level.start))
 
         first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
         draws = self._tree.draws(context, active, first.device, first.shape[-1])
