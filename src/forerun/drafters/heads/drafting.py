@@ -4,10 +4,11 @@ target's features as tokens are committed, so a proposal starts at the root's ch
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -24,8 +25,6 @@ from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Subm
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
-
-AnyHead = TypeVar("AnyHead", bound=Head)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,22 +62,11 @@ class HeadDrafterConfig:
             (not self.shape or min(self.shape) >= 1, f"shape needs at least one child a node, got {self.shape}"),
             (self.shape is None or self.top_k is None, "shape and top_k exclude each other: fixed or dynamic tree"),
             (0 <= self.stop_below < 1, f"stop_below must be in [0, 1), got {self.stop_below}"),
-            (
-                self.top_k is None or self.draw in ("auto", "deterministic"),
-                "the nodes of a dynamic tree are deterministic, not drawn",
-            ),
+            (self.top_k is None or self.draw in ("auto", "deterministic"), "nodes of a dynamic tree are deterministic"),
         ]
         for passed, message in checks:
             if not passed:
                 raise ArgumentError(f"draft head: {message}")
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """What is known of one row."""
-
-    ready: bool = False  # The head has seen every committed token, the root included
-    submitted: Submitted | None = None
 
 
 class HeadDrafter(Drafter):
@@ -101,7 +89,7 @@ class HeadDrafter(Drafter):
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
-        self._rows: dict[int, _Row] = {}
+        self._rows = defaultdict[int, _Row](_Row)
 
     def default_shape(self, depth: int) -> Shape:
         """What is drafted, at most `depth` tokens on one path, where the options name no tree."""
@@ -125,7 +113,7 @@ class HeadDrafter(Drafter):
         """Feed the head what was committed, with the target's own features."""
         fed, new = list[int](), list[Sequence[int]]()
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
-            row = self._rows.setdefault(row_id, _Row())
+            row = self._rows[row_id]
             if row.submitted is not None:
                 row.submitted.learn(tokens[len(tokens) - fresh :])
                 row.submitted = None
@@ -144,7 +132,7 @@ class HeadDrafter(Drafter):
             self._rows.pop(row_id, None)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        ready = [self._rows.get(row, _Row()).ready for row in context.rows]
+        ready = [self._rows[row].ready for row in context.rows]
         nodes = [count if known else 0 for count, known in zip(budget.nodes, ready, strict=True)]
         trees = context.trees()
         chosen = [self.tree if sampler.greedy else self.sampled for sampler in context.samplers]
@@ -219,12 +207,24 @@ class HeadDrafter(Drafter):
         return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=self.config.temperature)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """What is known of one row."""
+
+    ready: bool = False  # The head has seen every committed token, the root included
+    submitted: Submitted | None = None
+
+
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:
     """The head, checked against the target, in its dtype and on its device."""
-    target = setup.target
-    if config.model is None:
-        raise ArgumentError(_suggestion(kind, target.name_or_path))
-    head = config.model
+    target, head = setup.target, config.model
+    if head is None:
+        heads = (found for found in suggest(target.name_or_path) if found.drafter == kind.stored_as)
+        known = ", ".join(found.model for found in heads if found.model is not None)
+        raise ArgumentError(
+            f"{kind.name} needs a head: model=DIRECTORY or a hub id; known for {target.name_or_path}: "
+            f"{known or 'none'}. To train one: forerun train {kind.stored_as} --help"
+        )
     loaded = isinstance(head, str | Path)
     if loaded:
         from forerun import demo
@@ -241,20 +241,10 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
     return head
 
 
-def repack(head: AnyHead) -> AnyHead:
+def repack(head: Head) -> None:
     """Make a head's modules faster in place: what drafts with it only, is not trained."""
     packing.pack(head)
     forwards.install(head)
-    return head
-
-
-def _suggestion(kind: HeadKind, target: str) -> str:
-    known = [head.model for head in suggest(target) if head.model is not None and head.drafter == kind.stored_as]
-    found = f"known for {target}: {', '.join(known)}" if known else f"none is known for {target}"
-    return (
-        f"{kind.name} needs a head: model=DIRECTORY or a hub id; {found}. "
-        f"To train one: forerun train {kind.stored_as} --help"
-    )
 
 
 def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:
@@ -270,6 +260,5 @@ def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:
         raise VocabularyMismatchError(f"{name}: the head's vocabulary has {sizes}; it is another model's")
     if config.obstacle is not None:
         raise ArgumentError(f"{name}: {config.obstacle}")
-    if max(config.boundaries) > target.num_layers:
-        deepest, layers = max(config.boundaries), target.num_layers
-        raise ArgumentError(f"{name}: the head reads boundary {deepest}, the target has {layers} layers")
+    if (deepest := max(config.boundaries)) > target.num_layers:
+        raise ArgumentError(f"{name}: the head reads boundary {deepest}, the target has {target.num_layers} layers")

@@ -54,20 +54,6 @@ class MedusaConfig(HeadConfig):
         return {"boundaries": (LAST_HIDDEN,), **options}
 
 
-class ResBlock(nn.Module):
-    """``x + SiLU(W x + b)``; does nothing at first."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """(.., H) -> (.., H)."""
-        return states + silu(self.linear(states))
-
-
 class MedusaHead(ParallelHead):
     """For each depth some residual blocks and an output head; see `ParallelHead`."""
 
@@ -108,6 +94,20 @@ class MedusaHead(ParallelHead):
     def logits(self, states: Tensor) -> Tensor:
         pairs = zip(self.heads, states.unbind(-2), strict=False)
         return torch.stack([head[-1](state) for head, state in pairs], -2)  # type: ignore[index]
+
+
+class ResBlock(nn.Module):
+    """``x + SiLU(W x + b)``; does nothing at first."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., H) -> (.., H)."""
+        return states + silu(self.linear(states))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

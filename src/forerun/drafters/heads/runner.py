@@ -29,19 +29,6 @@ PIECE = 512  # Most entries of a row in one pass over a prompt
 Tree = TypeVar("Tree")
 
 
-@dataclass(kw_only=True, slots=True)
-class _Frontier:
-    """The last level of the trees that are being drafted."""
-
-    lengths: Tensor  # (B,) committed entries
-    sees: Tensor
-    """(B, F, M) bool: which of the M nodes run so far each node of the level descends from, itself included."""
-    positions: Tensor  # (B, M) int64 of these nodes
-    features: Tensor  # (B, F, H)
-    depth: int
-    width: int  # Slots of the cache that hold all that any node will ever see
-
-
 class HeadRunner:
     """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, drafted ones included."""
 
@@ -93,8 +80,10 @@ class HeadRunner:
             key: what `grow` does, so that it can be recorded; None where it reads values on the host.
         """
         count, recorded = len(rows), key is not None and self.recordings.active
-        if recorded:
-            rows, numbers = _filled(rows, numbers)
+        if recorded:  # for as many rows as a recording is: the last one again writes the same to the same slots
+            more = bucket(count) - count
+            rows = [*rows, *[rows[-1]] * more]
+            numbers = tuple(torch.cat([part, part[-1:].expand(more, *part.shape[1:])]) for part in numbers)
         size = self._make_room(rows, run, levels, recorded)
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
@@ -132,8 +121,8 @@ class ParallelRunner(HeadRunner):
     ) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
         index, last = sent((torch.tensor(rows), torch.tensor(counts) - 1), self.device)
-        place = torch.arange(len(rows), device=self.device)
-        states = [hidden_states[b].to(self.device, self._dtype)[place, last] for b in self.head.config.boundaries]
+        each = torch.arange(len(rows), device=self.device)
+        states = [hidden_states[b].to(self.device, self._dtype)[each, last] for b in self.head.config.boundaries]
         self._features[index] = self.head.fuse(states)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
@@ -247,9 +236,9 @@ class SequentialRunner(HeadRunner):
         missing = nodes.fresh - longest
         fused = self.head.fuse([pad(state.to(self.device, self._dtype), (0, 0, 0, missing)) for state in states])
         advanced = self._advance(ids, fused, positions, self._mask(block, most))
-        place = torch.arange(len(rows), device=self.device)
-        self._features[index] = advanced.feature[place, counts - 1]
-        self._outputs[index] = advanced.output[place, counts - 1]
+        each = torch.arange(len(rows), device=self.device)
+        self._features[index] = advanced.feature[each, counts - 1]
+        self._outputs[index] = advanced.output[each, counts - 1]
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
 
@@ -273,11 +262,17 @@ class SequentialRunner(HeadRunner):
         return self.target.embed(tokens).to(self.device, self._dtype) if own is None else own
 
 
-def _filled(rows: Sequence[int], numbers: Sequence[Tensor]) -> tuple[Sequence[int], tuple[Tensor, ...]]:
-    """As many rows as a recording is for, the last one again and again: it writes the same to the same slots."""
-    more = bucket(len(rows)) - len(rows)
-    repeated = tuple(torch.cat([part, part[-1:].expand(more, *part.shape[1:])]) for part in numbers)
-    return [*rows, *[rows[-1]] * more], repeated
+@dataclass(kw_only=True, slots=True)
+class _Frontier:
+    """The last level of the trees that are being drafted."""
+
+    lengths: Tensor  # (B,) committed entries
+    sees: Tensor
+    """(B, F, M) bool: which of the M nodes run so far each node of the level descends from, itself included."""
+    positions: Tensor  # (B, M) int64 of these nodes
+    features: Tensor  # (B, F, H)
+    depth: int
+    width: int  # Slots of the cache that hold all that any node will ever see
 
 
 def _first(tree: Tree, count: int) -> Tree:

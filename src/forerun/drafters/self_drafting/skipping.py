@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,7 @@ def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
     chosen = list[Sublayer]()
     for part, share in zip(PARTS, ((count + 1) // 2, count // 2), strict=True):
         own = [sublayer for sublayer in allowed if sublayer[1] == part]
-        chosen += (own[(2 * place + 1) * len(own) // (2 * share)] for place in range(share))
+        chosen += (own[(2 * index + 1) * len(own) // (2 * share)] for index in range(share))
     return frozenset(chosen)
 
 
@@ -106,11 +106,10 @@ class GaussianProcess:
 
 def expected_improvement(mean: Floats, spread: Floats, best: float) -> Floats:
     """(m,) how much better than `best` a value is expected to be, worse ones counted as 0."""
-    ahead = mean - best
-    scaled = ahead / spread
+    scaled = (mean - best) / spread
     above = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in scaled])
     density = np.exp(-0.5 * scaled**2) / math.sqrt(2 * math.pi)
-    improvement: Floats = ahead * above + spread * density
+    improvement: Floats = (mean - best) * above + spread * density
     return improvement
 
 
@@ -152,7 +151,7 @@ class Space:
     def random(self, random: np.random.Generator) -> SkipSet:
         """Any subset; without a fixed size every size is equally likely."""
         size = int(random.integers(1, len(self.allowed))) if self.size is None else self.size
-        return frozenset(self.allowed[place] for place in random.permutation(len(self.allowed))[:size])
+        return frozenset(self.allowed[index] for index in random.permutation(len(self.allowed))[:size])
 
     def neighbour(self, skip: SkipSet, random: np.random.Generator) -> SkipSet:
         """One or two sub-layers exchanged; without a fixed size, one added or removed as well."""
@@ -174,8 +173,7 @@ class Space:
         return [frozenset(chosen) for size in sizes for chosen in itertools.combinations(self.allowed, size)]
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+@dataclassclass Trial(NamedTuple):
     """One subset that was valued."""
 
     skip: SkipSet
@@ -186,15 +184,22 @@ def propose(
     space: Space, trials: Sequence[Trial], random: np.random.Generator, acquisition: Acquisition
 ) -> SkipSet | None:
     """The untried subset that is most worth trying by what a Gaussian process says; None if all were tried."""
+    if len(space.allowed) <= _ENUMERABLE:
+        pool = space.all()
+    else:
+        leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
+        pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
+        pool += [space.random(random) for _ in range(_POOL)]
     tried = {trial.skip for trial in trials}
-    pool = [skip for skip in _pool(space, trials, random) if skip not in tried]
+    pool = [skip for skip in dict.fromkeys(pool) if skip not in tried]
     if not pool:
         return None
-    known = _remembered(trials)
-    process = GaussianProcess(
-        np.stack([space.vector(trial.skip) for trial in known]), np.array([trial.value for trial in known])
-    )
-    mean, spread = process.predict(np.stack([space.vector(skip) for skip in pool]))
+    latest, known = trials[-_REMEMBERED // 2 :], trials
+    if len(trials) > _REMEMBERED:
+        best = sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)
+        known = [*best[: _REMEMBERED // 2], *latest]
+    points, values = np.stack([space.vector(trial.skip) for trial in known]), [trial.value for trial in known]
+    mean, spread = GaussianProcess(points, np.array(values)).predict(np.stack([space.vector(skip) for skip in pool]))
     return pool[int(acquisition(mean, spread, max(trial.value for trial in trials)).argmax())]
 
 
@@ -222,32 +227,9 @@ class Search:
         self.trials.append(Trial(skip, value))
 
 
-def _pool(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> list[SkipSet]:
-    if len(space.allowed) <= _ENUMERABLE:
-        return space.all()
-    leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
-    near = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
-    return list(dict.fromkeys([*near, *(space.random(random) for _ in range(_POOL))]))
-
-
-def _remembered(trials: Sequence[Trial]) -> list[Trial]:
-    if len(trials) <= _REMEMBERED:
-        return list(trials)
-    latest = list(trials[-_REMEMBERED // 2 :])
-    return sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)[: _REMEMBERED // 2] + latest
-
-
 FORMAT = "forerun-skip-layers"
-_STRUCTURE = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)
 """What makes a set of sub-layers transferable: two checkpoints that agree in these are taken for relatives."""
 
 
