@@ -137,7 +137,7 @@ class Shape:
         counts = [self.counts[node] if node < len(self.counts) else 0 for node in level]
         if min(counts) == width:
             return None
-        return [place * width + rank for place, count in enumerate(counts) for rank in range(count)]
+        return [index * width + rank for index, count in enumerate(counts) for rank in range(count)]
 
     def within(self, nodes: int, depth: int) -> int:
         """How many nodes, from the first, fit a budget: decided by the shape alone, so never by a drawn value."""
@@ -291,8 +291,8 @@ class HostDraws:
         none = _packed([_top(blank, self.shape.widths[depth])], None)
         found = [
             [
-                attempt(none, self._of_node, logits[row, place], grower, node, ids[row])
-                for place, node in enumerate(self.shape.levels[depth])
+                attempt(none, self._of_node, logits[row, index], grower, node, ids[row])
+                for index, node in enumerate(self.shape.levels[depth])
             ]
             for row, grower in enumerate(self.growers)
         ]
@@ -447,18 +447,17 @@ class Draws:
         if not self.one_by_one:
             probs = probs_of(logits, self.numbers[1], filters=self.filters)
         else:  # what is refused, for its numbers or for want of tokens, has no distribution
-            rows, nan = (
-                zip(logits.float(), self.one_by_one, strict=True),
-                torch.full_like(logits[0, 0].float(), torch.nan),
-            )
+            rows = zip(logits.float(), self.one_by_one, strict=True)
+            nan = torch.full_like(logits[0, 0], torch.nan, dtype=torch.float32)
             found = [[attempt(nan, distribution_of, node, params) for node in row] for row, params in rows]
             probs = torch.stack([torch.stack(row) for row in found])
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
-        size = probs.shape[1] * count
-        uniforms = self.numbers[0][:, before : before + size].view(-1, probs.shape[1], count)
-        return children_of(
-            probs, count, self.draw, lambda rest, which: quantiles(rest, uniforms[..., which.start : which.stop])
-        )
+        uniforms = self.numbers[0][:, before : before + probs.shape[1] * count].view(-1, probs.shape[1], count)
+
+        def pick(rest: Tensor, which: range) -> Tensor:
+            return quantiles(rest, uniforms[..., which.start : which.stop])
+
+        return children_of(probs, count, self.draw, pick)
 
 
 @lru_cache(maxsize=64)
