@@ -25,35 +25,6 @@ from forerun.drafters.self_drafting.jacobi import Window, WindowDrafter, WindowR
 from forerun.types import Budget, Drawn
 
 Gram = tuple[int, ...]
-
-
-class Pool:
-    """The n-grams that a request has come across: at most `per_key` continuations of each of at most `keys` tokens.
-    Both bounds forget what was added longest ago; adding a continuation again makes it new again."""
-
-    def __init__(self, per_key: int, keys: int) -> None:
-        self._per_key, self._keys = per_key, keys
-        self._grams: dict[int, dict[Gram, None]] = {}
-
-    def __len__(self) -> int:
-        return sum(len(grams) for grams in self._grams.values())
-
-    def add(self, first: int, rest: Gram) -> None:
-        """Remember that `rest` may follow `first`."""
-        grams = self._grams.pop(first, {})
-        grams.pop(rest, None)
-        grams[rest] = None
-        self._grams[first] = grams
-        if len(grams) > self._per_key:
-            del grams[next(iter(grams))]
-        if len(self._grams) > self._keys:
-            del self._grams[next(iter(self._grams))]
-
-    def after(self, first: int) -> list[Gram]:
-        """The continuations of `first`, the most recent first."""
-        return list(reversed(self._grams.get(first, {})))
-
-
 _PRIOR = (0.25, 0.45, 0.6, 0.7)  # First guess that a guess's token 1, 2, ... is right if those before it were
 _PRIOR_DECAY = 0.6  # By how much that falls from one sibling to the next older one
 _POOLS = 16  # Isolation domains whose shared pools are kept: a full one takes some 6 MB
@@ -95,10 +66,10 @@ class LookaheadDrafter(WindowDrafter[_Row]):
 
     name = "lookahead"
     Config = LookaheadConfig
+    config: LookaheadConfig
 
     def __init__(self, config: LookaheadConfig, setup: DrafterSetup) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, setup)
         self._shared = PerDomain(self._new_pool, most=_POOLS)
 
     @property
@@ -163,3 +134,30 @@ class LookaheadDrafter(WindowDrafter[_Row]):
                 node = guessed.add(token, parent, by_draft_prob(Drawn.DETERMINISTIC, rank, prior))
                 children[parent] += guessed.tree.size > before
                 parent = node
+
+
+class Pool:
+    """The n-grams that a request has come across: at most `per_key` continuations of each of at most `keys` tokens.
+    Both bounds forget what was added longest ago; adding a continuation again makes it new again."""
+
+    def __init__(self, per_key: int, keys: int) -> None:
+        self._per_key, self._keys = per_key, keys
+        self._grams: dict[int, dict[Gram, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(grams) for grams in self._grams.values())
+
+    def add(self, first: int, rest: Gram) -> None:
+        """Remember that `rest` may follow `first`."""
+        grams = self._grams.pop(first, {})
+        grams.pop(rest, None)
+        grams[rest] = None
+        self._grams[first] = grams
+        if len(grams) > self._per_key:
+            del grams[next(iter(grams))]
+        if len(self._grams) > self._keys:
+            del self._grams[next(iter(self._grams))]
+
+    def after(self, first: int) -> list[Gram]:
+        """The continuations of `first`, the most recent first."""
+        return list(reversed(self._grams.get(first, {})))
