@@ -196,14 +196,11 @@ class DynamicTree:
 class TreeOptions:
     """How much is drafted and how it is drawn; a method adds its own options."""
 
-    num_speculative_tokens: int = 8
-    """Length of the chain, tokens; a tree's depth is that of `shape`."""
-    shape: Sequence[int] | None = None
-    """Children of each node at depth 0, 1, ...; None drafts a chain."""
+    num_speculative_tokens: int = 8  # Length of the chain, tokens; a tree's depth is that of `shape`
+    shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...; None drafts a chain
     tree: Sequence[int] | None = None
     """Any tree instead: the parent of node 1, 2, ..., 0 the root, level by level. `forerun plan` finds the best."""
-    draw: str = "auto"
-    """``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``."""
+    draw: str = "auto"  # ``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``
     temperature: float | None = None
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
 

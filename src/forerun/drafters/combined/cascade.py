@@ -38,19 +38,14 @@ from forerun.types import Boundary, Budget, DraftKind, Drawn
 class CascadeConfig:
     """Options of `cascade`."""
 
-    model: Any
-    """The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model."""
+    model: Any  # The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model
     inner: Spec = "ngram"
     """What drafts for the draft model: a name, or ``{"method": name, ...}`` with its own options, another `cascade`
     included."""
-    num_speculative_tokens: int = 8
-    """Tokens that the draft model writes; what `tail` appends is not counted."""
-    tail: int = 0
-    """Most nodes that the inner drafter adds behind the chain; the draft model does not see them."""
-    inner_nodes: int = 16
-    """Most nodes that the inner drafter may draft for one pass of the draft model."""
-    dtype: str = "auto"
-    """Of the draft model's weights: ``auto`` is what the checkpoint says."""
+    num_speculative_tokens: int = 8  # Tokens that the draft model writes; what `tail` appends is not counted
+    tail: int = 0  # Most nodes that the inner drafter adds behind the chain; the draft model does not see them
+    inner_nodes: int = 16  # Most nodes that the inner drafter may draft for one pass of the draft model
+    dtype: str = "auto"  # Of the draft model's weights: ``auto`` is what the checkpoint says
 
     def __post_init__(self) -> None:
         options_of("cascade", self.inner)

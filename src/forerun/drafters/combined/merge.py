@@ -20,8 +20,7 @@ from forerun.types import Budget
 class MergeConfig(ComposedConfig):
     """Options of `merge`. Of members that sample, the first one's sampled nodes are used."""
 
-    nodes: int | None = None
-    """Most nodes of the joined tree; None takes what a step may draft."""
+    nodes: int | None = None  # Most nodes of the joined tree; None takes what a step may draft
 
     def __post_init__(self) -> None:
         check_specs("merge", self.drafters)

@@ -37,16 +37,11 @@ CHUNK = 16
 class DraftModelConfig(TreeOptions):
     """Options of `draft_model`."""
 
-    model: Any
-    """Directory, hub id, ``demo-draft``, or a loaded transformers model."""
-    num_speculative_tokens: int = 5
-    """Length of the chain, tokens; a tree's depth is that of `shape`."""
-    dtype: str = "auto"
-    """Of the weights: ``auto`` is what the checkpoint says."""
-    stop: str = "never"
-    """Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `Stop`."""
-    stop_threshold: float | None = None
-    """Of `stop`; None takes the rule's default."""
+    model: Any  # Directory, hub id, ``demo-draft``, or a loaded transformers model
+    num_speculative_tokens: int = 5  # Length of the chain, tokens; a tree's depth is that of `shape`
+    dtype: str = "auto"  # Of the weights: ``auto`` is what the checkpoint says
+    stop: str = "never"  # Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `Stop`
+    stop_threshold: float | None = None  # Of `stop`; None takes the rule's default
 
     def __post_init__(self) -> None:
         self.check("draft_model")

@@ -34,8 +34,7 @@ _LARGEST = 127
 class QuantizedSelfConfig(TreeOptions):
     """Options of `quantized_self`."""
 
-    bits: int = 8
-    """Of a weight: 8, or 4 on a CPU."""
+    bits: int = 8  # Of a weight: 8, or 4 on a CPU
 
     def __post_init__(self) -> None:
         self.check_tree("quantized_self")

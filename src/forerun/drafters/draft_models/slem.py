@@ -44,18 +44,13 @@ _ROOM = 2
 class SlemConfig:
     """Options of `slem`."""
 
-    model: Any
-    """Directory, hub id, or a loaded transformers model."""
-    tokenizer: Any = None
-    """The draft model's: directory, hub id or object; None takes the one beside the model."""
-    target_tokenizer: Any = None
-    """The target's; None takes the engine's."""
+    model: Any  # Directory, hub id, or a loaded transformers model
+    tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
+    target_tokenizer: Any = None  # The target's; None takes the engine's
     num_speculative_tokens: int = 8
     """Tokens that the draft model writes in a step, and most tokens of the target that are made of them."""
-    look_behind: int = 10
-    """Tokens before the border that are tokenised again with the text behind it, on both sides."""
-    dtype: str = "auto"
-    """Of the weights: ``auto`` is what the checkpoint says."""
+    look_behind: int = 10  # Tokens before the border that are tokenised again with the text behind it, on both sides
+    dtype: str = "auto"  # Of the weights: ``auto`` is what the checkpoint says
 
     def __post_init__(self) -> None:
         check_least("slem", self, num_speculative_tokens=1, look_behind=1)

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 class TliConfig(DraftModelConfig):
     """Options of `tli`: those of `draft_model`, and what stands between the two tokenizers."""
 
-    tokenizer: Any = None
-    """The draft model's: directory, hub id or object; None takes the one beside the model."""
-    target_tokenizer: Any = None
-    """The target's; None takes the engine's."""
+    tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
+    target_tokenizer: Any = None  # The target's; None takes the engine's
     min_shared: float = 0.05
     """Refuse to draft with fewer common tokens: below 1 a share of the smaller vocabulary, else a number of tokens."""
 

@@ -27,10 +27,8 @@ class HeadConfig:
     """Fields that follow from the target, or are settled elsewhere; a recipe may choose the others."""
 
     target_hidden_size: int
-    vocab_size: int
-    """Of the target."""
-    draft_vocab_size: int
-    """Tokens that the head can propose; the same as `vocab_size` where it is not reduced."""
+    vocab_size: int  # Of the target
+    draft_vocab_size: int  # Tokens that the head can propose; the same as `vocab_size` where it is not reduced
     boundaries: tuple[Boundary, ...]
     """Where the target's hidden states are read: after this many layers, or `LAST_HIDDEN`, after the final norm."""
     extra: Mapping[str, Any] = field(default_factory=dict)

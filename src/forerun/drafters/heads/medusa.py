@@ -26,10 +26,8 @@ from forerun.types import LAST_HIDDEN
 class MedusaConfig(HeadConfig):
     """Shape of a Medusa head."""
 
-    num_heads: int = 5
-    """Output heads: tokens drafted beyond the target's own."""
-    num_layers: int = 1
-    """Residual blocks before each."""
+    num_heads: int = 5  # Output heads: tokens drafted beyond the target's own
+    num_layers: int = 1  # Residual blocks before each
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 0:
@@ -114,8 +112,7 @@ class ResBlock(nn.Module):
 class MedusaDrafterConfig(HeadDrafterConfig):
     """As of the other drafters with a head; without `shape` and `top_k` it drafts a tree of ranks."""
 
-    nodes: int = 32
-    """Nodes of the tree of ranks or of the dynamic tree, root not counted."""
+    nodes: int = 32  # Nodes of the tree of ranks or of the dynamic tree, root not counted
     draw: str = "deterministic"
     """As of the others; by default the likeliest ranks are taken, not drawn, at any temperature."""
 

@@ -28,19 +28,14 @@ _MATCHES = ("last", "first", "most_frequent")
 class NgramConfig:
     """Options of `ngram`; names are vLLM's, `min_hits` is llama.cpp's."""
 
-    num_speculative_tokens: int = 8
-    """Most tokens copied from one position."""
-    prompt_lookup_max: int = 4
-    """Longest n-gram searched for, in tokens; tried first."""
-    prompt_lookup_min: int = 1
-    """Shortest n-gram searched for, in tokens."""
-    max_branches: int = 1
-    """Most different continuations merged into one tree; 1 drafts a chain."""
+    num_speculative_tokens: int = 8  # Most tokens copied from one position
+    prompt_lookup_max: int = 4  # Longest n-gram searched for, in tokens; tried first
+    prompt_lookup_min: int = 1  # Shortest n-gram searched for, in tokens
+    max_branches: int = 1  # Most different continuations merged into one tree; 1 drafts a chain
     match: str = "last"
     """Where to copy from if an n-gram has several positions: ``last``, ``first`` (transformers), or ``most_frequent``:
     the continuation that its last 32 positions have most often, token after token."""
-    min_hits: int = 1
-    """Earlier positions that an n-gram must have to be copied from."""
+    min_hits: int = 1  # Earlier positions that an n-gram must have to be copied from
 
     def __post_init__(self) -> None:
         check_least("ngram", self, num_speculative_tokens=1, prompt_lookup_min=1, max_branches=1, min_hits=1)

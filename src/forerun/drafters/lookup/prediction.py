@@ -28,10 +28,8 @@ _TRUST = 2  # After an edit, tokens drafted for each token that has agreed since
 class PredictionConfig:
     """Options of `prediction`."""
 
-    num_speculative_tokens: int = 16
-    """Most tokens copied from the prediction in a step."""
-    text: str | Sequence[int] | None = None
-    """Prediction for requests that bring none: text, or token ids."""
+    num_speculative_tokens: int = 16  # Most tokens copied from the prediction in a step
+    text: str | Sequence[int] | None = None  # Prediction for requests that bring none: text, or token ids
 
     def __post_init__(self) -> None:
         check_least("prediction", self, num_speculative_tokens=1)

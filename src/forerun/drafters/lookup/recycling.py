@@ -55,13 +55,11 @@ tokens continued by 128, seed 1, one matrix for all (4,600 positions)."""
 class RecyclingConfig:
     """Options of `recycling`."""
 
-    num_speculative_tokens: int = 6
-    """Depth of the tree, tokens."""
+    num_speculative_tokens: int = 6  # Depth of the tree, tokens
     nodes: int | None = None
     """Most nodes of the tree; None takes as many as yield most tokens for the measured time of a pass, up to the 80 of
     the paper. The engine's own limit holds, too."""
-    top_k: int = 8
-    """Successors kept for each token of the vocabulary."""
+    top_k: int = 8  # Successors kept for each token of the vocabulary
     adaptive_tree: bool = False
     """Let the tree follow how often each (depth, rank) was right; else it is the best one by rates measured before."""
     path: str | None = None

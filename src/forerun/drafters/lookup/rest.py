@@ -104,18 +104,12 @@ def _merge_few(rows: list[list[int]], owner: list[int], found: Trie) -> None:
 class RestConfig:
     """Options of `rest`."""
 
-    datastore: str
-    """Directory that `forerun datastore build` wrote for this target."""
-    num_speculative_tokens: int = 10
-    """Most tokens copied from one place."""
-    max_match: int = 16
-    """Longest end of the text that is looked for, tokens."""
-    min_match: int = 2
-    """Shortest end of the text that counts as a match, tokens."""
-    max_hits: int = 5000
-    """Most places of one match that are read; of more, this many are taken evenly."""
-    nodes: int = 64
-    """Most nodes of the draft."""
+    datastore: str  # Directory that `forerun datastore build` wrote for this target
+    num_speculative_tokens: int = 10  # Most tokens copied from one place
+    max_match: int = 16  # Longest end of the text that is looked for, tokens
+    min_match: int = 2  # Shortest end of the text that counts as a match, tokens
+    max_hits: int = 5000  # Most places of one match that are read; of more, this many are taken evenly
+    nodes: int = 64  # Most nodes of the draft
 
     def __post_init__(self) -> None:
         check_least("rest", self, num_speculative_tokens=1, min_match=1, max_hits=1, nodes=1)

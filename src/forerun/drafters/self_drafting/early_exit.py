@@ -41,8 +41,7 @@ _HEAD, _NORM = "lm_head.weight", "norm.weight"
 class EarlyExitConfig(TreeOptions):
     """Options of `early_exit`."""
 
-    exit_layer: int
-    """E, how many of the target's layers draft: 1 .. L - 1."""
+    exit_layer: int  # E, how many of the target's layers draft: 1 .. L - 1
     head: str | Path | None = None
     """Safetensors file of an output head made for this exit: ``lm_head.weight`` (V, H), and ``norm.weight`` (H,) where
     it has a final norm of its own, in the target's convention. None: the target's final norm and head."""

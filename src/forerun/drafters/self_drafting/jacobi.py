@@ -30,8 +30,7 @@ RowOf = TypeVar("RowOf", bound="WindowRow")
 class JacobiConfig:
     """Options of `jacobi`."""
 
-    num_speculative_tokens: int = 8
-    """Tokens that are guessed at once."""
+    num_speculative_tokens: int = 8  # Tokens that are guessed at once
 
     def __post_init__(self) -> None:
         check_least("jacobi", self, num_speculative_tokens=1)

@@ -36,20 +36,15 @@ class LookaheadConfig:
     nodes: 55 with the defaults. Where that is more than a step may draft, the window shrinks first, then the guesses.
     """
 
-    window: int = 7
-    """W: trajectories, and n-grams collected in one step."""
-    level: int = 5
-    """N: tokens of an n-gram; a guess has one less."""
+    window: int = 7  # W: trajectories, and n-grams collected in one step
+    level: int = 5  # N: tokens of an n-gram; a guess has one less
     num_speculative_tokens: int | None = None
     """Most tokens of a guess that are drafted; all of them, N - 1, if not given."""
-    guesses: int = 7
-    """G: most guesses in one step, and most n-grams that are kept of those that begin with one token."""
-    copy_text: bool = True
-    """Whether the n-grams of prompt and output go to the pool too."""
+    guesses: int = 7  # G: most guesses in one step, and most n-grams that are kept of those that begin with one token
+    copy_text: bool = True  # Whether the n-grams of prompt and output go to the pool too
     shared_pool: bool = False
     """One pool for all requests of an isolation domain, kept between them; else each has its own, as published."""
-    pool_keys: int = 8192
-    """Most first tokens that a pool knows; the least recently seen are forgotten."""
+    pool_keys: int = 8192  # Most first tokens that a pool knows; the least recently seen are forgotten
 
     def __post_init__(self) -> None:
         check_least("lookahead", self, num_speculative_tokens=1, window=1, level=2, guesses=1, pool_keys=1)

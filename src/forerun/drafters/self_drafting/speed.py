@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class SpeedConfig:
     """Options of `speed`."""
 
-    num_speculative_tokens: int = 8
-    """Most tokens that follow the root into the pipeline in one step."""
+    num_speculative_tokens: int = 8  # Most tokens that follow the root into the pipeline in one step
 
     def __post_init__(self) -> None:
         check_least("speed", self, num_speculative_tokens=1)
