@@ -75,8 +75,7 @@ class Shape:
 
     @classmethod
     def of(cls, parents: Sequence[int]) -> Shape:
-        """The tree with these parents of node 1, 2, ..., 0 the root. ArgumentError: nodes are not numbered level by
-        level."""
+        """The tree with these parents of node 1, 2, ..., 0 the root; ArgumentError unless numbered level by level."""
         for node, parent in enumerate(parents, start=1):
             if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
                 raise ArgumentError(
@@ -176,8 +175,7 @@ class Children:
     tokens: Tensor  # (B, F, C) int64
     drawn: Tensor  # (B, F, C) uint8
     confidence: Tensor
-    """(B, F, C) float32: the probability of a deterministic node; of a drawn one a figure that is independent of its
-    value."""
+    """(B, F, C) float32: the probability of a deterministic node; of a drawn one independent of its value."""
     valid: Tensor | None  # (B, F, C) bool: False where the distribution had no further token; None where all are good
     probs: Tensor | None
     """(B, F, V) what each parent's sampled children were drawn from; None where all are deterministic."""
@@ -352,16 +350,14 @@ class Draws:
     """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
     settings (B, 5), see `sampling.settings_of`."""
     processing: Processing | None
-    """What penalties, biases and bans do to the logits; None: nothing. Beside it and `numbers`, nothing differs between
-    calls with the same `key`."""
+    """What penalties, biases and bans do to the logits, if anything; calls of one `key` differ in it and `numbers`."""
 
     @classmethod
     def of(
         cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
     ) -> Draws | None:
-        """None where the host has to look at every node: a user's own processors, or an rng of another kind.
-        `vocabulary` is the target's size; with `sorts` all distributions of a level are filtered at once, which a CPU
-        does faster one by one."""
+        """None where the host has to look at every node: a user's own processors, or an rng of another kind. `sorts`
+        filters a level's distributions at once, which a CPU does faster one by one."""
         if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
         sampled = [grower for grower in growers if not grower.sampler.greedy]
@@ -410,8 +406,8 @@ class Draws:
         return replace(self, numbers=tensors[:count], processing=processing)
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
-        """As many children of every node at `depth` as any has there, from raw logits (B, F, V) and the tokens `ids`
-        (B, K) of all nodes so far."""
+        """The children of every node at `depth`, as many as any has there, from raw logits (B, F, V) and the tokens
+        `ids` (B, K) of all nodes so far."""
         if self.processing is None:
             return self._children(logits, depth, vocabulary)
         wide = logits if vocabulary is None else vocabulary.spread(logits)

@@ -354,8 +354,7 @@ class _Pool:
         self._levels: list[tuple[Tensor, ...]] = []  # Tokens, scores, parents, log-probabilities, depths
 
     def add(self, logits: Tensor, scores: Tensor, ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """The children of a level: from its logits (B, F, V'), scores (B, F) and node ids (B, F) their tokens and
-        scores, (B, F * width) each."""
+        """From logits (B, F, V'), scores and ids (B, F) of nodes their children's tokens and scores, (B, F * width)."""
         logs = logits.float().log_softmax(-1).topk(self.width, dim=-1)
         tokens, sums = logs.indices.flatten(1), (scores.unsqueeze(-1) + logs.values).flatten(1)
         parents = ids.unsqueeze(-1).expand_as(logs.indices).flatten(1)

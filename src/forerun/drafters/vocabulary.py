@@ -56,8 +56,8 @@ def _check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenize
 
 
 def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
-    """Raise VocabularyMismatchError where the `size` token ids of a draft model mean something else than the target's.
-    Where a tokenizer is missing the sizes must agree."""
+    """Raise VocabularyMismatchError where the `size` token ids of a draft model mean something else than the target's,
+    or, where a tokenizer is missing, are not as many."""
     theirs = tokenizer_beside(resolved(model)) if isinstance(model, str | Path) else None
     if setup.tokenizer is not None and theirs is not None:
         _check_tokenizers(setup.tokenizer, theirs)

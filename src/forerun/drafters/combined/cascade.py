@@ -40,8 +40,7 @@ class CascadeConfig:
 
     model: Any  # The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model
     inner: Spec = "ngram"
-    """What drafts for the draft model: a name, or ``{"method": name, ...}`` with its own options, another `cascade`
-    included."""
+    """What drafts for the draft model: a name, or ``{"method": name, ...}`` with its own options; also a `cascade`."""
     num_speculative_tokens: int = 8  # Tokens that the draft model writes; what `tail` appends is not counted
     tail: int = 0  # Most nodes that the inner drafter adds behind the chain; the draft model does not see them
     inner_nodes: int = 16  # Most nodes that the inner drafter may draft for one pass of the draft model
@@ -268,9 +267,8 @@ class InnerRow(Row):
 
 
 class InnerRng(Rng):
-    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it. So a cascade
-    proposes the very chain that its draft model would sample by itself, whoever drafts inside. What the inner drafter
-    draws comes from the next stream."""
+    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it, so whoever drafts
+    inside, the chain is the one that the draft model would sample. The inner drafter draws from the next stream."""
 
     def __init__(self, row: InnerRow) -> None:
         self._row, self._offset = row, len(row.tokens) - row.begun

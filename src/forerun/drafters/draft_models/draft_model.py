@@ -192,8 +192,7 @@ class DraftModelDrafter(Drafter):
 
 
 def fitted(logits: Tensor, vocabulary: int) -> Tensor:
-    """(.., V') -> (.., V) of so many ids: padding beyond them is dropped, ids that the draft model lacks are
-    impossible."""
+    """(.., V') -> (.., V) of so many ids: padding is dropped, ids that the draft model lacks are impossible."""
     missing = vocabulary - logits.shape[-1]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocabulary]
 

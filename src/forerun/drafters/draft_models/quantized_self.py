@@ -107,8 +107,7 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 
 class _Rounded(nn.Module):
-    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared `bias` (out,) or
-    None."""
+    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared `bias` (out,)."""
 
     rounded: Tensor
     scales: Tensor

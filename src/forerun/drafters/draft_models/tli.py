@@ -109,8 +109,7 @@ class Intersection:
 
     @classmethod
     def of(cls, target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Intersection:
-        """What both spell; `target_size` and `draft_size` are the token ids of the embeddings, a tokenizer may hold
-        more."""
+        """What both spell; `target_size` and `draft_size` are the embeddings' token ids, a tokenizer may hold more."""
         pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
         taken = set[int]()
         for ours, theirs in target.counterparts(draft).items():

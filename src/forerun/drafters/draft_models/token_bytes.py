@@ -123,8 +123,7 @@ def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
 
 
 def rendering(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
-    """How the texts of `source` are shown to `reader`, token id by token id: special tokens by the reader's own name,
-    left out where it has no counterpart."""
+    """How the texts of `source` are shown to `reader`, by token id: special tokens by its own name, or not at all."""
     pairs, shown = source.counterparts(reader), list(source.table)
     for token in source.specials:
         shown[token] = reader.of(pairs[token]) if token in pairs else b""
@@ -169,9 +168,8 @@ class Encoder:
         self._bytes = {piece[0]: token for piece, token in token_bytes.ordinary.items() if len(piece) == 1}
 
     def encode(self, data: bytes, *, opening: bool = True) -> list[Span]:
-        """The tokens of a text, without those that a tokenizer adds around it. Bytes that are no UTF-8 become the
-        tokens of single bytes; a tokenizer without such tokens leaves them out. Where the text is `opening`, a
-        tokenizer may put a space before it."""
+        """The tokens of a text, without those that a tokenizer adds around it. Bytes that are no UTF-8 become tokens of
+        single bytes, or nothing where there are none. Only where `opening`, a tokenizer may put a space before it."""
         found, end = list[Span](), 0
         for part in _parts(data):
             if isinstance(part, str):

@@ -63,9 +63,8 @@ class HeadConfig:
     def for_target(
         cls, kind: str, model: Any, draft_vocab_size: int | None = None, options: Mapping[str, Any] | None = None
     ) -> Self:
-        """The shape of a head for a transformers causal LM `model`, with `options` (of `option_names`) that shall
-        differ from what follows from it. ArgumentError: an unknown option (naming the nearest), or one that does not
-        fit the target."""
+        """The shape of a head for a transformers causal LM `model`, with `options` (of `option_names`) instead of what
+        follows from it. ArgumentError: an unknown option (naming the nearest), or one that does not fit the target."""
         config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
             if name not in known:

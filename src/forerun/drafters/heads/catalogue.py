@@ -47,8 +47,7 @@ def known_heads() -> tuple[KnownHead, ...]:
 
 def suggest(target_name: str) -> list[KnownHead]:
     """Heads for a target (hub id, or a directory named like it), those that can be downloaded by name first. ``X`` also
-    finds heads that are reported for ``X-Instruct`` and the reverse, after the exact ones: reports are not always
-    precise."""
+    finds heads for ``X-Instruct`` and the reverse, after the exact ones: reports are not always precise."""
     wanted = _short(target_name)
     loose = wanted.removesuffix("-instruct")
     found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]

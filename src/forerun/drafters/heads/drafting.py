@@ -46,8 +46,7 @@ class HeadDrafterConfig:
     stop_below: float = 0.0
     """Grow a dynamic tree no deeper once every open path is less likely than this; 0 never stops."""
     draw: str = "auto"
-    """``auto``, ``deterministic``, ``iid``, ``without_replacement``, ``greedy_k``; of a dynamic tree one of the first
-    two."""
+    """``auto``, ``deterministic``, ``iid``, ``without_replacement``, ``greedy_k``; a dynamic tree: the first two."""
     temperature: float | None = None
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
     repack: bool = True  # Repack the linear layers of a head that was loaded here, where that is faster

@@ -120,8 +120,7 @@ class EagleConfig(HeadConfig):
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's choice for a target of that many layers, at least 3: after 2 layers, half, and all but 3; distinct, in
-    1..n."""
+    """EAGLE-3's choice for a target of at least 3 layers: after 2 layers, half, and all but 3; distinct, in 1..n."""
     if num_layers < 3:
         raise ArgumentError(f"EAGLE-3 reads three boundaries; a target of {num_layers} layers has too few")
     chosen: list[int] = []

@@ -105,8 +105,8 @@ class HeadRunner:
         raise NotImplementedError
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """The next level: logits (B, F, V') after `tokens` (B, F), children of the nodes `parents` (B, F) of the level
-        before. Only inside `unroll`."""
+        """Logits (B, F, V') of the next level, after `tokens` (B, F), children of the nodes `parents` (B, F) of the
+        level before. Only inside `unroll`."""
         raise NotImplementedError
 
 
@@ -145,9 +145,8 @@ class ParallelRunner(HeadRunner):
 
 
 class SequentialRunner(HeadRunner):
-    """Level by level over a row-and-slot cache of the head's own. Entry i of a row stands in slot i. Behind the
-    committed entries stand the drafted nodes, which read the head's own features; the target's take their place as soon
-    as they are known."""
+    """Level by level over a row-and-slot cache of the head's own: entry i of a row stands in slot i, behind them the
+    drafted nodes, which read the head's own features, until the target's take their place."""
 
     head: SequentialHead
     _frontier: _Frontier | None

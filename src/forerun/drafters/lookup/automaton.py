@@ -198,9 +198,8 @@ class SuffixAutomaton:
             self._elect(before if self.counted(before) else link[before], after)
 
     def _elect(self, before: int, after: int) -> None:
-        """For each suffix that stood before the new token: does this token now follow it most often? `before` is the
-        state of the longest such suffix whose continuations are counted, `after` that of the longest counted one that
-        ends with the token."""
+        """For each suffix that stood before the new token: does it now follow most often? `before` and `after` are the
+        states of the longest such suffix whose continuations are counted, and that ends with the token."""
         link, length, count, best = self._link, self._length, self._count, self._best
         while before != NONE:
             size = length[link[before]] + 2 if before != ROOT else 1

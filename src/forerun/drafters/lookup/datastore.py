@@ -115,8 +115,7 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path) -> Datastore:
-        """Open a directory that `forerun datastore build` wrote. DataError: there is none, another version, or it is
-        damaged."""
+        """Open a directory that `forerun datastore build` wrote. DataError: none there, another version, or damaged."""
         folder = Path(folder).expanduser()
         value = KIND.read(folder)
         files = {name: StoredFile(**stored) for name, stored in value["files"].items()}

@@ -57,8 +57,7 @@ class RecyclingConfig:
 
     num_speculative_tokens: int = 6  # Depth of the tree, tokens
     nodes: int | None = None
-    """Most nodes of the tree; None takes as many as yield most tokens for the measured time of a pass, up to the 80 of
-    the paper. The engine's own limit holds, too."""
+    """Most nodes of the tree; None takes as many as yield most tokens for the measured time of a pass, at most 80."""
     top_k: int = 8  # Successors kept for each token of the vocabulary
     adaptive_tree: bool = False
     """Let the tree follow how often each (depth, rank) was right; else it is the best one by rates measured before."""
@@ -329,8 +328,7 @@ class RankedNode(NamedTuple):
 
 
 def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
-    """Nodes of the best tree for `rates`, at most `most`, that yields most tokens for its time, the `pass_ms` of its
-    nodes."""
+    """Nodes, at most `most`, of the best tree for `rates` that yields most tokens for its time, `pass_ms`."""
     tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
     for count, node in enumerate(best_tree(rates, most), start=1):
         above = alive[node.parent] if node.parent >= 0 else 1.0

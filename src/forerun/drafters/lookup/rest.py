@@ -61,8 +61,7 @@ class Trie:
 
 def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
     """The `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D), each ended early by a
-    `SEPARATOR`. Of equally frequent ones the shallower is kept, then the one whose parent, then whose token is the
-    smaller."""
+    `SEPARATOR`. Of equals the shallower is kept, then the one of smaller parent, then of smaller token."""
     found = Trie(nodes)
     alive = continuations.astype(np.int64)
     owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last

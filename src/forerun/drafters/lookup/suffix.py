@@ -47,8 +47,7 @@ class SuffixConfig:
     max_cached_requests: int = 10_000
     """Past outputs kept at most of one isolation domain (API key); 0 drafts from the request's own text only."""
     max_cached_tokens: int = 500_000
-    """Tokens of past outputs kept at most of one isolation domain, and four times as many of all together; one takes
-    about 150 bytes."""
+    """Tokens (150 bytes each) of past outputs kept at most of one isolation domain; four times as many of all."""
     cache_prompts: bool = False  # Keep the prompts of past requests too
 
     def __post_init__(self) -> None:
@@ -191,7 +190,7 @@ class SuffixDrafter(Drafter):
     def _branches(
         self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]
     ) -> list[tuple[int, Evidence, _Position]]:
-        """(token, evidence, where it leads) of each way on from a position, the most frequent first; one for a chain."""
+        """(token, evidence, where it leads) of each way on from a position, the most frequent first; one of a chain."""
         state, matched, probability = position
         while (likeliest := automaton.likeliest(state)) == NONE and state != ROOT:
             state, matched = automaton.shorter(state)

@@ -149,8 +149,7 @@ class Window:
                 parent = tree.add(token, parent, probe=True)
 
     def read(self, tree: TokenTree, choose: Callable[[int], int]) -> list[int]:
-        """The token that each column goes on with by `choose`, the target's choice after a node, left to right, up to
-        the first column that was not scored."""
+        """The token by which each column grows, `choose` of its end; up to the first one that was not scored."""
         found, head = list[int](), 0
         for index, column in enumerate(self.columns):
             below = tree.child(head, column[0]) if index else head

@@ -38,8 +38,7 @@ def names(skip: Iterable[Sublayer]) -> list[str]:
 
 
 def parse(given: Iterable[str], layers: int) -> SkipSet:
-    """The set behind names such as ``"3.attn"``. ArgumentError: there is no such sub-layer, or nothing or everything is
-    named."""
+    """The set behind names such as ``"3.attn"``. ArgumentError: an unknown one is named, or nothing or everything."""
     known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
     chosen = list(given)
     for name in chosen:

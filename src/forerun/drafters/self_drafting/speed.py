@@ -51,8 +51,7 @@ class SpeedDrafter(Drafter):
     Config = SpeedConfig
 
     def __init__(self, config: SpeedConfig, setup: DrafterSetup) -> None:
-        """Find the shared block; raises UnsupportedModelError where each layer has weights of its own, or where the
-        logits do not come out the same."""
+        """UnsupportedModelError: no layers share their weights, or the logits do not come out the same."""
         self.target = setup.target
         self._pipeline = Pipeline(setup.target)
         self._shape = Shape.regular((1,) * config.num_speculative_tokens)

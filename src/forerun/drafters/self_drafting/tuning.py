@@ -159,8 +159,7 @@ class Probe:
         self._drafter = SkipLayersDrafter(config, setup)
 
     def accepted(self, skip: SkipSet) -> list[int]:
-        """How many drafted tokens were accepted in each step when `skip` drafts; ForerunError where nothing was
-        drafted."""
+        """Drafted tokens that were accepted in each step when `skip` drafts; ForerunError where fewer were drafted."""
         self._drafter.skip = skip
         rows = [self._row(row, list(tokens), prompt) for row, (tokens, prompt) in enumerate(self._beginnings)]
         ends = [len(row.tokens) + self._tokens for row in rows]
