@@ -45,39 +45,6 @@ class NgramConfig:
         check_choice("ngram", self, "match", _MATCHES)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """One row's text, and for each n-gram the positions (index of the token after it) where it ended, ascending."""
-
-    acceptance: Acceptance
-    tokens: list[int] = field(default_factory=list)
-    positions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    drafted: Drafted | None = None
-
-    def append(self, token: int, sizes: range) -> None:
-        self.tokens.append(token)
-        for gram in self.grams(sizes):
-            self.positions.setdefault(gram, []).append(len(self.tokens))
-
-    def pop(self, sizes: range) -> None:
-        for gram in self.grams(sizes):
-            where = self.positions[gram]
-            where.pop()
-            if not where:
-                del self.positions[gram]
-        self.tokens.pop()
-
-    def grams(self, sizes: range) -> Iterator[tuple[int, ...]]:
-        """The n-grams that end the text, the longest first."""
-        for size in sizes:
-            if size <= len(self.tokens):
-                yield tuple(self.tokens[-size:])
-
-    def copied(self, position: int, offset: int) -> int:
-        """The token at `offset` from `position`; a copy that reaches the end of the text goes on with itself."""
-        return self.tokens[position + offset % (len(self.tokens) - position)]
-
-
 class NgramDrafter(Drafter):
     """Copies what followed an earlier occurrence of the text's last tokens, of the longest n-gram that has one."""
 
@@ -96,9 +63,9 @@ class NgramDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         entries = zip(context.rows, context.tokens, context.fresh, strict=True)
         for index, (row_id, tokens, fresh) in enumerate(entries):
-            row = self._rows.get(row_id)
-            if row is None:
-                row = self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
+            if row_id not in self._rows:
+                self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
+            row = self._rows[row_id]
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
                 row.drafted.follow(tokens)
@@ -179,3 +146,36 @@ def _most_frequent(row: _Row, positions: list[int], length: int) -> list[int]:
             votes.setdefault(row.copied(position, offset), []).append(position)
         positions = max(votes.values(), key=len)
     return positions
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """One row's text, and for each n-gram the positions (index of the token after it) where it ended, ascending."""
+
+    acceptance: Acceptance
+    tokens: list[int] = field(default_factory=list)
+    positions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    drafted: Drafted | None = None
+
+    def append(self, token: int, sizes: range) -> None:
+        self.tokens.append(token)
+        for gram in self.grams(sizes):
+            self.positions.setdefault(gram, []).append(len(self.tokens))
+
+    def pop(self, sizes: range) -> None:
+        for gram in self.grams(sizes):
+            where = self.positions[gram]
+            where.pop()
+            if not where:
+                del self.positions[gram]
+        self.tokens.pop()
+
+    def grams(self, sizes: range) -> Iterator[tuple[int, ...]]:
+        """The n-grams that end the text, the longest first."""
+        for size in sizes:
+            if size <= len(self.tokens):
+                yield tuple(self.tokens[-size:])
+
+    def copied(self, position: int, offset: int) -> int:
+        """The token at `offset` from `position`; a copy that reaches the end of the text goes on with itself."""
+        return self.tokens[position + offset % (len(self.tokens) - position)]

@@ -8,7 +8,7 @@ leaves, which nobody had to run to draft them. No second cache, no second set of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,12 +88,10 @@ class EarlyExitDrafter(SelfDrafter):
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self._states = []
         trees = super().propose(context, budget)
-        if self._states:
-            self._resume(dict(zip(context.rows, trees, strict=True)))
-        return trees
-
-    def _resume(self, trees: Mapping[int, TokenTree]) -> None:
-        """Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted."""
+        if not self._states:
+            return trees
+        # Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted.
+        by_row = dict(zip(context.rows, trees, strict=True))
         states, self._states = torch.cat(self._states, dim=1), []
         kept = [[node for node in self._drafted[row].evidence if node < states.shape[1]] for row in self._rows]
         # Where a distribution had too few tokens for all children, the nodes behind the gap have moved up.
@@ -103,7 +101,8 @@ class EarlyExitDrafter(SelfDrafter):
         moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
         for row, nodes, run in zip(self._rows, kept, moved, strict=True):
             stamp = self.target.writes[row]
-            trees[row].resume = Resume(boundary=self.config.exit_layer, states=run[: len(nodes) + 1], stamp=stamp)
+            by_row[row].resume = Resume(boundary=self.config.exit_layer, states=run[: len(nodes) + 1], stamp=stamp)
+        return trees
 
 
 class ExitHead:
@@ -118,9 +117,7 @@ class ExitHead:
         unknown = sorted(shapes.keys() - expected.keys())
         if _HEAD not in shapes or unknown:
             held = ", ".join(sorted(shapes)) or "nothing"
-            raise CheckpointError(
-                f"early_exit: {path} must hold {_HEAD}, may hold {_NORM}, nothing else; it holds {held}"
-            )
+            raise CheckpointError(f"early_exit: {path} must hold {_HEAD}, may hold {_NORM}, no more; it holds {held}")
         for name, shape in shapes.items():
             if shape != expected[name]:
                 raise CheckpointError(f"early_exit: {name} in {path} has the shape {shape}, expected {expected[name]}")
