@@ -59,7 +59,8 @@ class CascadeDrafter(Drafter):
 
     def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
         self.config = config
-        model, device = resolved(config.model), setup.device_for(resolved(config.model))
+        model = resolved(config.model)
+        device = setup.device_for(model)
         slots = setup.slots + config.num_speculative_tokens + config.inner_nodes + config.tail
         self.model = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
         check_vocabulary(setup, model, self.model.vocab_size)
@@ -131,7 +132,8 @@ class CascadeDrafter(Drafter):
     def _shrink(self, row_id: int, agreed: int, length: int) -> None:
         """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step. An inner
         drafter that reads hidden states wants that of the token before the first new one, so this runs again."""
-        state, kept = self._rows[row_id], agreed - 1 if self._inner.requires else agreed
+        state = self._rows[row_id]
+        kept = agreed - 1 if self._inner.requires else agreed
         self.model.truncate([row_id], [max(0, min(self.model.lengths[row_id], kept, length - 1))])
         if agreed < state.text + len(state.chain) or length == 0:
             self._inner.truncate([row_id], [agreed])

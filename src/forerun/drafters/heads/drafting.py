@@ -169,9 +169,9 @@ class HeadDrafter(Drafter):
 
         def descend(ids: Tensor, level: range) -> Tensor:
             above = tree.shape.levels[tree.shape.depths[level.start] - 1]
-            places = tuple(tree.shape.parents[node] - above.start for node in level)
+            index = tuple(tree.shape.parents[node] - above.start for node in level)
             tokens = ids[:, level.start - 1 : level.stop - 1]
-            return self.runner.descend(tokens, constant(places, ids.device).expand_as(tokens))
+            return self.runner.descend(tokens, constant(index, ids.device).expand_as(tokens))
 
         size, recorded = self.runner.target.vocab_size, self.runner.recordings.active
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)

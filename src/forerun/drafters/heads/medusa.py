@@ -139,5 +139,5 @@ def tree_of_ranks(depth: int, nodes: int) -> Shape:
         if length < depth:
             heapq.heappush(waiting, (product, length + 1, (*path, 0)))
     chosen.sort(key=lambda path: (len(path), path))
-    places = {path: place for place, path in enumerate(chosen, start=1)}
-    return Shape.of([places.get(path[:-1], 0) for path in chosen])
+    nodes_of = {path: node for node, path in enumerate(chosen, start=1)}
+    return Shape.of([nodes_of.get(path[:-1], 0) for path in chosen])

@@ -33,10 +33,10 @@ class RestConfig:
     """Options of `rest`."""
 
     datastore: str  # Directory that `forerun datastore build` wrote for this target
-    num_speculative_tokens: int = 10  # Most tokens copied from one place
+    num_speculative_tokens: int = 10  # Most tokens copied from one position
     max_match: int = 16  # Longest end of the text that is looked for, tokens
     min_match: int = 2  # Shortest end of the text that counts as a match, tokens
-    max_hits: int = 5000  # Most places of one match that are read; of more, this many are taken evenly
+    max_hits: int = 5000  # Most positions of one match that are read; of more, this many are taken evenly
     nodes: int = 64  # Most nodes of the draft
 
     def __post_init__(self) -> None:
