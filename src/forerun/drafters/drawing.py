@@ -45,8 +45,7 @@ class Draw(StrEnum):
     DETERMINISTIC = "deterministic"  # The likeliest tokens
     IID = "iid"
     WITHOUT_REPLACEMENT = "without_replacement"
-    GREEDY_K = "greedy_k"
-    """The likeliest tokens and one drawn from the distribution restricted to the others (arXiv 2502.18779)."""
+    GREEDY_K = "greedy_k"  # The likeliest tokens and one drawn from among the others (arXiv 2502.18779)
 
 
 def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
@@ -174,11 +173,9 @@ class Children:
 
     tokens: Tensor  # (B, F, C) int64
     drawn: Tensor  # (B, F, C) uint8
-    confidence: Tensor
-    """(B, F, C) float32: the probability of a deterministic node; of a drawn one independent of its value."""
+    confidence: Tensor  # (B, F, C) float32: the probability of a deterministic node; independent of a drawn one
     valid: Tensor | None  # (B, F, C) bool: False where the distribution had no further token; None where all are good
-    probs: Tensor | None
-    """(B, F, V) what each parent's sampled children were drawn from; None where all are deterministic."""
+    probs: Tensor | None  # (B, F, V) what each parent's sampled children were drawn from; None where there are none
 
     def validity(self) -> Tensor:
         """`valid`, whether or not it is all True."""
@@ -344,8 +341,7 @@ class Draws:
     draw: Draw  # Of the rows above temperature 0; never AUTO. The others take the likeliest tokens
     greedy: bool  # Whether there are rows at temperature 0
     filters: bool  # Whether a row asks for top-k, top-p or min-p
-    one_by_one: Sequence[SamplingParams]
-    """(B,) where each distribution is filtered by itself, on the host; empty where all are sorted at once."""
+    one_by_one: Sequence[SamplingParams]  # (B,) whose distributions are filtered one by one, on the host; else empty
     numbers: tuple[Tensor, ...]
     """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
     settings (B, 5), see `sampling.settings_of`."""

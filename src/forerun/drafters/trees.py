@@ -36,8 +36,7 @@ class FixedTree:
 
     shape: Shape
     draw: Draw
-    temperature: float | None = None
-    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
+    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
     @property
@@ -149,8 +148,7 @@ class DynamicTree:
     depth: int  # Most tokens on a path
     top_k: int  # Nodes expanded per level, and children looked at per node
     nodes: int  # Nodes kept, root not counted
-    stop_below: float = 0.0
-    """Grow no deeper once every open path is less likely than this; 0 never asks (asking waits for the device)."""
+    stop_below: float = 0.0  # Grow no deeper once every open path is less likely than this; 0 never asks the device
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
     @property
@@ -201,8 +199,7 @@ class TreeOptions:
     tree: Sequence[int] | None = None
     """Any tree instead: the parent of node 1, 2, ..., 0 the root, level by level. `forerun plan` finds the best."""
     draw: str = "auto"  # ``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``
-    temperature: float | None = None
-    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
+    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
 
     def check_tree(self, method: str) -> None:
         """Raise ArgumentError, in the name of `method`, unless the options make sense."""

@@ -39,8 +39,7 @@ class CascadeConfig:
     """Options of `cascade`."""
 
     model: Any  # The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model
-    inner: Spec = "ngram"
-    """What drafts for the draft model: a name, or ``{"method": name, ...}`` with its own options; also a `cascade`."""
+    inner: Spec = "ngram"  # What drafts for the draft model: a name or ``{"method": name, ...}``; also a `cascade`
     num_speculative_tokens: int = 8  # Tokens that the draft model writes; what `tail` appends is not counted
     tail: int = 0  # Most nodes that the inner drafter adds behind the chain; the draft model does not see them
     inner_nodes: int = 16  # Most nodes that the inner drafter may draft for one pass of the draft model
@@ -251,8 +250,7 @@ class InnerRow(Row):
     probs: dict[int, Tensor] = field(default_factory=dict)
     """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
     drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
-    certainty: list[float] = field(default_factory=list)
-    """At temperature 0: the draft model's probability of each token of the chain."""
+    certainty: list[float] = field(default_factory=list)  # At temperature 0: the draft model's probability of each
 
     def rng(self) -> Rng:
         return InnerRng(self)

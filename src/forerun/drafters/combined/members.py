@@ -50,8 +50,7 @@ def member_of(spec: Spec, setup: DrafterSetup) -> Guarded:
 class ComposedConfig:
     """Options that combined drafters share."""
 
-    drafters: Sequence[Spec] = ("suffix", "recycling")
-    """The members, each a name or ``{"method": name, ...}`` with its own options."""
+    drafters: Sequence[Spec] = ("suffix", "recycling")  # The members, each a name or ``{"method": name, ...}``
     reproducible: bool = True
     """For sampled requests with a seed the members draft deterministically, so that the text is plain decoding's. False
     lets them sample there too: more is accepted, and the text depends on what was learned from other requests."""

@@ -218,11 +218,9 @@ class Stop(StrEnum):
     """
 
     NEVER = "never"  # Only the budget ends it
-    CONFIDENCE = "confidence"
-    """The likeliest token has less than the threshold (transformers' ``assistant_confidence_threshold``, 0.4)."""
+    CONFIDENCE = "confidence"  # The likeliest token has less than the threshold (``assistant_confidence_threshold``)
     SVIP = "svip"  # The square root of the distribution's entropy exceeds the threshold (SVIP, arXiv 2411.18462)
-    ADAEDL = "adaedl"
-    """The lower bound ``1 - sqrt(0.2 entropy)`` on acceptance is below the threshold (AdaEDL, arXiv 2410.18351)."""
+    ADAEDL = "adaedl"  # The bound ``1 - sqrt(0.2 entropy)`` on acceptance is below it (AdaEDL, arXiv 2410.18351)
 
 
 DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}

@@ -47,8 +47,7 @@ class SlemConfig:
     model: Any  # Directory, hub id, or a loaded transformers model
     tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
     target_tokenizer: Any = None  # The target's; None takes the engine's
-    num_speculative_tokens: int = 8
-    """Tokens that the draft model writes in a step, and most tokens of the target that are made of them."""
+    num_speculative_tokens: int = 8  # Most tokens that the draft model writes in a step, and most of the target's
     look_behind: int = 10  # Tokens before the border that are tokenised again with the text behind it, on both sides
     dtype: str = "auto"  # Of the weights: ``auto`` is what the checkpoint says
 
@@ -213,8 +212,7 @@ class _Row:
     """One row as the draft model knows it."""
 
     alignment: TextAlignment
-    held: list[int] = field(default_factory=list)
-    """Draft tokens in the cache: committed text, and behind it what was drafted last."""
+    held: list[int] = field(default_factory=list)  # Draft tokens in the cache: committed text, then the last draft
     submitted: Drafted | None = None
 
     def common(self, ids: Sequence[int]) -> int:

@@ -10,12 +10,14 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownHead:
     """One published head."""
 
+    drafter: ClassVar[str] = "eagle3"  # The forerun drafter that loads it
     target: str  # Name of the target without its owner, as the report writes it
     model: str | None = None  # Hub id, where the report gives it in full
     named: str  # What the report calls the head
@@ -23,18 +25,12 @@ class KnownHead:
     collection: str  # Where it is reported: SpecBundle, a paper, a project
     format: str | None = None  # eagle (flat, SpecForge and SGLang), speculators, modelopt; None where it is not said
     boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
-    acceptance_length: float | None = None
-    """Tokens per target pass as reported, under `conditions`; not comparable across conditions."""
+    acceptance_length: float | None = None  # Tokens per target pass as reported, under `conditions` alone
     conditions: str = ""
     url: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries) if self.boundaries else None)
-
-    @property
-    def drafter(self) -> str:
-        """The forerun drafter that loads it."""
-        return "eagle3"
 
 
 @cache

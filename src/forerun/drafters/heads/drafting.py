@@ -31,10 +31,8 @@ from forerun.types import Boundary, Budget, DraftKind
 class HeadDrafterConfig:
     """Options of the drafters that run a draft head."""
 
-    model: Any = None
-    """Directory or hub id of the head, or a loaded one; without one the error names heads known for the target."""
-    num_speculative_tokens: int = 5
-    """Length of the chain, or most tokens on one path of a tree; no more than the head can draft."""
+    model: Any = None  # Directory or hub id of the head, or a loaded one; without one the error names known heads
+    num_speculative_tokens: int = 5  # Length of the chain, or most tokens on one path of a tree; at most the head's own
     shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...: a tree of fixed shape
     top_k: int | None = None
     """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10).
@@ -43,12 +41,9 @@ class HeadDrafterConfig:
     shape and no more nodes instead, without replacement; ``draw="deterministic"`` keeps the dynamic one.
     """
     nodes: int = 32  # Nodes of the dynamic tree, root not counted (EAGLE: 59)
-    stop_below: float = 0.0
-    """Grow a dynamic tree no deeper once every open path is less likely than this; 0 never stops."""
-    draw: str = "auto"
-    """``auto``, ``deterministic``, ``iid``, ``without_replacement``, ``greedy_k``; a dynamic tree: the first two."""
-    temperature: float | None = None
-    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
+    stop_below: float = 0.0  # Grow a dynamic tree no deeper once every open path is less likely than this; 0: never
+    draw: str = "auto"  # Also ``deterministic``; not for dynamic trees ``iid``, ``without_replacement``, ``greedy_k``
+    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
     repack: bool = True  # Repack the linear layers of a head that was loaded here, where that is faster
 
     def __post_init__(self) -> None:

@@ -50,24 +50,20 @@ class EagleConfig(HeadConfig):
     num_hidden_layers: int = 1
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    """As in transformers (``rope_type`` and its parameters), without ``rope_theta``."""
+    rope_scaling: Mapping[str, Any] | None = None  # As in transformers (``rope_type`` and its parameters), no theta
     max_position_embeddings: int = 2048  # Most positions of a sequence
     hidden_act: str = "silu"
     sliding_window: int | None = None  # Positions that a layer looks back, itself included; None: to the beginning
-    full_layers: tuple[int, ...] = ()
-    """Layers, counted from 0, that look back to the beginning although the head has a window."""
+    full_layers: tuple[int, ...] = ()  # Layers, counted from 0, that look back to the beginning in spite of the window
     attention_bias: bool = False
     mlp_bias: bool = False
     fc_bias: bool = False  # Original EAGLE-1 heads have one; vLLM drops it without a word
     qk_norm: bool = False  # Normalise queries and keys per head (Qwen3-style layers)
     norm_before_residual: bool = False
     """The residual stream of the first layer is the normed feature (speculators) instead of the feature (EAGLE)."""
-    norm_before_fc: bool = False
-    """One norm over the concatenated features before they are fused (stored as ``input_norm``)."""
+    norm_before_fc: bool = False  # One norm over the concatenated features before they are fused (``input_norm``)
     fc_norm: bool = False  # One norm for each boundary's features before they are fused (EAGLE-3.1)
-    norm_output: bool = False
-    """The next step reads the normed output (EAGLE-3.1) instead of the residual stream (EAGLE-3)."""
+    norm_output: bool = False  # The next step reads the normed output (EAGLE-3.1), not the residual stream (EAGLE-3)
     own_embedding: bool = False  # The checkpoint brings an embedding table; otherwise the target's is used
     own_lm_head: bool = True  # The checkpoint brings an output head; otherwise the target's is used
     initializer_range: float = 0.02  # Standard deviation of fresh weights

@@ -113,8 +113,7 @@ class MedusaDrafterConfig(HeadDrafterConfig):
     """As of the other drafters with a head; without `shape` and `top_k` it drafts a tree of ranks."""
 
     nodes: int = 32  # Nodes of the tree of ranks or of the dynamic tree, root not counted
-    draw: str = "deterministic"
-    """As of the others; by default the likeliest ranks are taken, not drawn, at any temperature."""
+    draw: str = "deterministic"  # As of the others; by default the likeliest ranks are taken at any temperature
 
 
 class MedusaDrafter(HeadDrafter):

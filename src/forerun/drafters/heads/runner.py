@@ -40,8 +40,7 @@ class HeadRunner:
         self.lengths = [0] * rows  # Entries with the target's own features, by row
         weight = head.weight
         self._dtype = weight.dtype
-        self.device: torch.device = weight.device
-        """Of the head. Kept, because to ask a packed weight for it unpacks the weight."""
+        self.device: torch.device = weight.device  # Of the head; kept, because to ask a packed weight for it unpacks it
         self._features = torch.zeros(rows, head.feature_size, device=self.device, dtype=self._dtype)
         self.recordings = Recordings.on(self.device) if head.recordable else Recordings(None)
 
@@ -266,8 +265,7 @@ class _Frontier:
     """The last level of the trees that are being drafted."""
 
     lengths: Tensor  # (B,) committed entries
-    sees: Tensor
-    """(B, F, M) bool: which of the M nodes run so far each node of the level descends from, itself included."""
+    sees: Tensor  # (B, F, M) bool: which of the M nodes run so far each node descends from, itself included
     positions: Tensor  # (B, M) int64 of these nodes
     features: Tensor  # (B, F, H)
     depth: int

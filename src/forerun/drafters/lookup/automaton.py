@@ -38,8 +38,7 @@ class SuffixAutomaton:
         self._end = array("i")  # How many tokens of the text end with the first occurrence
         self._count = array("i")  # Occurrences; right where the state's shortest string has at most `depth` tokens
         self._first = array("i")  # Target of the transition that the first occurrence takes
-        self._best = array("i")
-        """Target of the most frequent transition, the most recent of equals; of uncounted states the first one."""
+        self._best = array("i")  # Of the most frequent transition, the most recent of equals; else of the first one
         self._edges = array("i")  # First entry of the list of further transitions
         self._targets = array("i")
         self._next = array("i")  # Of each further transition: its target, and the next in its state's list

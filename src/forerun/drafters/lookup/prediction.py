@@ -140,8 +140,7 @@ class Alignment:
 
     def __init__(self, predicted: Sequence[int]) -> None:
         self.predicted = predicted
-        self.position: int | None = 0
-        """Index of the token that comes next; None where the answer stands nowhere in the prediction."""
+        self.position: int | None = 0  # Index of the token that comes next; None where the answer stands nowhere
         self.matched = 0  # How many tokens before the position are the same in both texts
         self.edited = False  # Whether the texts have parted before
         self._parted = 0  # Index of the first predicted token that has not come

@@ -56,11 +56,9 @@ class RecyclingConfig:
     """Options of `recycling`."""
 
     num_speculative_tokens: int = 6  # Depth of the tree, tokens
-    nodes: int | None = None
-    """Most nodes of the tree; None takes as many as yield most tokens for the measured time of a pass, at most 80."""
+    nodes: int | None = None  # Most nodes of the tree; None takes what pays for the measured time of a pass, at most 80
     top_k: int = 8  # Successors kept for each token of the vocabulary
-    adaptive_tree: bool = False
-    """Let the tree follow how often each (depth, rank) was right; else it is the best one by rates measured before."""
+    adaptive_tree: bool = False  # Let the tree follow how often each (depth, rank) was right, not rates measured before
     path: str | None = None
     """File that the matrix is read from and kept in: written when a sequence ends, if 256 steps have passed since the
     last time, and when the process ends. None forgets it. Requests of an isolation domain (API key) begin with what it

@@ -37,17 +37,14 @@ class SuffixConfig:
     """Options of `suffix`; vLLM's names, with ``suffix_decoding_`` before them, are understood too."""
 
     num_speculative_tokens: int = 24  # Most tokens on one path
-    max_tree_depth: int = 24
-    """Longest string whose occurrences are counted, tokens; beyond it the first occurrence is followed."""
+    max_tree_depth: int = 24  # Longest string that is counted, tokens; beyond it the first occurrence is followed
     max_spec_factor: float = 1.0  # Tokens drafted for each token of the match
     max_spec_offset: float = 0.0  # Tokens drafted besides
     min_token_prob: float = 0.1  # Least probability of a path by the counts: of its tokens' shares, multiplied, 0..1
     min_match: int = 1  # Shortest match that is drafted from, tokens
     nodes: int | None = None  # Most nodes of a tree of several continuations, by their counts; None drafts a chain
-    max_cached_requests: int = 10_000
-    """Past outputs kept at most of one isolation domain (API key); 0 drafts from the request's own text only."""
-    max_cached_tokens: int = 500_000
-    """Tokens (150 bytes each) of past outputs kept at most of one isolation domain; four times as many of all."""
+    max_cached_requests: int = 10_000  # Past outputs kept of a domain (API key); 0: the request's own text only
+    max_cached_tokens: int = 500_000  # Their tokens (150 bytes each); four times as many of all domains together
     cache_prompts: bool = False  # Keep the prompts of past requests too
 
     def __post_init__(self) -> None:

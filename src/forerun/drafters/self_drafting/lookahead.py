@@ -38,12 +38,10 @@ class LookaheadConfig:
 
     window: int = 7  # W: trajectories, and n-grams collected in one step
     level: int = 5  # N: tokens of an n-gram; a guess has one less
-    num_speculative_tokens: int | None = None
-    """Most tokens of a guess that are drafted; all of them, N - 1, if not given."""
+    num_speculative_tokens: int | None = None  # Most tokens of a guess that are drafted; None: all, N - 1
     guesses: int = 7  # G: most guesses in one step, and most n-grams that are kept of those that begin with one token
     copy_text: bool = True  # Whether the n-grams of prompt and output go to the pool too
-    shared_pool: bool = False
-    """One pool for all requests of an isolation domain, kept between them; else each has its own, as published."""
+    shared_pool: bool = False  # One pool for all requests of an isolation domain, kept between them; else one each
     pool_keys: int = 8192  # Most first tokens that a pool knows; the least recently seen are forgotten
 
     def __post_init__(self) -> None:

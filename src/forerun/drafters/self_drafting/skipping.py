@@ -241,8 +241,7 @@ class SkipFile:
     structure: str  # `structure_hash` of the model
     skip: SkipSet
     num_speculative_tokens: int  # Length of the chain at which the set was the cheapest, tokens
-    measured: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of the set, of plain decoding, and the setting they hold for."""
+    measured: Mapping[str, Any] = field(default_factory=dict)  # Figures of the set, of plain decoding, and the setting
     trace: list[dict[str, Any]] = field(default_factory=list)  # Every set that was tried, in order
 
     def write(self, path: Path) -> None:
