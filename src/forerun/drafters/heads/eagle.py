@@ -256,9 +256,9 @@ class EagleHead(SequentialHead):
         if self.config.own_embedding:
             self.embed_tokens.weight.copy_(model.get_input_embeddings().weight.float())
         # The target's final norm where it is a plain RMS norm called ``norm``; Gemma's is off by one.
-        norm = getattr(getattr(base_of(model), "norm", None), "weight", None)
-        plain = norm is not None and "gemma" not in model.config.model_type
-        if self.config.generation == 3 and plain and norm.shape == (self.config.hidden_size,):
+        gemma = "gemma" in model.config.model_type
+        norm: Any = None if gemma else getattr(getattr(base_of(model), "norm", None), "weight", None)
+        if self.config.generation == 3 and norm is not None and norm.shape == (self.config.hidden_size,):
             self.norm.load_state_dict({"weight": norm.float()})
 
 

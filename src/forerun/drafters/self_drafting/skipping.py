@@ -172,7 +172,7 @@ class Space:
         return [frozenset(chosen) for size in sizes for chosen in itertools.combinations(self.allowed, size)]
 
 
-@dataclassclass Trial(NamedTuple):
+class Trial(NamedTuple):
     """One subset that was valued."""
 
     skip: SkipSet
