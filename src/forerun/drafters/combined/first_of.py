@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.base import DraftContext
 from forerun.drafters.combined.members import Composed, ComposedConfig, check_specs
 from forerun.errors import ArgumentError
 from forerun.types import Budget
@@ -50,10 +50,7 @@ class FirstOfDrafter(Composed):
 
     name = "first_of"
     Config = FirstOfConfig
-
-    def __init__(self, config: FirstOfConfig, setup: DrafterSetup) -> None:
-        super().__init__(config, setup)
-        self.config = config
+    config: FirstOfConfig
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         context = self.for_members(context)

@@ -60,6 +60,7 @@ class Composed(Drafter):
     """The base of drafters that choose among the proposals of others, or join them."""
 
     def __init__(self, config: ComposedConfig, setup: DrafterSetup) -> None:
+        self.config = config
         self.members = [member_of(spec, setup) for spec in config.drafters]
         self._seeds = Seeds(hide=config.reproducible)
 

@@ -379,15 +379,8 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
 
     def __init__(self, config: EagleConfig) -> None:
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=rope,
-        )
-        super().__init__(llama)
+        sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+        super().__init__(LlamaConfig(**{name: getattr(config, name) for name in sizes}, rope_parameters=rope))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         moved: Rotary = super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
