@@ -1,8 +1,7 @@
 """Drafts each row with the first of several drafters whose draft promises enough tokens.
 
 The last one takes the rows that are left. A drafter is asked for these rows only, so one that costs forward passes
-costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), with expected tokens in place of match
-lengths.
+costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), by expected tokens, not match lengths.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ class FirstOfConfig(ComposedConfig):
 
 
 class FirstOfDrafter(Composed):
-    """Takes each row's draft from the first member that promises enough.
-
-    A draft that holds sampled nodes is taken whatever it promises: its confidences depend on the values that were
-    drawn, and to submit a sampled node or not for its value would bias the answer.
-    """
+    """Takes each row's draft from the first member that promises enough; one that holds sampled nodes whatever it
+    promises: to submit a sampled node or not for its value would bias the answer."""
 
     name = "first_of"
     Config = FirstOfConfig

@@ -158,9 +158,8 @@ class Span(NamedTuple):
 class Encoder:
     """A tokenizer as a function from bytes to spans.
 
-    A tokenizer takes text, not bytes, may put a space before it, and may change it (case, accents, spaces). What its
-    tokens stand for is therefore compared with what it was given; where that differs, the spans are those that it
-    reports itself.
+    It takes text, not bytes, may put a space before it, and may change it (case, accents, spaces). So what its tokens
+    stand for is compared with what it was given; where that differs, the spans are those that it reports itself.
     """
 
     def __init__(self, token_bytes: TokenBytes) -> None:

@@ -97,13 +97,8 @@ class Head(nn.Module):
     @classmethod
     @torch.no_grad()
     def initial(cls, model: Any, config: Any, token_ids: Tensor | None = None, *, seed: int = 0) -> Self:
-        """An untrained head in float32, with those weights of the target's that it starts with.
-
-        Args:
-            model: the target, a transformers causal LM.
-            config: from `HeadConfig.for_target`.
-            token_ids: (Vd,) the target's ids that the head can propose; needed if the vocabulary is reduced.
-        """
+        """An untrained head in float32, with those weights of the target's, a transformers causal LM, that it starts
+        with. `config` is from `HeadConfig.for_target`; `token_ids` (Vd,) are needed if the vocabulary is reduced."""
         if config.reduced_vocabulary and token_ids is None:
             raise ArgumentError(f"a draft vocabulary of {config.draft_vocab_size} tokens needs to know which ones")
         with torch.random.fork_rng(devices=[]):

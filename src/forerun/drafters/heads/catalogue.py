@@ -1,8 +1,5 @@
-"""Public EAGLE-3 heads by target, as reported; nothing here was downloaded or measured by forerun. Imports no torch.
-
-The table (``catalogue.json``) holds what the SpecBundle dashboard, papers and pull requests name. Where a report names
-a head without its full hub id, `KnownHead.model` is None.
-"""
+"""Public EAGLE-3 heads by target, as SpecBundle, papers and pull requests report them (``catalogue.json``); nothing
+here was downloaded or measured by forerun. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A suffix automaton over a growing text: every string that occurs in it, how often, and what followed.
-
-Blumer et al. 1985, as used by SAM-Decoding (arXiv 2411.10666), with the occurrence counts of SuffixDecoding (arXiv
-2411.04975).
-"""
+"""A suffix automaton over a growing text: every string that occurs in it, how often, and what followed. Blumer et al.
+1985, as in SAM-Decoding (arXiv 2411.10666), with the occurrence counts of SuffixDecoding (arXiv 2411.04975)."""
 
 from __future__ import annotations
 
@@ -23,10 +20,9 @@ class SuffixAutomaton:
     """All substrings of a text, one state for those that end at the same positions.
 
     A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
-    strings of at most `depth` tokens, at least 2. Flat arrays of 32 bits hold the states; of each state the transition
-    along its first occurrence is one of these numbers and its token is read from the text, so that only branchings need
-    an entry in the one dictionary of transitions. Measured on source code: about 110 bytes per token; at most about
-    450.
+    strings of at most `depth` >= 2 tokens. Flat arrays of 32 bits hold the states; the token of a state's transition
+    along its first occurrence is read from the text, so that only branchings need an entry in a dictionary. Measured on
+    source code: about 110 bytes per token; at most about 450.
     """
 
     def __init__(self, depth: int) -> None:

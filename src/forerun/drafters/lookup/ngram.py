@@ -1,8 +1,7 @@
 """Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
 
 The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row has an index from
-n-grams to the positions where they ended, kept up to date token by token, so a proposal costs a few dictionary look-ups
-whatever the length of the text. All nodes are deterministic.
+n-grams to positions, so a proposal costs a few dictionary look-ups. All nodes are deterministic.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Drafts from the answer that the client predicted (Predicted Outputs), found again after every edit.
-
-The prediction comes with the prompt (``{"prompt": ..., "prediction": ...}``) or, for all requests, with the drafter's
-options. All nodes are deterministic.
-"""
+"""Drafts from the answer that the client predicted (Predicted Outputs), found again after every edit. It comes with the
+prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All nodes are deterministic."""
 
 from __future__ import annotations
 

@@ -192,13 +192,8 @@ class RecyclingDrafter(Drafter):
 
 
 class SuccessorMatrix:
-    """Of each token the last known likely successors, the likeliest first. Use `open`.
-
-    Args:
-        successors: (V, k) int32, -1 where nothing is known; known ones stand first and are distinct.
-        path: where it is kept; None keeps it in memory alone.
-        identity: whose token ids these are; None where nobody knows.
-    """
+    """Of each token the last known likely successors, the likeliest first: (V, k) int32, -1 where nothing is known;
+    known ones stand first and are distinct. Kept at `path`, None: in memory alone. Use `open`."""
 
     def __init__(self, successors: NDArray[np.int32], path: Path | None, identity: TokenizerIdentity | None) -> None:
         self.successors, self.path = successors, path
@@ -211,10 +206,8 @@ class SuccessorMatrix:
     ) -> SuccessorMatrix:
         """The matrix in the file at `path`; an empty one where there is no file yet.
 
-        Raises:
-            ArgumentError: the file holds another number of successors, or its directory does not exist.
-            DataError: the file is no matrix, or cut short.
-            VocabularyMismatchError: the file belongs to another tokenizer.
+        ArgumentError: the file holds another number of successors, or its directory does not exist. DataError: it is no
+        matrix, or cut short. VocabularyMismatchError: it belongs to another tokenizer.
         """
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")

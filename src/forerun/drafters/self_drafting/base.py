@@ -1,8 +1,7 @@
 """Base of drafters that run a part of the target itself, in the cache slots of the coming step.
 
-The prefix's keys and values are the target's own. The root and the drafted nodes are run level by level, behind the
-committed tokens, by whatever part of the target the method chooses; scoring overwrites these slots afterwards. So there
-is no second cache, nothing to catch up with and nothing to forget.
+The prefix's keys and values are the target's own. Root and drafted nodes are run level by level behind the committed
+tokens; scoring overwrites these slots. So there is no second cache, nothing to catch up with and nothing to forget.
 """
 
 from __future__ import annotations

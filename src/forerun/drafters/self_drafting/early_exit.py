@@ -57,13 +57,8 @@ class EarlyExitDrafter(SelfDrafter):
     Config = EarlyExitConfig
 
     def __init__(self, config: EarlyExitConfig, setup: DrafterSetup) -> None:
-        """Check the target and read the head.
-
-        Raises:
-            ArgumentError: there is no such layer to exit at.
-            UnsupportedModelError: the target's layers cannot be run in part.
-            CheckpointError: the file of the head is missing, broken, or holds other tensors than it should.
-        """
+        """ArgumentError: there is no such layer to exit at. UnsupportedModelError: the target's layers cannot be run in
+        part. CheckpointError: the file of the head is missing, broken, or holds other tensors than it should."""
         super().__init__(config.fixed_tree(), setup.target)
         layers = setup.target.num_layers
         if not 1 <= config.exit_layer < layers:

@@ -1,14 +1,12 @@
 """Lookahead decoding: the target guesses several positions at once and collects the n-grams that it comes across.
 
 Fu et al., arXiv 2402.02057. One pass scores the last token, a window of W Jacobi trajectories of N - 1 tokens, and up
-to G guesses of N - 1 tokens. The window's elements are probes: nothing in it is ever accepted. What the target says
-after the newest row completes W n-grams, which go to a pool; the guesses are the pool's n-grams that begin with the
-last token, and these are ordinary given branches.
+to G guesses of N - 1 tokens. The window's elements are probes, which are never accepted. What the target says after the
+newest row completes W n-grams, which go to a pool; the guesses are the pool's n-grams that begin with the last token.
 
-Where this differs from the published code: the window begins as copies of the prompt and not at random, with all its
-rows; it moves by as many tokens as were emitted, so that every trajectory keeps its position; beginnings that guesses
-share are scored once. The window is rolled by the argmax of the raw logits at every temperature: it decides what is
-guessed and never what is accepted.
+Unlike the published code the window begins as copies of the prompt, not at random, with all its rows; it moves by as
+many tokens as were emitted, so that every trajectory keeps its position; beginnings that guesses share are scored once.
+It is rolled by the argmax of the raw logits at every temperature: it decides what is guessed, not what is accepted.
 """
 
 from __future__ import annotations

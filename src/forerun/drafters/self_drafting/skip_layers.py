@@ -1,10 +1,9 @@
 """Drafts with the target itself, some attention and MLP sub-layers left out, on the target's own cache.
 
 Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand (`forerun tune
-skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916; see `OnlineSearch`). Draft nodes see the prefix as
-the whole target left it; scoring runs them in full and overwrites what drafting wrote. No weights and no memory of its
-own. Output is lossless whatever is skipped; with ``search="swift"`` or several requests at once the *text* for a seed
-may depend on what was decoded before, its distribution does not.
+skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916). Draft nodes see the prefix as the whole target left
+it; scoring overwrites what drafting wrote. Output is lossless whatever is skipped; with ``search="swift"`` or several
+requests at once the *text* for a seed may depend on what was decoded before, its distribution does not.
 """
 
 from __future__ import annotations

@@ -71,11 +71,11 @@ _ADDITIVE = (0.0, 0.5, 0.9)
 
 
 class GaussianProcess:
-    """A small Gaussian process over subsets, which are vectors of 0 and 1.
+    """A small Gaussian process over subsets, which are vectors of 0 and 1: `values` (n,) at `points` (n, d) are known,
+    with a variance of `noise` relative to that of all values.
 
-    Their likeness is a mixture of the share of entries in which they agree (effects that add up) and an exponential of
-    their Hamming distance (effects that do not); the mixture is the likeliest of a few. Of `points` (n, d) the `values`
-    (n,) are known, with a variance of `noise` relative to that of all values.
+    Their likeness mixes the share of entries in which they agree (effects that add up) and an exponential of their
+    Hamming distance (effects that do not); the mixture is the likeliest of a few.
     """
 
     def __init__(self, points: Floats, values: Floats, *, noise: float = NOISE) -> None:

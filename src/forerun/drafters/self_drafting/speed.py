@@ -153,9 +153,8 @@ class _Run:
 
 
 class Pipeline:
-    """Runs the tokens of a chain through a shared block, each at its own depth: where layer i + g has the weights of
-    layer i, one pass over token k at block d and token k + 1 at block d - 1 reads them once. Every token keeps its own
-    layer in the cache. Errors as `shared_block`."""
+    """Runs the tokens of a chain through a shared block, each at its own depth and with its own layer in the cache: one
+    pass over token k at block d and token k + 1 at block d - 1 reads the weights once. Errors as `shared_block`."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.size = target, shared_block(target)

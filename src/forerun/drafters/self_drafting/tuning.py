@@ -1,9 +1,8 @@
 """Finds the set of skipped sub-layers that makes a token cheapest on given prompts: Draft & Verify's search.
 
-Bayesian optimisation of the 2L yes-or-no choices (arXiv 2309.08168) by expected improvement; what is optimised is the
-logarithm of the ms per token. Acceptance comes from decoding the same prompts with each set (`forerun.core.step`). Cost
-is measured once, for one sequence: a draft pass costs what is left of a pass after subtracting the sub-layers that it
-skips, which makes sets comparable although the machine does other work beside.
+Bayesian optimisation of the 2L yes-or-no choices (arXiv 2309.08168), of the logarithm of the ms per token. Acceptance
+comes from decoding the same prompts with each set. Cost is measured once, for one sequence, and the skipped sub-layers
+are subtracted: so sets are comparable although the machine does other work beside.
 """
 
 from __future__ import annotations
