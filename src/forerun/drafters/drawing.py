@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ from forerun.errors import ArgumentError, NumericError, of_the_process
 from forerun.types import Drawn, SamplingParams
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class Draw(StrEnum):
@@ -322,11 +321,11 @@ def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
     return pick
 
 
-def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+def attempt(instead: T, work: Callable[..., T], *arguments: Any) -> T:
     """What `work` gives, which applies one row's own processors, or `instead` where it raises. The target meets the
     same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has none."""
     try:
-        return work(*arguments, **keywords)
+        return work(*arguments)
     except BaseException as error:
         if of_the_process(error):
             raise

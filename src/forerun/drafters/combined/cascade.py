@@ -24,9 +24,10 @@ from forerun.core.sampling import Rng, Sampler
 from forerun.core.step import Group, context_for, step
 from forerun.core.tree import TokenTree, graft
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, changed, check_least
-from forerun.drafters.combined.members import Spec, member_of, options_of
+from forerun.drafters.combined.members import Spec, options_of
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.draft_models.draft_model import CHUNK, fitted
+from forerun.drafters.guarded import Guarded
 from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import NumericError
 from forerun.model import Scored, Target
@@ -64,7 +65,8 @@ class CascadeDrafter(Drafter):
         self.model = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
         check_vocabulary(setup, model, self.model.vocab_size)
         self.model.speak(setup.target.vocab_size)
-        self._inner = member_of(config.inner, replace(setup, target=self.model, slots=slots))
+        inner = replace(setup, target=self.model, slots=slots)
+        self._inner = Guarded.built(*options_of("member", config.inner), inner)
         self._estimates = PerDomain(Acceptance)
         self._rows = defaultdict[int, _Row](_Row)
         self._samplers = WeakKeyDictionary[Sampler, Sampler]()

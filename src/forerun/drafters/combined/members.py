@@ -41,11 +41,6 @@ def check_specs(owner: str, given: object) -> None:
         options_of(owner, spec)
 
 
-def member_of(spec: Spec, setup: DrafterSetup) -> Guarded:
-    """A member built from its configuration; errors as `forerun.drafters.build`."""
-    return Guarded.built(*options_of("member", spec), setup)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComposedConfig:
     """Options that combined drafters share."""
@@ -61,7 +56,7 @@ class Composed(Drafter):
 
     def __init__(self, config: ComposedConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self.members = [member_of(spec, setup) for spec in config.drafters]
+        self.members = [Guarded.built(*options_of("member", spec), setup) for spec in config.drafters]
         self._seeds = Seeds(hide=config.reproducible)
 
     def kind(self, sampler: Sampler) -> DraftKind:

@@ -50,11 +50,10 @@ class DraftModelConfig(TreeOptions):
         """Raise ArgumentError, in the name of `method`, unless the options make sense."""
         self.check_tree(method)
         check_choice(method, self, "stop", [rule.value for rule in Stop])
-        self.stopping()
-
-    def stopping(self) -> Stopping:
-        """The rule that ends a draft early."""
-        return Stopping(rule=Stop(self.stop), threshold=self.stop_threshold)
+        never, most = self.stop == Stop.NEVER, math.inf if self.stop == Stop.SVIP else 1.0
+        if self.stop_threshold is not None and (never or not 0 <= self.stop_threshold <= most):
+            expected = "none without a rule" if never else f"in 0..{most:g}"
+            raise ArgumentError(f"the threshold of stop={self.stop} must be {expected}, got {self.stop_threshold}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +74,6 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._tree = config.fixed_tree()
-        self._stopping = config.stopping()
         model, slots = resolved(config.model), self._room * setup.slots + self._tree.shape.size
         device = setup.device_for(model)
         self.model = Target.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
@@ -132,7 +130,7 @@ class DraftModelDrafter(Drafter):
         trees = context.trees()
         if not active:
             return trees
-        ending = Ending(self._stopping, self._tree.shape.levels, [within[index] for index in active])
+        ending = Ending(self.config, self._tree.shape.levels, [within[index] for index in active])
         grown = self._grow(context, active, [texts[index] for index in active], ending)
         for index, cut in zip(active, self._tree.cut(context, active, grown, ending.nodes), strict=True):
             trees[index], self._rows[context.rows[index]].drafted = cut
@@ -228,42 +226,29 @@ DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}
 ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stopping:
-    """One rule with its threshold. ArgumentError: the threshold is out of its range."""
-
-    rule: Stop = Stop.NEVER
-    threshold: float | None = None  # None takes the rule's default
-
-    def __post_init__(self) -> None:
-        most = math.inf if self.rule is Stop.SVIP else 1.0
-        if self.threshold is not None and (self.rule is Stop.NEVER or not 0 <= self.threshold <= most):
-            expected = "none without a rule" if self.rule is Stop.NEVER else f"in 0..{most:g}"
-            raise ArgumentError(f"the threshold of stop={self.rule.value} must be {expected}, got {self.threshold}")
-
-    def goes_on(self, probs: Tensor) -> Tensor:
-        """(..,) bool: whether to draft behind a token that is drawn from these distributions (.., V)."""
-        if self.rule is Stop.NEVER:
-            return torch.ones(probs.shape[:-1], dtype=torch.bool, device=probs.device)
-        threshold = DEFAULTS[self.rule] if self.threshold is None else self.threshold
-        if self.rule is Stop.CONFIDENCE:
-            return probs.amax(-1) >= threshold
-        entropy: Tensor = torch.special.entr(probs.float()).sum(-1)
-        if self.rule is Stop.SVIP:
-            return entropy.sqrt() <= threshold
-        return 1 - (ENTROPY_SHARE * entropy).sqrt() >= threshold
+def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor:
+    """(..,) bool: whether to draft behind a token that is drawn from these distributions (.., V); with the rule's own
+    threshold where none is given."""
+    if rule is Stop.NEVER:
+        return torch.ones(probs.shape[:-1], dtype=torch.bool, device=probs.device)
+    threshold = DEFAULTS[rule] if threshold is None else threshold
+    if rule is Stop.CONFIDENCE:
+        return probs.amax(-1) >= threshold
+    entropy: Tensor = torch.special.entr(probs.float()).sum(-1)
+    return entropy.sqrt() <= threshold if rule is Stop.SVIP else 1 - (ENTROPY_SHARE * entropy).sqrt() >= threshold
 
 
 class Ending(Limits):
     """The nodes that each row may submit: those drawn where all of a level's distributions say stop are the last."""
 
-    def __init__(self, stopping: Stopping, levels: Sequence[range], nodes: Sequence[int]) -> None:
+    def __init__(self, config: DraftModelConfig, levels: Sequence[range], nodes: Sequence[int]) -> None:
         super().__init__(levels, nodes, lambda _: self._ended)
-        self._stopping = stopping
+        self._stop, self._threshold = Stop(config.stop), config.stop_threshold
         self._ended: Sequence[bool] = ()
 
     def look(self, logits: Tensor) -> Tensor:
         """Shown the raw logits (B, F, V) of a level before anything is drawn from them; returns them."""
-        if self._stopping.rule is not Stop.NEVER:
-            self._ended = (~self._stopping.goes_on(logits.float().softmax(-1)).any(-1)).tolist()
+        if self._stop is not Stop.NEVER:
+            going = goes_on(self._stop, logits.float().softmax(-1), self._threshold)
+            self._ended = (~going.any(-1)).tolist()
         return logits

@@ -101,7 +101,7 @@ class RecyclingDrafter(Drafter):
             self._nodes = paying(self._prior, setup.pass_ms, _MOST)
         self._shared = self._memory_of(self.matrix)
         self._memories = PerDomain(
-            self._new_memory, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
+            self._memory_of, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
         )
         self._steps = self._saved = 0
         self._rows: dict[int, Drafted] = {}
@@ -168,12 +168,11 @@ class RecyclingDrafter(Drafter):
         salt = context.salt(index)
         return self._shared if salt is None else self._memories.of(salt)
 
-    def _new_memory(self) -> _Memory:
-        """Of a domain that is new: what the file held."""
-        first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
-        return self._memory_of(SuccessorMatrix(first, None, None))
-
-    def _memory_of(self, matrix: SuccessorMatrix) -> _Memory:
+    def _memory_of(self, matrix: SuccessorMatrix | None = None) -> _Memory:
+        """Of a domain; without a matrix a new one begins with what the file held."""
+        if matrix is None:
+            first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
+            matrix = SuccessorMatrix(first, None, None)
         return _Memory(matrix=matrix, acceptance=Acceptance(weight=WEIGHT), shape=best_tree(self._prior, self._nodes))
 
     def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:

@@ -15,7 +15,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.drawing import Children
-from forerun.drafters.trees import FixedTree, Grown, Limits, Submitted
+from forerun.drafters.trees import FixedTree, Limits, Submitted
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
 
@@ -68,12 +68,6 @@ class SelfDrafter(Drafter):
             return [below is not None and sure < below for sure, below in zip(surest, thresholds, strict=True)]
 
         limits = Limits(self._tree.shape.levels, [within[index] for index in active], stopped)
-        grown = self._grow(context, active, limits)
-        for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
-            trees[index], self._drafted[context.rows[index]] = cut
-        return trees
-
-    def _grow(self, context: DraftContext, active: Sequence[int], limits: Limits) -> Grown:
         rows, roots = [context.rows[index] for index in active], [context.tokens[index][-1] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:
@@ -82,4 +76,7 @@ class SelfDrafter(Drafter):
 
         first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
         draws = self._tree.draws(context, active, first.device, first.shape[-1])
-        return self._tree.grow(draws, max(limits.nodes), first, descend, enough=limits.enough)
+        grown = self._tree.grow(draws, max(limits.nodes), first, descend, enough=limits.enough)
+        for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
+            trees[index], self._drafted[context.rows[index]] = cut
+        return trees

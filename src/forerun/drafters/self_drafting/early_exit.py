@@ -112,8 +112,8 @@ class ExitHead:
         unknown = sorted(shapes.keys() - expected.keys())
         if _HEAD not in shapes or unknown:
             held = ", ".join(sorted(shapes)) or "nothing"
-            expected = f"must hold {_HEAD}, may hold {_NORM}, nothing else"
-            raise CheckpointError(f"early_exit: {path} {expected}; it holds {held}")
+            wanted = f"must hold {_HEAD}, may hold {_NORM}, nothing else"
+            raise CheckpointError(f"early_exit: {path} {wanted}; it holds {held}")
         for name, shape in shapes.items():
             if shape != expected[name]:
                 raise CheckpointError(f"early_exit: {name} in {path} has the shape {shape}, expected {expected[name]}")

@@ -69,10 +69,14 @@ class LookaheadDrafter(WindowDrafter[_Row]):
         return max(self.config.level - 1, self.config.window + self.config.level - 3)
 
     def extend(self, context: DraftContext) -> None:
+        level, keys = self.config.level, self.config.pool_keys
         for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
             row = self._row(context, index)
             row.copied = min(row.copied, len(tokens) - fresh)
-            self._copy(row, tokens)
+            if self.config.copy_text:  # of a long prompt what the pool would not forget at once
+                for end in range(max(row.copied + 1, level, len(tokens) - keys), len(tokens) + 1):
+                    row.pool.add(tokens[end - level], tuple(tokens[end - level + 1 : end]))
+                row.copied = len(tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True))
@@ -88,15 +92,6 @@ class LookaheadDrafter(WindowDrafter[_Row]):
     def _new(self, salt: str | None) -> _Row:
         pool = self._shared.of(salt) if self.config.shared_pool else self._new_pool()
         return _Row(window=Window(self.config.level), pool=pool, acceptance=self._estimates.of(salt))
-
-    def _copy(self, row: _Row, tokens: Sequence[int]) -> None:
-        """The text's n-grams that end in new tokens, of a long prompt those that the pool would not forget at once."""
-        if not self.config.copy_text:
-            return
-        level = self.config.level
-        for end in range(max(row.copied + 1, level, len(tokens) - self.config.pool_keys), len(tokens) + 1):
-            row.pool.add(tokens[end - level], tuple(tokens[end - level + 1 : end]))
-        row.copied = len(tokens)
 
     def _grow(self, row: _Row, tokens: Sequence[int], nodes: int, depth: int) -> TokenTree:
         """The guesses, then the window; a window of one column is left room for."""

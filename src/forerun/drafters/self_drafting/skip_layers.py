@@ -163,20 +163,16 @@ class OnlineSearch:
     """SWIFT: which set drafts the coming step; learns from how it did.
 
     As in the paper a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates are
-    random except every 25th, which a Gaussian process proposes (upper confidence bound, 2.5 standard deviations); a
-    candidate is judged over a window of 32 tokens by how often its likeliest token is the target's; the search ends at
-    a score of .95, after 1000 candidates, or when 300 in a row were no better.
+    random except every 25th, which a Gaussian process proposes (upper confidence bound), and are judged over a window
+    of tokens by how often their likeliest token is the target's, until one scores .95 or many were no better.
 
     Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
     scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
     that can no longer reach the best is dropped before its window is full, and the best set's score goes on being
     measured, so that a set which was lucky once is replaced.
 
-    Args:
-        layers: of the model.
-        ratio: share of all sub-layers that is skipped, 0..1; ArgumentError where that leaves no choice.
-        window: drafted nodes over which a candidate is judged.
-        patience: candidates in a row that may fail before the search ends.
+    Of a model of `layers`, the share `ratio` of all sub-layers is skipped (ArgumentError: that leaves no choice); a
+    candidate is judged over `window` drafted nodes, and `patience` failures in a row end the search.
     """
 
     def __init__(
