@@ -237,16 +237,14 @@ class OutputStore:
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
         self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2
         self.generations = [SuffixAutomaton(depth)]  # The youngest first; at most two
-        self._held = 0
+        self._held = 0  # Outputs in the younger one
         self._waiting: deque[array[int]] = deque()
-        self._reading: array[int] | None = None
-        self._read = 0
+        self._begun = False  # The first of these is partly read
 
     @property
     def waiting(self) -> int:
         """Tokens that are not yet in an index."""
-        rest = 0 if self._reading is None else len(self._reading) - self._read
-        return rest + sum(map(len, self._waiting))
+        return sum(map(len, self._waiting))
 
     @property
     def held(self) -> int:
@@ -258,24 +256,25 @@ class OutputStore:
         kept = array("i", output[max(0, len(output) + 1 - self._tokens) :])
         if len(kept) and self._requests and self._tokens > 1:
             self._waiting.append(kept)
-            while self.waiting > self._tokens and len(self._waiting) > 1:
-                self._waiting.popleft()
+            while self.waiting > self._tokens and len(self._waiting) > 1 + self._begun:
+                del self._waiting[int(self._begun)]
 
     def digest(self, most: int) -> None:
         """Index at most `most` of the tokens that wait, in the order in which they came."""
-        while most > 0 and (self._reading is not None or self._waiting):
-            if self._reading is None:
-                self._reading, self._read = self._waiting.popleft(), 0
-                if self._held == self._requests or len(self.generations[0]) + len(self._reading) + 1 > self._tokens:
+        while most > 0 and self._waiting:
+            output = self._waiting[0]
+            if not self._begun:
+                if self._held == self._requests or len(self.generations[0]) + len(output) + 1 > self._tokens:
                     self.generations, self._held = [SuffixAutomaton(self._depth), self.generations[0]], 0
-                self._held += 1
-            piece = self._reading[self._read : self._read + most]
+                self._held, self._begun = self._held + 1, True
+            piece = output[:most]
             self.generations[0].extend(piece)
-            self._read += len(piece)
+            del output[:most]
             most -= len(piece)
-            if self._read == len(self._reading):
+            if not output:
                 self.generations[0].extend((SEPARATOR,))
-                self._reading = None
+                self._waiting.popleft()
+                self._begun = False
 
     def memory_bytes(self) -> int:
         return sum(generation.memory_bytes() for generation in self.generations)

@@ -63,21 +63,19 @@ class PredictionDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         for index, row_id in enumerate(context.rows):
             tokens = context.tokens[index]
-            row = self._rows.get(row_id)
             known = max(len(tokens) - context.fresh[index], context.prompt_lengths[index])
-            if row is None or row.read > known:
-                row = self._rows[row_id] = self._new(context, index)
+            if row_id in self._rows and self._rows[row_id].read > known:
+                del self._rows[row_id]
+            row = self._row(context, index)
             if row.drafted is not None:
                 row.drafted.follow(tokens)
             self._read(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
-        for index, row_id in enumerate(context.rows):
-            row = self._rows.get(row_id)
-            if row is None:
-                row = self._rows[row_id] = self._new(context, index)
-            self._read(row, context.tokens[index])
+        for index, tokens in enumerate(context.tokens):
+            row = self._row(context, index)
+            self._read(row, tokens)
             row.drafted = self._draft(trees[index], row, min(budget.nodes[index], budget.depth[index]))
         return trees
 
@@ -87,13 +85,13 @@ class PredictionDrafter(Drafter):
             if row_id in self._rows and length <= self._rows[row_id].read:
                 del self._rows[row_id]
 
-    def _new(self, context: DraftContext, index: int) -> _Row:
-        predicted = context.predictions[index] if context.predictions else ()
-        return _Row(
-            alignment=Alignment(predicted or self._default),
-            read=context.prompt_lengths[index],
-            acceptance=self._estimates.of(context.salt(index)),
-        )
+    def _row(self, context: DraftContext, index: int) -> _Row:
+        row_id = context.rows[index]
+        if row_id not in self._rows:
+            predicted = context.predictions[index] if context.predictions else ()
+            alignment, acceptance = Alignment(predicted or self._default), self._estimates.of(context.salt(index))
+            self._rows[row_id] = _Row(alignment=alignment, read=context.prompt_lengths[index], acceptance=acceptance)
+        return self._rows[row_id]
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
         if row.read < len(tokens):
