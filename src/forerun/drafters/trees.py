@@ -243,9 +243,7 @@ class Limits:
     taken back, so whether it is submitted does not depend on its value. `stopped` says of each row (B,) whether it
     drafts no deeper than these children; empty where all go on."""
 
-    def __init__(
-        self, levels: Sequence[range], nodes: Sequence[int], stopped: Callable[[Children], Sequence[bool]]
-    ) -> None:
+    def __init__(self, levels: Sequence[range], nodes: list[int], stopped: Callable[[Children], list[bool]]) -> None:
         self.nodes = list(nodes)  # (B,) from the first node on
         self._levels, self._stopped = levels, stopped
 

@@ -23,9 +23,7 @@ def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
     """A member's method and its own options, from what a user gave; an ArgumentError says what was expected."""
     spec = {"method": given} if isinstance(given, str) else given
     if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
-        raise ArgumentError(
-            f'{owner}: a drafter is given as a name, or as {{"method": "ngram", ...}} with its options, got {given!r}'
-        )
+        raise ArgumentError(f'{owner}: a drafter is a name, or {{"method": "ngram", ...}} with options, got {given!r}')
     entry_named(spec["method"])
     return spec["method"], {name: value for name, value in spec.items() if name != "method"}
 

@@ -136,9 +136,7 @@ class DraftModelDrafter(Drafter):
             trees[index], self._rows[context.rows[index]].drafted = cut
         return trees
 
-    def _grow(
-        self, context: DraftContext, active: Sequence[int], texts: Sequence[Sequence[int]], ending: Ending
-    ) -> Grown:
+    def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
         """The first nodes of the shape for the active rows, which read as `texts`; level by level."""
         rows, shape = [context.rows[index] for index in active], self._tree.shape
 
@@ -241,10 +239,10 @@ def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor
 class Ending(Limits):
     """The nodes that each row may submit: those drawn where all of a level's distributions say stop are the last."""
 
-    def __init__(self, config: DraftModelConfig, levels: Sequence[range], nodes: Sequence[int]) -> None:
+    def __init__(self, config: DraftModelConfig, levels: Sequence[range], nodes: list[int]) -> None:
         super().__init__(levels, nodes, lambda _: self._ended)
         self._stop, self._threshold = Stop(config.stop), config.stop_threshold
-        self._ended: Sequence[bool] = ()
+        self._ended: list[bool] = []
 
     def look(self, logits: Tensor) -> Tensor:
         """Shown the raw logits (B, F, V) of a level before anything is drawn from them; returns them."""

@@ -129,9 +129,7 @@ def require(shared: Intersection, least: float, target: TokenBytes, draft: Token
         return
     found = f"{len(shared)} common tokens, fewer than {needed}" if len(shared) else "no common tokens"
     remedy = "take --drafter slem, which compares text" + (", or lower min_shared" if len(shared) else "")
-    raise VocabularyMismatchError(
-        f"the tokenizers of target, {target!r}, and draft model, {draft!r}, have {found}; {remedy}"
-    )
+    raise VocabularyMismatchError(f"the tokenizers of target {target!r} and draft {draft!r} have {found}; {remedy}")
 
 
 class Dictionary:

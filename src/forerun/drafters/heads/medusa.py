@@ -61,11 +61,9 @@ class MedusaHead(ParallelHead):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
-        size = config.target_hidden_size
+        size, vocab = config.target_hidden_size, config.vocab_size
         self.heads = nn.ModuleList(
-            nn.Sequential(
-                *(ResBlock(size) for _ in range(config.num_layers)), nn.Linear(size, config.vocab_size, bias=False)
-            )
+            nn.Sequential(*(ResBlock(size) for _ in range(config.num_layers)), nn.Linear(size, vocab, bias=False))
             for _ in range(config.num_heads)
         )
 

@@ -27,6 +27,7 @@ from forerun.types import Boundary
 
 PIECE = 512  # Most entries of a row in one pass over a prompt
 Tree = TypeVar("Tree")
+HiddenStates = Mapping[Boundary, Tensor]
 
 
 class HeadRunner:
@@ -51,9 +52,7 @@ class HeadRunner:
         """Forget all but the first `length` entries of a row."""
         self.lengths[row] = min(self.lengths[row], length)
 
-    def ingest(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
-    ) -> None:
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         """Append entries: ``tokens[b][i]``, at least one a row, follows the token whose feature is
         ``hidden_states[boundary][b, i]``, (B, F, Ht), left aligned."""
         raise NotImplementedError
@@ -115,9 +114,7 @@ class ParallelRunner(HeadRunner):
     head: ParallelHead
     _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
 
-    def ingest(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
-    ) -> None:
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
         index, last = sent((torch.tensor(rows), torch.tensor(counts) - 1), self.device)
         each = torch.arange(len(rows), device=self.device)
@@ -165,9 +162,7 @@ class SequentialRunner(HeadRunner):
         super().truncate(row, length)
         self._cache.clear(row, self.lengths[row])
 
-    def ingest(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
-    ) -> None:
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,9 +200,7 @@ class SuccessorMatrix:
         self._tokenizer = "" if identity is None else identity.vocabulary
 
     @classmethod
-    def open(
-        cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None
-    ) -> SuccessorMatrix:
+    def open(cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None) -> Self:
         """The matrix in the file at `path`; an empty one where there is no file yet.
 
         ArgumentError: the file holds another number of successors, or its directory does not exist. DataError: it is no

@@ -61,9 +61,9 @@ class SelfDrafter(Drafter):
             return trees
         thresholds = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
 
-        def stopped(children: Children) -> Sequence[bool]:
+        def stopped(children: Children) -> list[bool]:
             if all(threshold is None for threshold in thresholds):
-                return ()
+                return []
             surest = children.confidence.flatten(1).amax(1).tolist()
             return [below is not None and sure < below for sure, below in zip(surest, thresholds, strict=True)]
 

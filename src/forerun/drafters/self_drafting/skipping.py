@@ -139,9 +139,8 @@ class Space:
     def __post_init__(self) -> None:
         least = 1 if self.size is None else self.size
         if not 1 <= least < len(self.allowed):
-            raise ArgumentError(
-                f"skip_layers: {least} of {len(self.allowed)} sub-layers that may be skipped leaves nothing to search"
-            )
+            count = len(self.allowed)
+            raise ArgumentError(f"skip_layers: to skip {least} of {count} sub-layers leaves nothing to search")
 
     def vector(self, skip: SkipSet) -> Floats:
         """(d,) of 0 and 1."""
