@@ -76,10 +76,8 @@ class Shape:
         """The tree with these parents of node 1, 2, ..., 0 the root; ArgumentError unless numbered level by level."""
         for node, parent in enumerate(parents, start=1):
             if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
-                raise ArgumentError(
-                    f"node {node} of the tree has parent {parent}; number the nodes level by level, siblings side by "
-                    "side: parents come before their children and never fall"
-                )
+                order = "level by level, siblings side by side, parents before their children"
+                raise ArgumentError(f"node {node} of the tree has parent {parent}; number the nodes {order}")
         return cls(tuple(parents.count(node) for node in range(max(parents, default=-1) + 1)))
 
     @property

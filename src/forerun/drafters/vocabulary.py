@@ -49,8 +49,7 @@ def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
             return
         raise VocabularyMismatchError(
             f"the target has {setup.target.vocab_size} token ids and the draft model {size}; without both tokenizers "
-            f"nobody can tell whether they mean the same. {_REMEDY} If they do share one, keep tokenizer files beside "
-            "both models."
+            f"nobody can tell whether they mean the same. {_REMEDY} Or keep tokenizer files beside both models."
         )
     target, draft = setup.tokenizer.get_vocab(), theirs.get_vocab()
     if target != draft:

@@ -31,10 +31,7 @@ def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
 def check_specs(owner: str, given: object) -> None:
     """Refuse what is no list of at least two members; errors as `options_of`."""
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < 2:
-        raise ArgumentError(
-            f'{owner}: drafters must be a list of at least two, for example ["ngram", '
-            f'{{"method": "draft_model", "model": "demo-draft"}}], got {given!r}'
-        )
+        raise ArgumentError(f'{owner}: drafters must be a list of two or more, like ["ngram", "suffix"], got {given!r}')
     for spec in given:
         options_of(owner, spec)
 

@@ -70,10 +70,8 @@ class TliDrafter(DraftModelDrafter):
         require(shared, config.min_shared, target, draft)
         widest = max(self._tree.shape.widths)
         if len(shared) < widest:
-            raise VocabularyMismatchError(
-                f"tli: a shape of {widest} children a node needs as many common tokens; {target!r} and {draft!r} have "
-                f"{len(shared)}"
-            )
+            common = f"{target!r} and {draft!r} have {len(shared)}"
+            raise VocabularyMismatchError(f"tli: {widest} children a node need as many common tokens; {common}")
         dictionary, device = Dictionary(target, Encoder(draft), self.model.vocab_size), self.model.device
         self._alignments = defaultdict[int, TokenAlignment](lambda: TokenAlignment(dictionary))
         self._shared = DraftVocabulary(token_ids=shared.target_ids.to(device), size=setup.target.vocab_size)

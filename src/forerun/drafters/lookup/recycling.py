@@ -219,10 +219,7 @@ class SuccessorMatrix:
                 f"{vocabulary} of {made._tokenizer[:12] or 'unknown'}; name another file for this target"
             )
         if ranks != top_k:
-            raise ArgumentError(
-                f"recycling: {path} holds {ranks} successors a token; set top_k to that instead of {top_k}, or name "
-                "another file"
-            )
+            raise ArgumentError(f"{path} holds {ranks} successors a token; set top_k to that, or name another file")
         return made
 
     def put(self, tokens: Sequence[int], successors: NDArray[np.int64]) -> None:

@@ -181,10 +181,8 @@ class OnlineSearch:
         allowed = tuple(sublayer for sublayer in every(layers) if 0 < sublayer[0] < layers - 1)
         size = round(ratio * 2 * layers)
         if not 1 <= size < len(allowed):
-            raise ArgumentError(
-                f"skip_layers: skip_ratio {ratio:g} of {2 * layers} sub-layers is {size}; SWIFT keeps the first and "
-                f"the last layer and needs 1 to {len(allowed) - 1} for a model of {layers} layers"
-            )
+            fitting = f"1 to {len(allowed) - 1} of {2 * layers}: SWIFT keeps the first and the last layer"
+            raise ArgumentError(f"skip_layers: skip_ratio {ratio:g} skips {size} sub-layers, expected {fitting}")
         self.space = Space(allowed=allowed, size=size)
         self.candidates = 0  # Judged so far
         self._window, self._patience = window, patience
