@@ -82,8 +82,13 @@ class GaussianProcess:
         self._points = points
         self._mean, self._scale = float(values.mean()), float(values.std()) or 1.0
         scaled = (values - self._mean) / self._scale
-        fits = [self._fit(scaled, length, additive, noise) for length in _LENGTHS for additive in _ADDITIVE]
-        _, self._kernel, self._factor, self._weights = max(fits, key=lambda fit: fit[0])
+        best = -math.inf
+        for length, additive in itertools.product(_LENGTHS, _ADDITIVE):
+            factor = np.linalg.cholesky(_likeness(points, points, length, additive) + noise * np.eye(len(values)))
+            weights = np.linalg.solve(factor.T, np.linalg.solve(factor, scaled))
+            evidence = -0.5 * float(scaled @ weights) - float(np.log(np.diag(factor)).sum())
+            if evidence > best:
+                best, self._kernel, self._factor, self._weights = evidence, (length, additive), factor, weights
 
     def predict(self, points: Floats) -> tuple[Floats, Floats]:
         """Mean (m,) and standard deviation (m,) at `points` (m, d), in the units of the values."""
@@ -91,16 +96,6 @@ class GaussianProcess:
         solved = np.linalg.solve(self._factor, cross.T)
         spread = np.sqrt(np.clip(1.0 - (solved**2).sum(0), 1e-12, None))
         return cross @ self._weights * self._scale + self._mean, spread * self._scale
-
-    def _fit(
-        self, values: Floats, length: float, additive: float, noise: float
-    ) -> tuple[float, tuple[float, float], Floats, Floats]:
-        """(log evidence, kernel, Cholesky factor, weights)"""
-        likeness = _likeness(self._points, self._points, length, additive)
-        factor = np.linalg.cholesky(likeness + noise * np.eye(len(values)))
-        weights = np.linalg.solve(factor.T, np.linalg.solve(factor, values))
-        evidence = -0.5 * float(values @ weights) - float(np.log(np.diag(factor)).sum())
-        return evidence, (length, additive), factor, weights
 
 
 def expected_improvement(mean: Floats, spread: Floats, best: float) -> Floats:
