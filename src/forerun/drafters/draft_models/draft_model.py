@@ -149,19 +149,16 @@ class DraftModelDrafter(Drafter):
             nodes = Nodes.of_levels(roots, self._known(ids), shape.parents, counts=counts, start=level.start)
             return ending.look(self._fit(self.model.score(rows, nodes).logits))
 
-        first, most = ending.look(self._fit(self._catch_up(rows, texts))), max(ending.nodes)
+        # Run what the cache lacks, the root last.
+        cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
+        first = ending.look(self._fit(run_missing(self.model, rows, cached, missing)))
+        for row, text in zip(rows, texts, strict=True):
+            self._rows[row] = _Row(cached=len(text))
+        most = max(ending.nodes)
         size = first.shape[-1] if self._shared is None else self._shared.size
         draws = self._tree.draws(context, active, first.device, size)
         return self._tree.grow(draws, most, first, descend, self._shared, enough=ending.enough)
-
-    def _catch_up(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Run what the cache lacks, the root last: its logits (B, 1, V)."""
-        cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
-        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
-        logits = run_missing(self.model, rows, cached, missing)
-        for row, text in zip(rows, texts, strict=True):
-            self._rows[row] = _Row(cached=len(text))
-        return logits
 
     def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
         """The committed tokens as the draft model reads them."""

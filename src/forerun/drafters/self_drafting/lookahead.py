@@ -79,8 +79,20 @@ class LookaheadDrafter(WindowDrafter[_Row]):
                 row.copied = len(tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        limits = enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True))
-        return [self._grow(self._row(context, index), *limit) for index, limit in limits]
+        """The guesses, then the window; a window of one column is left room for."""
+        trees, column = context.trees(), self.config.level - 2
+        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
+            row, tree = self._row(context, index), trees[index]
+            row.guessed = None
+            if nodes <= 0 or depth <= 0:
+                continue
+            spare = column if column <= min(depth, nodes) else 0
+            row.guessed = Drafted.below(tree, len(tokens), row.acceptance)
+            longest = min(depth, self.config.num_speculative_tokens or depth)
+            self._guess(row.guessed, row.pool, nodes - spare, longest)
+            row.window.fit(tokens, min(self.config.window, row.window.widest(nodes - tree.size, depth)))
+            row.window.plant(tree)
+        return trees
 
     def _collect(self, row: _Row, new: Sequence[int]) -> None:
         for column, token in zip(row.window.columns, new, strict=False):
@@ -92,20 +104,6 @@ class LookaheadDrafter(WindowDrafter[_Row]):
     def _new(self, salt: str | None) -> _Row:
         pool = self._shared.of(salt) if self.config.shared_pool else self._new_pool()
         return _Row(window=Window(self.config.level), pool=pool, acceptance=self._estimates.of(salt))
-
-    def _grow(self, row: _Row, tokens: Sequence[int], nodes: int, depth: int) -> TokenTree:
-        """The guesses, then the window; a window of one column is left room for."""
-        tree, row.guessed = TokenTree(tokens[-1]), None
-        if nodes <= 0 or depth <= 0:
-            return tree
-        column = self.config.level - 2
-        spare = column if column <= min(depth, nodes) else 0
-        longest = min(depth, self.config.num_speculative_tokens or depth)
-        row.guessed = Drafted.below(tree, len(tokens), row.acceptance)
-        self._guess(row.guessed, row.pool, nodes - spare, longest)
-        row.window.fit(tokens, min(self.config.window, row.window.widest(nodes - tree.size, depth)))
-        row.window.plant(tree)
-        return tree
 
     def _guess(self, guessed: Drafted, pool: Pool, nodes: int, depth: int) -> None:
         """Add the n-grams behind the root as branches, shared beginnings once, as far as `nodes` reach."""
