@@ -31,7 +31,7 @@ def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
 def check_specs(owner: str, given: object) -> None:
     """Refuse what is no list of at least two members; errors as `options_of`."""
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < 2:
-        raise ArgumentError(f'{owner}: drafters must be a list of two or more, like ["ngram", "suffix"], got {given!r}')
+        raise ArgumentError(f'{owner}: drafters are two or more, like ["ngram", {{"method": "suffix"}}], got {given!r}')
     for spec in given:
         options_of(owner, spec)
 

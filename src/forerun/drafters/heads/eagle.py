@@ -146,7 +146,10 @@ def _problem(config: EagleConfig) -> str | None:
         and list(config.full_layers) == sorted(set(config.full_layers) & set(range(config.num_hidden_layers)))
         and len(config.full_layers) < config.num_hidden_layers
     ):
-        return f"full_layers must be some, not all, of a windowed head's layers, in order; got {config.full_layers}"
+        return (
+            f"full_layers are some, not all, of the {config.num_hidden_layers} layers of a head with a sliding_window, "
+            f"in order and counted from 0; got {config.full_layers} with the window {config.sliding_window}"
+        )
     if not config.own_lm_head and config.reduced_vocabulary:
         return "a reduced draft vocabulary needs its own lm_head"
     if config.generation == 3 and not config.own_lm_head and config.hidden_size != config.target_hidden_size:
