@@ -348,7 +348,8 @@ class _Models:
             return None
         head = self.head if scaled is None else scale_head(self.head, scaled)
         built: EagleHead = head.build(llm.target.dtype).to(llm.target.device).eval()
-        return repack(built)
+        repack(built)
+        return built
 
     def _scaled(self, name: str, billions: float) -> ScaledModel:
         self.progress(f"enlarging {name} to {billions:g} B parameters")

@@ -50,7 +50,7 @@ def built(variant: Variant) -> tuple[LLM, Drafter]:
 def read_by(drafter: Drafter, row: int, tokens: list[int]) -> list[int]:
     """The tokens that a drafter's model was run on: a drafter with another tokenizer says which."""
     if isinstance(drafter, TliDrafter):
-        return drafter._alignment(row).ids
+        return drafter._alignments[row].ids
     return drafter._rows[row].held if isinstance(drafter, SlemDrafter) else tokens
 
 

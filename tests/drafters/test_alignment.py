@@ -8,21 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from contract.tongues import OTHERS, WORDS, tongue
 from drafters.tongues import CORPUS, TEXT, byte_level, sentencepiece, unigram, wordpiece, words
 from forerun.drafters.draft_models.slem import TextAlignment
 from forerun.drafters.draft_models.tli import Dictionary, Intersection, TokenAlignment, require
-from forerun.drafters.draft_models.token_bytes import (
-    Encoder,
-    TokenBytes,
-    byte_letters,
-    opening_of,
-    rendering,
-    whole_characters,
-)
+from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of, rendering, whole_characters
 from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
 from forerun.errors import ArgumentError, VocabularyMismatchError
 
@@ -32,11 +25,6 @@ LOSSLESS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "unigram":
 def pieces_of(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> list[bytes]:
     token_bytes = TokenBytes(tokenizer)
     return [token_bytes.of(tokenizer.convert_tokens_to_ids(token)) for token in tokens]
-
-
-def test_the_alphabet_of_bytes_is_the_tokenizers() -> None:
-    assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(byte_letters().values()) == list(range(256))
 
 
 def test_every_notation_is_bytes() -> None:

@@ -395,7 +395,7 @@ def test_unknown_members_and_senseless_numbers_are_refused() -> None:
     for options in ({"num_speculative_tokens": 0}, {"tail": -1}, {"inner_nodes": 0}):
         with pytest.raises(ArgumentError, match="cascade: "):
             build("cascade", {"model": "demo-draft", "inner": pair[0], **options}, None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="cascade: a drafter is given as a name, or as"):
+    with pytest.raises(ArgumentError, match="cascade: a drafter is a name, or"):
         build("cascade", {"model": "demo-draft", "inner": 3}, None)  # type: ignore[arg-type]
 
 

@@ -224,7 +224,7 @@ def test_what_was_learned_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "matrix"
     made = drafter(path=str(path), tokenizer=tiny_tokenizer())
     made.extend(context([1, 2, 3, 1, 4], 5))
-    made.save()
+    made.matrix.save()
     again = drafter(path=str(path), tokenizer=tiny_tokenizer())
     assert again.matrix.successors.tolist() == made.matrix.successors.tolist()
     again.extend(context([1, 9], 2))
@@ -262,14 +262,14 @@ def test_a_file_that_cannot_be_written_costs_no_answer(tmp_path: Path, caplog: p
         made.truncate([0], [0])
     assert "could not be kept" in caplog.text
     with pytest.raises(OSError, match="gone"):
-        made.save()
+        made.matrix.save()
 
 
 def test_a_file_of_another_target_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "matrix")
     made = drafter(path=path, tokenizer=tiny_tokenizer())
     made.extend(context([1, 2], 2))
-    made.save()
+    made.matrix.save()
     other = tiny_tokenizer()
     other.add_tokens(["new"])
     with pytest.raises(VocabularyMismatchError, match="name another file"):
@@ -285,7 +285,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: bytes | None) -> None
     path = tmp_path / "matrix"
     made = drafter(path=str(path))
     made.extend(context([1, 2], 2))
-    made.save()
+    made.matrix.save()
     path.write_bytes(path.read_bytes()[:-8] if damage is None else damage)
     with pytest.raises(DataError, match="damaged"):
         drafter(path=str(path))
@@ -296,7 +296,7 @@ def test_a_matrix_with_tokens_outside_the_vocabulary_is_refused(tmp_path: Path) 
     made = drafter(path=str(path))
     made.extend(context([1, 2], 2))
     made.matrix.successors[1, 0] = SIZE
-    made.save()
+    made.matrix.save()
     with pytest.raises(DataError, match="outside"):
         drafter(path=str(path))
 

@@ -25,7 +25,7 @@ from contract.harness import (
     tokens_of,
 )
 from contract.test_greedy import NEUTRAL
-from forerun.drafters.draft_models.draft_model import Ending, Stop, Stopping, stopping_named
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, Ending, Stop, goes_on
 from forerun.drafters.drawing import Children
 from forerun.errors import ArgumentError
 
@@ -67,7 +67,9 @@ def test_our_stop_submits_whatever_was_drawn(rule: Stop) -> None:
     logits = torch.tensor([[DRAFT]]).log()
     children = dict[int, bool]()
     for token in (0, 1):
-        ending = Ending(Stopping(rule=rule, threshold=0.0 if rule is Stop.SVIP else 1.0), [range(1), range(1, 2)], [1])
+        threshold = 0.0 if rule is Stop.SVIP else 1.0
+        config = DraftModelConfig(model="demo-draft", stop=rule.value, stop_threshold=threshold)
+        ending = Ending(config, [range(1), range(1, 2)], [1])
         ending.look(logits)
         grown = Children(
             tokens=torch.tensor([[[token]]]),
@@ -101,11 +103,11 @@ def test_the_rules_are_the_published_ones() -> None:
     for threshold in (0.0, 0.3, 0.6, 0.7, 0.95):
         svip = [math.sqrt(value) <= threshold for value in entropy]
         adaedl = [1 - math.sqrt(0.2 * value) >= threshold for value in entropy]
-        assert Stopping(rule=Stop.SVIP, threshold=threshold).goes_on(probs).tolist() == svip
-        assert Stopping(rule=Stop.ADAEDL, threshold=threshold).goes_on(probs).tolist() == adaedl
-    assert Stopping(rule=Stop.CONFIDENCE, threshold=0.6).goes_on(probs).tolist() == [False, True, True]
-    assert Stopping(rule=Stop.CONFIDENCE).goes_on(torch.tensor([[0.4, 0.3, 0.3]])).tolist() == [True]
-    assert Stopping().goes_on(probs).tolist() == [True] * 3
+        assert goes_on(Stop.SVIP, probs, threshold).tolist() == svip
+        assert goes_on(Stop.ADAEDL, probs, threshold).tolist() == adaedl
+    assert goes_on(Stop.CONFIDENCE, probs, 0.6).tolist() == [False, True, True]
+    assert goes_on(Stop.CONFIDENCE, torch.tensor([[0.4, 0.3, 0.3]])).tolist() == [True]
+    assert goes_on(Stop.NEVER, probs).tolist() == [True] * 3
 
 
 def test_a_sharp_draft_is_not_ended() -> None:
@@ -125,4 +127,4 @@ def test_a_sharp_draft_is_not_ended() -> None:
 )
 def test_what_makes_no_sense_is_refused(rule: str, threshold: float | None) -> None:
     with pytest.raises(ArgumentError, match=r"stop|threshold"):
-        stopping_named(rule, threshold)
+        DraftModelConfig(model="demo-draft", stop=rule, stop_threshold=threshold)

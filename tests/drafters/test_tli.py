@@ -108,7 +108,7 @@ def test_what_the_target_kept_is_not_run_again() -> None:
     embedding.register_forward_hook(lambda _module, args, _output: passes.append(args[0].numel()))
     again = propose(made, [text])
     assert passes == [2, 1, 1, 1], "the root is two tokens of the draft model"
-    assert made._alignment(0).ids == [OTHERS.index(letter) for token in text for letter in WORDS[token]]
+    assert made._alignments[0].ids == [OTHERS.index(letter) for token in text for letter in WORDS[token]]
     assert tokens_of(again) == tokens_of(propose(drafter(num_speculative_tokens=4), [text]))
 
 
@@ -122,7 +122,7 @@ def test_truncation_forgets() -> None:
     made.extend(context([other], [2], GREEDY))
     assert tokens_of(propose(made, [other])) == tokens_of(propose(drafter(), [other]))
     made.truncate([0], [0])
-    assert made.model.lengths[0] == 0 and made._alignment(0).ids == []
+    assert made.model.lengths[0] == 0 and made._alignments[0].ids == []
 
 
 def test_a_pruned_head_drafts_what_the_whole_one_does(monkeypatch: pytest.MonkeyPatch) -> None:

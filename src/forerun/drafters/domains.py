@@ -16,13 +16,8 @@ MOST_DOMAINS = 256  # Domains that a drafter remembers; a request with a salt of
 
 
 class PerDomain(Generic[T]):
-    """One memory for each isolation domain; the least recently used one is forgotten where they are too many.
-
-    Args:
-        make: a memory that knows nothing yet.
-        most: domains kept.
-        size: of a memory, in any unit; all together at most `most_size`, but the last one used stays whatever its size.
-    """
+    """One memory for each isolation domain, from `make`, and at most `most`: the least recently used is forgotten. All
+    together have at most `most_size` by `size`, but the last one used stays whatever its size."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ from forerun.errors import ArgumentError, NumericError, of_the_process
 from forerun.types import Drawn, SamplingParams
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class Draw(StrEnum):
@@ -45,8 +44,7 @@ class Draw(StrEnum):
     DETERMINISTIC = "deterministic"  # The likeliest tokens
     IID = "iid"
     WITHOUT_REPLACEMENT = "without_replacement"
-    GREEDY_K = "greedy_k"
-    """The likeliest tokens and one drawn from the distribution restricted to the others (arXiv 2502.18779)."""
+    GREEDY_K = "greedy_k"  # The likeliest tokens and one drawn from among the others (arXiv 2502.18779)
 
 
 def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
@@ -75,14 +73,11 @@ class Shape:
 
     @classmethod
     def of(cls, parents: Sequence[int]) -> Shape:
-        """The tree with these parents of node 1, 2, ..., 0 the root. ArgumentError: nodes are not numbered level by
-        level."""
+        """The tree with these parents of node 1, 2, ..., 0 the root; ArgumentError unless numbered level by level."""
         for node, parent in enumerate(parents, start=1):
             if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
-                raise ArgumentError(
-                    f"node {node} of the tree has parent {parent}; number the nodes level by level, siblings side by "
-                    "side: parents come before their children and never fall"
-                )
+                order = "level by level, siblings side by side, parents before their children"
+                raise ArgumentError(f"node {node} of the tree has parent {parent}; number the nodes {order}")
         return cls(tuple(parents.count(node) for node in range(max(parents, default=-1) + 1)))
 
     @property
@@ -137,7 +132,7 @@ class Shape:
         counts = [self.counts[node] if node < len(self.counts) else 0 for node in level]
         if min(counts) == width:
             return None
-        return [place * width + rank for place, count in enumerate(counts) for rank in range(count)]
+        return [index * width + rank for index, count in enumerate(counts) for rank in range(count)]
 
     def within(self, nodes: int, depth: int) -> int:
         """How many nodes, from the first, fit a budget: decided by the shape alone, so never by a drawn value."""
@@ -175,12 +170,9 @@ class Children:
 
     tokens: Tensor  # (B, F, C) int64
     drawn: Tensor  # (B, F, C) uint8
-    confidence: Tensor
-    """(B, F, C) float32: the probability of a deterministic node; of a drawn one a figure that is independent of its
-    value."""
+    confidence: Tensor  # (B, F, C) float32: the probability of a deterministic node; independent of a drawn one
     valid: Tensor | None  # (B, F, C) bool: False where the distribution had no further token; None where all are good
-    probs: Tensor | None
-    """(B, F, V) what each parent's sampled children were drawn from; None where all are deterministic."""
+    probs: Tensor | None  # (B, F, V) what each parent's sampled children were drawn from; None where there are none
 
     def validity(self) -> Tensor:
         """`valid`, whether or not it is all True."""
@@ -291,8 +283,8 @@ class HostDraws:
         none = _packed([_top(blank, self.shape.widths[depth])], None)
         found = [
             [
-                attempt(none, self._of_node, logits[row, place], grower, node, ids[row])
-                for place, node in enumerate(self.shape.levels[depth])
+                attempt(none, self._of_node, logits[row, index], grower, node, ids[row])
+                for index, node in enumerate(self.shape.levels[depth])
             ]
             for row, grower in enumerate(self.growers)
         ]
@@ -327,11 +319,11 @@ def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
     return pick
 
 
-def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+def attempt(instead: T, work: Callable[..., T], *arguments: Any) -> T:
     """What `work` gives, which applies one row's own processors, or `instead` where it raises. The target meets the
     same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has none."""
     try:
-        return work(*arguments, **keywords)
+        return work(*arguments)
     except BaseException as error:
         if of_the_process(error):
             raise
@@ -346,22 +338,19 @@ class Draws:
     draw: Draw  # Of the rows above temperature 0; never AUTO. The others take the likeliest tokens
     greedy: bool  # Whether there are rows at temperature 0
     filters: bool  # Whether a row asks for top-k, top-p or min-p
-    one_by_one: Sequence[SamplingParams]
-    """(B,) where each distribution is filtered by itself, on the host; empty where all are sorted at once."""
+    one_by_one: Sequence[SamplingParams]  # (B,) whose distributions are filtered one by one, on the host; else empty
     numbers: tuple[Tensor, ...]
     """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
     settings (B, 5), see `sampling.settings_of`."""
     processing: Processing | None
-    """What penalties, biases and bans do to the logits; None: nothing. Beside it and `numbers`, nothing differs between
-    calls with the same `key`."""
+    """What penalties, biases and bans do to the logits, if anything; calls of one `key` differ in it and `numbers`."""
 
     @classmethod
     def of(
         cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
     ) -> Draws | None:
-        """None where the host has to look at every node: a user's own processors, or an rng of another kind.
-        `vocabulary` is the target's size; with `sorts` all distributions of a level are filtered at once, which a CPU
-        does faster one by one."""
+        """None where the host has to look at every node: a user's own processors, or an rng of another kind. `sorts`
+        filters a level's distributions at once, which a CPU does faster one by one."""
         if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
         sampled = [grower for grower in growers if not grower.sampler.greedy]
@@ -410,8 +399,8 @@ class Draws:
         return replace(self, numbers=tensors[:count], processing=processing)
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
-        """As many children of every node at `depth` as any has there, from raw logits (B, F, V) and the tokens `ids`
-        (B, K) of all nodes so far."""
+        """The children of every node at `depth`, as many as any has there, from raw logits (B, F, V) and the tokens
+        `ids` (B, K) of all nodes so far."""
         if self.processing is None:
             return self._children(logits, depth, vocabulary)
         wide = logits if vocabulary is None else vocabulary.spread(logits)
@@ -447,18 +436,17 @@ class Draws:
         if not self.one_by_one:
             probs = probs_of(logits, self.numbers[1], filters=self.filters)
         else:  # what is refused, for its numbers or for want of tokens, has no distribution
-            rows, nan = (
-                zip(logits.float(), self.one_by_one, strict=True),
-                torch.full_like(logits[0, 0].float(), torch.nan),
-            )
+            rows = zip(logits.float(), self.one_by_one, strict=True)
+            nan = torch.full_like(logits[0, 0], torch.nan, dtype=torch.float32)
             found = [[attempt(nan, distribution_of, node, params) for node in row] for row, params in rows]
             probs = torch.stack([torch.stack(row) for row in found])
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
-        size = probs.shape[1] * count
-        uniforms = self.numbers[0][:, before : before + size].view(-1, probs.shape[1], count)
-        return children_of(
-            probs, count, self.draw, lambda rest, which: quantiles(rest, uniforms[..., which.start : which.stop])
-        )
+        uniforms = self.numbers[0][:, before : before + probs.shape[1] * count].view(-1, probs.shape[1], count)
+
+        def pick(rest: Tensor, which: range) -> Tensor:
+            return quantiles(rest, uniforms[..., which.start : which.stop])
+
+        return children_of(probs, count, self.draw, pick)
 
 
 @lru_cache(maxsize=64)

@@ -26,77 +26,8 @@ Descend = Callable[[Tensor, range], Tensor]
 """(ids (B, K) of all nodes so far, node ids of the last level) -> raw logits (B, F, V) of that level's nodes."""
 Enough = Callable[[int, Children], bool]
 """(depth of the parents, their children) -> whether no further level is wanted. No node that it saw is taken back."""
-
-
-class Limits:
-    """How many nodes each of B rows may submit while its tree grows level by level. A node that was grown is never
-    taken back, so whether it is submitted does not depend on its value."""
-
-    def __init__(self, levels: Sequence[range], nodes: Sequence[int]) -> None:
-        self.nodes = list(nodes)  # (B,) from the first node on
-        self._levels = levels
-
-    def stopped(self, children: Children) -> Sequence[bool]:
-        """(B,) rows that draft no deeper than these children; empty where all go on."""
-        raise NotImplementedError
-
-    def enough(self, depth: int, children: Children) -> bool:
-        """Whether no row wants a level below these children of the nodes at `depth`."""
-        last = self._levels[depth + 1].stop - 1
-        for row, stopped in enumerate(self.stopped(children)):
-            if stopped:
-                self.nodes[row] = min(self.nodes[row], last)
-        return max(self.nodes) <= last
-
-
-class _Row(NamedTuple):
-    """One row of a `Grown` on the host: entry k of each is of node k + 1."""
-
-    tokens: list[int]
-    drawn: list[int]
-    confidence: list[float]
-    valid: list[bool]
-    masses: list[float]
-    """By parent, the sum of what its sampled children were drawn from; empty where all are deterministic."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grown(Children):
-    """A tree of the full shape for every row, before any budget: by node, (B, K), where `Children` has (B, F, C)."""
-
-    run: int  # Nodes that the model has run, from the first
-
-    def fetch(self) -> list[_Row]:
-        """(B,) all but the probs, in one transfer. Not kept: a recording gives the same object with other numbers."""
-        masses = self.confidence[:, :0] if self.probs is None else masses_of(self.probs)
-        columns = [
-            values.tolist() for values in fetched([self.tokens, self.drawn, self.confidence, self.validity(), masses])
-        ]
-        return [_Row(*row) for row in zip(*columns, strict=True)]
-
-
-@dataclass(kw_only=True, slots=True)
-class Submitted(Proposal):
-    """A proposal of a model that ran some of its nodes; numbered as it was grown."""
-
-    run: int = 0  # Nodes whose keys stand behind the root's; 0: the root is still committed
-
-    def accepted(self, committed: Sequence[int]) -> tuple[int, ...]:
-        """The longest path among the nodes that were run which holds a beginning of `committed`."""
-        children: dict[int, list[int]] = {}
-        for node in range(1, self.run + 1):
-            children.setdefault(self.parents[node], []).append(node)
-        frontier = [0]
-        for token in committed:
-            below = [c for node in frontier for c in children.get(node, []) if self.tokens[c] == token]
-            if not below:
-                break
-            frontier = below
-        node, path = frontier[0], list[int]()
-        while node:
-            path.append(node)
-            node = self.parents[node]
-        return tuple(reversed(path))
+Expand = Callable[[Tensor, Tensor], Tensor]
+"""(tokens (B, F), index of each one's parent in the level before (B, F)) -> raw logits (B, F, V')."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +36,7 @@ class FixedTree:
 
     shape: Shape
     draw: Draw
-    temperature: float | None = None
-    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
+    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
     @property
@@ -139,16 +69,16 @@ class FixedTree:
     ) -> Grown:
         """The first `nodes` nodes of the shape for the rows of `draws`, from the logits (B, 1, V) after the roots.
         `descend` is the model, one level further; `enough` is asked after every level whether the tree ends there."""
-        grown, run = list[Children](), 0
+        levels, run = list[Children](), 0
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
         for depth in range(len(self.shape.widths)):
             children, chosen = draws.children(logits, depth, ids, vocabulary), self.shape.chosen(depth)
-            grown.append(children if chosen is None else children.only(chosen))
-            ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
-            if ids.shape[1] >= nodes or (enough is not None and enough(depth, grown[-1])):
+            levels.append(children if chosen is None else children.only(chosen))
+            ids = torch.cat([ids, levels[-1].tokens.flatten(1)], dim=1)
+            if ids.shape[1] >= nodes or (enough is not None and enough(depth, levels[-1])):
                 break
             logits, run = descend(ids, self.shape.levels[depth + 1]), ids.shape[1]
-        return _joined(grown, ids, run)
+        return Grown.of(levels, ids, run)
 
     def draws(
         self,
@@ -173,17 +103,16 @@ class FixedTree:
         not there is nothing, since what was drawn above is submitted whatever follows from it.
         """
         cuts = []
-        for place, (index, row) in enumerate(zip(active, grown.fetch(), strict=True)):
+        for entry, (index, row) in enumerate(zip(active, grown.fetch(), strict=True)):
             failed = math.isnan(row.confidence[0])
             if failed:
                 context.fail(index, not_finite())
             tree, acceptance = TokenTree(context.tokens[index][-1]), self.estimates.of(context.salt(index))
-            submitted = self._cut(tree, grown, place, row, 0 if failed else nodes[place], acceptance)
-            cuts.append((tree, submitted))
+            cuts.append((tree, self._cut(tree, grown, entry, row, 0 if failed else nodes[entry], acceptance)))
         return cuts
 
     def _cut(
-        self, tree: TokenTree, grown: Grown, place: int, row: _Row, nodes: int, acceptance: Acceptance
+        self, tree: TokenTree, grown: Grown, entry: int, row: _Row, nodes: int, acceptance: Acceptance
     ) -> Submitted:
         tokens, parents = [tree.tokens[0], *row.tokens], self.shape.parents
         submitted = Submitted(tokens=tokens, parents=parents, run=grown.run, acceptance=acceptance)
@@ -197,45 +126,100 @@ class FixedTree:
             ids[node] = tree.add(tokens[node], ids[parent], drawn=kind, confidence=acceptance.estimate(*evidence))
             if kind is not Drawn.DETERMINISTIC:
                 assert grown.probs is not None
-                tree.set_probs(ids[parent], grown.probs[place, parent], row.masses[parent])
+                tree.set_probs(ids[parent], grown.probs[entry, parent], row.masses[parent])
         return submitted
 
     def _grower(self, context: DraftContext, index: int) -> Grower:
         sampler = context.samplers[index]
-        tokens, prompt = context.tokens[index], context.prompt_lengths[index]
         if self.temperature is not None and not sampler.greedy:
             sampler = changed(sampler, temperature=self.temperature)
-        return Grower(
-            draw=self._draw(sampler),
-            sampler=sampler,
-            rng=context.rng[index],
-            output=() if sampler.neutral else tokens[prompt:],
-        )
+        output = () if sampler.neutral else context.tokens[index][context.prompt_lengths[index] :]
+        return Grower(draw=self._draw(sampler), sampler=sampler, rng=context.rng[index], output=output)
 
     def _draw(self, sampler: Sampler) -> Draw:
         return resolve(self.draw, greedy=sampler.greedy, chain=self.shape.chain)
 
 
-def not_finite() -> NumericError:
-    """What a drafter says of a row for which its model gives no numbers."""
-    return NumericError("the drafter produced NaN or infinite logits; check its checkpoint, or load it as float32")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicTree:
+    """EAGLE-2's dynamic tree (arXiv 2406.16858): the likeliest paths are expanded level by level, then the likeliest
+    nodes are kept, all deterministic. Levels are chosen on the device; the host sees the finished trees once."""
+
+    depth: int  # Most tokens on a path
+    top_k: int  # Nodes expanded per level, and children looked at per node
+    nodes: int  # Nodes kept, root not counted
+    stop_below: float = 0.0  # Grow no deeper once every open path is less likely than this; 0 never asks the device
+    estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
+
+    @property
+    def run(self) -> int:
+        """Most nodes that the model runs: the leaves are drawn, not run."""
+        return self.top_k * (self.depth - 1)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind()
+
+    def grow(self, logits: Tensor, expand: Expand, vocabulary: DraftVocabulary | None, depth: int) -> Expanded:
+        """Expand from the logits (B, 1, V') after the roots to at most `depth` levels; keep the likeliest nodes."""
+        pool = _Pool(min(self.top_k, logits.shape[-1]))
+        none = torch.zeros(len(logits), 1, dtype=torch.float32, device=logits.device)
+        tokens, scores = pool.add(logits, none, none.long(), 1)
+        above = torch.zeros_like(tokens)
+        ids = torch.arange(1, pool.width + 1, device=logits.device).expand_as(scores)
+        for level in range(2, depth + 1):
+            if self.stop_below and float(scores.max().exp()) < self.stop_below:
+                break
+            named, first = tokens if vocabulary is None else vocabulary.token_ids[tokens], pool.size + 1
+            below, sums = pool.add(expand(named, above), scores, ids, level)
+            scores, best = sums.topk(min(self.top_k, sums.shape[1]), dim=1)
+            above, tokens, ids = best // pool.width, below.gather(1, best), first + best
+        return pool.best(self.nodes, vocabulary)
+
+    def cut(
+        self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
+    ) -> tuple[TokenTree, Submitted]:
+        """One row's tree, in the isolation domain `salt`: the likeliest of its candidates that its budget allows."""
+        tree, acceptance, ids = TokenTree(root), self.estimates.of(salt), {0: 0}
+        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
+        for found in sorted([found for found in grown if found.depth <= depth][:nodes]):
+            if found.parent not in ids:  # only where rounding gave a child its parent's score
+                continue
+            evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
+            node = tree.add(found.token, ids[found.parent], confidence=acceptance.estimate(*evidence))
+            ids[found.entry + 1], submitted.evidence[node] = node, evidence
+        return tree, submitted
 
 
-def _joined(grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
-    """The levels behind each other."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeOptions:
+    """How much is drafted and how it is drawn; a method adds its own options."""
 
-    def flat(values: Callable[[Children], Tensor]) -> Tensor:
-        return torch.cat([values(children).flatten(1) for children in grown], dim=1)
+    num_speculative_tokens: int = 8  # Length of the chain, tokens; a tree's depth is that of `shape`
+    shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...; None drafts a chain
+    tree: Sequence[int] | None = None
+    """Any tree instead: the parent of node 1, 2, ..., 0 the root, level by level. `forerun plan` finds the best."""
+    draw: str = "auto"  # ``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``
+    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
 
-    probs = [children.probs for children in grown if children.probs is not None]
-    return Grown(
-        tokens=ids,
-        drawn=flat(lambda children: children.drawn),
-        confidence=flat(lambda children: children.confidence),
-        valid=flat(Children.validity) if any(children.valid is not None for children in grown) else None,
-        probs=torch.cat(probs, dim=1) if probs else None,
-        run=run,
-    )
+    def check_tree(self, method: str) -> None:
+        """Raise ArgumentError, in the name of `method`, unless the options make sense."""
+        check_drawing(method, self)
+        if self.shape is not None and (not self.shape or min(self.shape) < 1):
+            raise ArgumentError(f"{method}: shape needs at least one depth and one child a node, got {self.shape}")
+        if self.tree is None:
+            return
+        if self.shape is not None or not self.tree or self.draw == Draw.GREEDY_K:
+            raise ArgumentError(
+                f"{method}: tree takes the place of shape and needs at least one node; draw='greedy_k' needs a shape, "
+                f"in which all nodes of a level have equally many children; got {self.tree}"
+            )
+        Shape.of(self.tree)
+
+    def fixed_tree(self) -> FixedTree:
+        """What grows such trees."""
+        regular = self.shape or (1,) * self.num_speculative_tokens
+        shape = Shape.regular(regular) if self.tree is None else Shape.of(self.tree)
+        return FixedTree(shape=shape, draw=Draw(self.draw), temperature=self.temperature)
 
 
 def check_drawing(method: str, options: Any) -> None:
@@ -249,48 +233,83 @@ def check_drawing(method: str, options: Any) -> None:
         )
 
 
+def not_finite() -> NumericError:
+    """What a drafter says of a row for which its model gives no numbers."""
+    return NumericError("the drafter produced NaN or infinite logits; check its checkpoint, or load it as float32")
+
+
+class Limits:
+    """How many nodes each of B rows may submit while its tree grows level by level. A node that was grown is never
+    taken back, so whether it is submitted does not depend on its value. `stopped` says of each row (B,) whether it
+    drafts no deeper than these children; empty where all go on."""
+
+    def __init__(self, levels: Sequence[range], nodes: list[int], stopped: Callable[[Children], list[bool]]) -> None:
+        self.nodes = list(nodes)  # (B,) from the first node on
+        self._levels, self._stopped = levels, stopped
+
+    def enough(self, depth: int, children: Children) -> bool:
+        """Whether no row wants a level below these children of the nodes at `depth`."""
+        last = self._levels[depth + 1].stop - 1
+        for row, stopped in enumerate(self._stopped(children)):
+            if stopped:
+                self.nodes[row] = min(self.nodes[row], last)
+        return max(self.nodes) <= last
+
+
+@dataclass(kw_only=True, slots=True)
+class Submitted(Proposal):
+    """A proposal of a model that ran some of its nodes; numbered as it was grown."""
+
+    run: int = 0  # Nodes whose keys stand behind the root's; 0: the root is still committed
+
+    def accepted(self, committed: Sequence[int]) -> tuple[int, ...]:
+        """The longest path among the nodes that were run which holds a beginning of `committed`."""
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, self.run + 1):
+            above = paths.get(self.parents[node])
+            if above is not None and len(above) < len(committed) and committed[len(above)] == self.tokens[node]:
+                paths[node] = (*above, node)
+        return max(paths.values(), key=len)
+
+
+class _Row(NamedTuple):
+    """One row of a `Grown` on the host: entry k of each is of node k + 1."""
+
+    tokens: list[int]
+    drawn: list[int]
+    confidence: list[float]
+    valid: list[bool]
+    masses: list[float]  # By parent, of what its sampled children were drawn from; empty where all are deterministic
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TreeOptions:
-    """How much is drafted and how it is drawn; a method adds its own options."""
+class Grown(Children):
+    """A tree of the full shape for every row, before any budget: by node, (B, K), where `Children` has (B, F, C)."""
 
-    num_speculative_tokens: int = 8
-    """Length of the chain, tokens; a tree's depth is that of `shape`."""
-    shape: Sequence[int] | None = None
-    """Children of each node at depth 0, 1, ...; None drafts a chain."""
-    tree: Sequence[int] | None = None
-    """Any tree instead: the parent of node 1, 2, ..., 0 the root, level by level. `forerun plan` finds the best."""
-    draw: str = "auto"
-    """``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``."""
-    temperature: float | None = None
-    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
+    run: int  # Nodes that the model has run, from the first
 
-    def check_tree(self, method: str) -> None:
-        """Raise ArgumentError, in the name of `method`, unless the options make sense."""
-        check_drawing(method, self)
-        if self.shape is not None and (not self.shape or min(self.shape) < 1):
-            raise ArgumentError(f"{method}: shape needs at least one depth and one child a node, got {self.shape}")
-        if self.tree is not None and (self.shape is not None or not self.tree or self.draw == Draw.GREEDY_K):
-            raise ArgumentError(
-                f"{method}: tree takes the place of shape and needs at least one node; draw='greedy_k' needs a shape, "
-                f"in which all nodes of a level have equally many children; got {self.tree}"
-            )
-        if self.tree is not None:
-            Shape.of(self.tree)
+    @classmethod
+    def of(cls, levels: Sequence[Children], ids: Tensor, run: int) -> Grown:
+        """The levels behind each other, which hold the tokens `ids` (B, K)."""
 
-    def fixed_tree(self) -> FixedTree:
-        """What grows such trees."""
-        if self.tree is not None:
-            shape = Shape.of(self.tree)
-        else:
-            shape = Shape.regular(self.shape or (1,) * self.num_speculative_tokens)
-        return FixedTree(shape=shape, draw=Draw(self.draw), temperature=self.temperature)
+        def flat(values: Callable[[Children], Tensor]) -> Tensor:
+            return torch.cat([values(children).flatten(1) for children in levels], dim=1)
 
+        probs = [children.probs for children in levels if children.probs is not None]
+        return cls(
+            tokens=ids,
+            drawn=flat(lambda children: children.drawn),
+            confidence=flat(lambda children: children.confidence),
+            valid=flat(Children.validity) if any(children.valid is not None for children in levels) else None,
+            probs=torch.cat(probs, dim=1) if probs else None,
+            run=run,
+        )
 
-# EAGLE-2's dynamic tree (arXiv 2406.16858): expand the likeliest paths level by level, then keep the likeliest nodes.
-# Every node is deterministic. All levels are chosen on the device; the host sees the finished trees once.
-
-Expand = Callable[[Tensor, Tensor], Tensor]
-"""(tokens (B, F), places of their parents in the level before (B, F)) -> raw logits (B, F, V')."""
+    def fetch(self) -> list[_Row]:
+        """(B,) all but the probs, in one transfer. Not kept: a recording gives the same object with other numbers."""
+        masses = self.confidence[:, :0] if self.probs is None else masses_of(self.probs)
+        columns = fetched([self.tokens, self.drawn, self.confidence, self.validity(), masses])
+        return [_Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 class Candidate(NamedTuple):
@@ -322,88 +341,26 @@ class Expanded:
         return [[Candidate(*node) for node in zip(*row, strict=True)] for row in rows]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DynamicTree:
-    """How wide, how deep and how large; what a probability is worth is learned while decoding."""
-
-    depth: int  # Most tokens on a path
-    top_k: int  # Nodes expanded per level, and children looked at per node
-    nodes: int  # Nodes kept, root not counted
-    stop_below: float = 0.0
-    """Grow no deeper once every open path is less likely than this; 0 never asks (asking waits for the device)."""
-    estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
-
-    @property
-    def run(self) -> int:
-        """Most nodes that the model runs: the leaves are drawn, not run."""
-        return self.top_k * (self.depth - 1)
-
-    def kind(self, sampler: Sampler) -> DraftKind:
-        return DraftKind()
-
-    def grow(self, logits: Tensor, expand: Expand, vocabulary: DraftVocabulary | None, depth: int) -> Expanded:
-        """Expand from the logits (B, 1, V') after the roots to at most `depth` levels; keep the likeliest nodes."""
-        pool = _Pool(logits, self.top_k)
-        scores, places = pool.scores[0], torch.zeros_like(pool.tokens[0])
-        tokens, ids = pool.tokens[0], torch.arange(1, pool.width + 1, device=logits.device).expand_as(scores)
-        for level in range(2, depth + 1):
-            if self.stop_below and float(scores.max().exp()) < self.stop_below:
-                break
-            named = tokens if vocabulary is None else vocabulary.token_ids[tokens]
-            first = pool.size + 1
-            pool.add(expand(named, places), scores, ids, level)
-            scores, best = pool.scores[-1].topk(min(self.top_k, pool.scores[-1].shape[1]), dim=1)
-            places, tokens = best // pool.width, pool.tokens[-1].gather(1, best)
-            ids = first + best
-        return pool.best(self.nodes, vocabulary)
-
-    def cut(
-        self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
-    ) -> tuple[TokenTree, Submitted]:
-        """One row's tree, in the isolation domain `salt`: the likeliest of its candidates that its budget allows."""
-        tree, acceptance, ids = TokenTree(root), self.estimates.of(salt), {0: 0}
-        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
-        for found in sorted([found for found in grown if found.depth <= depth][:nodes]):
-            if found.parent not in ids:  # only where rounding gave a child its parent's score
-                continue
-            evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
-            node = tree.add(found.token, ids[found.parent], confidence=acceptance.estimate(*evidence))
-            ids[found.entry + 1], submitted.evidence[node] = node, evidence
-        return tree, submitted
-
-
 class _Pool:
-    """Every node that was looked at, level by level."""
+    """Every node that was looked at, level by level: the `width` likeliest children of each that was expanded."""
 
-    def __init__(self, logits: Tensor, top_k: int) -> None:
-        self.width = min(top_k, logits.shape[-1])
-        self.tokens: list[Tensor] = []
-        self.scores: list[Tensor] = []
-        self._parents: list[Tensor] = []
-        self._logs: list[Tensor] = []
-        self._depths: list[int] = []
-        none = torch.zeros(len(logits), 1, dtype=torch.float32, device=logits.device)
-        self.add(logits, none, none.long(), 1)
+    def __init__(self, width: int) -> None:
+        self.width, self.size = width, 0
+        self._levels: list[tuple[Tensor, ...]] = []  # Tokens, scores, parents, log-probabilities, depths
 
-    @property
-    def size(self) -> int:
-        return sum(part.shape[1] for part in self.tokens)
-
-    def add(self, logits: Tensor, scores: Tensor, ids: Tensor, depth: int) -> None:
-        """The likeliest children of a level: logits (B, F, V'), the parents' scores (B, F) and node ids (B, F)."""
+    def add(self, logits: Tensor, scores: Tensor, ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """From logits (B, F, V'), scores and ids (B, F) of nodes their children's tokens and scores, (B, F * width)."""
         logs = logits.float().log_softmax(-1).topk(self.width, dim=-1)
-        self.tokens.append(logs.indices.flatten(1))
-        self._logs.append(logs.values.flatten(1))
-        self.scores.append((scores.unsqueeze(-1) + logs.values).flatten(1))
-        self._parents.append(ids.unsqueeze(-1).expand_as(logs.indices).flatten(1))
-        self._depths.append(depth)
+        tokens, sums = logs.indices.flatten(1), (scores.unsqueeze(-1) + logs.values).flatten(1)
+        parents = ids.unsqueeze(-1).expand_as(logs.indices).flatten(1)
+        self._levels.append((tokens, sums, parents, logs.values.flatten(1), torch.full_like(tokens, depth)))
+        self.size += tokens.shape[1]
+        return tokens, sums
 
     def best(self, nodes: int, vocabulary: DraftVocabulary | None) -> Expanded:
-        tokens, parents, logs = (torch.cat(parts, dim=1) for parts in (self.tokens, self._parents, self._logs))
-        depths = torch.cat(
-            [torch.full_like(part, depth) for part, depth in zip(self.tokens, self._depths, strict=True)], dim=1
-        )
-        order = torch.cat(self.scores, dim=1).topk(min(nodes, tokens.shape[1]), dim=1).indices
+        columns = (torch.cat(parts, dim=1) for parts in zip(*self._levels, strict=True))
+        tokens, scores, parents, logs, depths = columns
+        order = scores.topk(min(nodes, self.size), dim=1).indices
         named = tokens if vocabulary is None else vocabulary.token_ids[tokens]
         return Expanded(
             order=order,

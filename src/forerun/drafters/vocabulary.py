@@ -40,33 +40,29 @@ def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raise VocabularyMismatchError, saying what differs, where a token id has two meanings."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours != theirs:
-        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-        token = differing[0]
-        raise VocabularyMismatchError(
-            f"the vocabularies of target ({len(ours)} tokens) and draft model ({len(theirs)} tokens) differ in "
-            f"{len(differing)} tokens, for example {token!r}: id {ours.get(token)} and {theirs.get(token)}. {_REMEDY}"
-        )
-    if set(target.all_special_ids) != set(draft.all_special_ids):
-        found = f"target {sorted(target.all_special_ids)} and draft model {sorted(draft.all_special_ids)}"
-        raise VocabularyMismatchError(f"the special tokens of {found} differ. {_REMEDY}")
-
-
 def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
-    """Raise VocabularyMismatchError where the `size` token ids of a draft model mean something else than the target's.
-    Where a tokenizer is missing the sizes must agree."""
+    """Raise VocabularyMismatchError where the `size` token ids of a draft model mean something else than the target's,
+    or, where a tokenizer is missing, are not as many."""
     theirs = tokenizer_beside(resolved(model)) if isinstance(model, str | Path) else None
-    if setup.tokenizer is not None and theirs is not None:
-        _check_tokenizers(setup.tokenizer, theirs)
-    elif setup.target.vocab_size != size:
+    if setup.tokenizer is None or theirs is None:
+        if setup.target.vocab_size == size:
+            return
         raise VocabularyMismatchError(
             f"the target has {setup.target.vocab_size} token ids and the draft model {size}; without both tokenizers "
-            f"nobody can tell whether they mean the same. {_REMEDY} If they do share one, keep tokenizer files beside "
-            "both models."
+            f"nobody can tell whether they mean the same. {_REMEDY} Or keep tokenizer files beside both models."
         )
+    target, draft = setup.tokenizer.get_vocab(), theirs.get_vocab()
+    if target != draft:
+        differing = sorted(token for token in target.keys() | draft.keys() if target.get(token) != draft.get(token))
+        token = differing[0]
+        raise VocabularyMismatchError(
+            f"the vocabularies of target ({len(target)} tokens) and draft model ({len(draft)} tokens) differ in "
+            f"{len(differing)} tokens, for example {token!r}: id {target.get(token)} and {draft.get(token)}. {_REMEDY}"
+        )
+    specials, draft_specials = set(setup.tokenizer.all_special_ids), set(theirs.all_special_ids)
+    if specials != draft_specials:
+        found = f"target {sorted(specials)} and draft model {sorted(draft_specials)}"
+        raise VocabularyMismatchError(f"the special tokens of {found} differ. {_REMEDY}")
 
 
 def draft_tokenizer(method: str, option: Any, model: Any) -> PreTrainedTokenizerBase:

@@ -10,12 +10,13 @@ cascade: the inner drafter goes on where the chain ends.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.row import Row
@@ -23,8 +24,10 @@ from forerun.core.sampling import Rng, Sampler
 from forerun.core.step import Group, context_for, step
 from forerun.core.tree import TokenTree, graft
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, changed, check_least
-from forerun.drafters.combined.members import Spec, member_of, options_of
+from forerun.drafters.combined.members import Spec, options_of
 from forerun.drafters.domains import PerDomain
+from forerun.drafters.draft_models.draft_model import CHUNK, fitted
+from forerun.drafters.guarded import Guarded
 from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import NumericError
 from forerun.model import Scored, Target
@@ -32,117 +35,20 @@ from forerun.model.inputs import Nodes
 from forerun.types import Boundary, Budget, DraftKind, Drawn
 
 
-class InnerRng(Rng):
-    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it. So a cascade
-    proposes the very chain that its draft model would sample by itself, whoever drafts inside. What the inner drafter
-    draws comes from the next stream."""
-
-    def __init__(self, row: InnerRow) -> None:
-        self._row, self._offset = row, len(row.tokens) - row.begun
-        super().__init__(row.outer.seed, row.outer.position + self._offset, row.outer.draft_stream + 1)
-
-    def draw(self, probs: Tensor, depth: int = 0) -> int:
-        """A token from `probs` (V,), which is remembered as the distribution of its position."""
-        position = self._offset + depth
-        self._row.probs[position] = probs
-        token = self._row.drawn[position] = self._row.outer.drafted(probs, position)
-        return token
-
-
-@dataclass(kw_only=True, slots=True)
-class InnerRow(Row):
-    """A sequence whose next tokens an inner level drafts."""
-
-    outer: Rng  # Of the outer level's step
-    begun: int  # Committed tokens when the draft began
-    probs: dict[int, Tensor] = field(default_factory=dict)
-    """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
-    drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
-    certainty: list[float] = field(default_factory=list)
-    """At temperature 0: the draft model's probability of each token of the chain."""
-
-    def rng(self) -> Rng:
-        return InnerRng(self)
-
-    def end(self) -> None:
-        """The last step failed: the chain ends behind what it drew, whose fate may not depend on what followed."""
-        self.shorten(1)
-        while (token := self.drawn.get(len(self.chain))) is not None:
-            self.commit([token])
-
-    @property
-    def chain(self) -> list[int]:
-        return self.tokens[self.begun :]
-
-
-def inner_sampler(sampler: Sampler) -> Sampler:
-    """A greedy request's sampler, as one that also tells how probable each token was; any other one unchanged."""
-    if not sampler.greedy:
-        return sampler
-    return changed(sampler, logprobs=0, logprobs_mode="raw_logprobs")
-
-
-class DraftTarget(Target):
-    """A draft model that is scored in the token ids of another model."""
-
-    def speak(self, vocabulary: int) -> None:
-        """Give logits over `vocabulary` ids: padding is dropped, ids that this model lacks are impossible."""
-        self.known, self.vocab_size = self.vocab_size, vocabulary
-
-    def readable(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens; ids that this model lacks read as 0."""
-        return [token if token < self.known else 0 for token in tokens]
-
-    def score(
-        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
-    ) -> Scored:
-        scored = super().score(rows, trees, boundaries=boundaries)
-        missing = self.vocab_size - scored.logits.shape[-1]
-        logits = scored.logits[..., : self.vocab_size]
-        return replace(scored, logits=pad(logits, (0, missing), value=-float("inf")) if missing > 0 else logits)
-
-
-_CHUNK = 16
-"""Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CascadeConfig:
     """Options of `cascade`."""
 
-    model: Any
-    """The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model."""
-    inner: Spec = "ngram"
-    """What drafts for the draft model: a name, or ``{"method": name, ...}`` with its own options, another `cascade`
-    included."""
-    num_speculative_tokens: int = 8
-    """Tokens that the draft model writes; what `tail` appends is not counted."""
-    tail: int = 0
-    """Most nodes that the inner drafter adds behind the chain; the draft model does not see them."""
-    inner_nodes: int = 16
-    """Most nodes that the inner drafter may draft for one pass of the draft model."""
-    dtype: str = "auto"
-    """Of the draft model's weights: ``auto`` is what the checkpoint says."""
+    model: Any  # The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model
+    inner: Spec = "ngram"  # What drafts for the draft model: a name or ``{"method": name, ...}``; also a `cascade`
+    num_speculative_tokens: int = 8  # Tokens that the draft model writes; what `tail` appends is not counted
+    tail: int = 0  # Most nodes that the inner drafter adds behind the chain; the draft model does not see them
+    inner_nodes: int = 16  # Most nodes that the inner drafter may draft for one pass of the draft model
+    dtype: str = "auto"  # Of the draft model's weights: ``auto`` is what the checkpoint says
 
     def __post_init__(self) -> None:
         options_of("cascade", self.inner)
         check_least("cascade", self, num_speculative_tokens=1, tail=0, inner_nodes=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """What draft model and inner drafter know of one row: `text` committed tokens, and the chain behind them."""
-
-    text: int = 0
-    chain: list[int] = field(default_factory=list)
-    submitted: Drafted | None = None
-    sampler: tuple[Sampler, Sampler] | None = None  # The request's, and what it is in here
-
-    def inner(self, sampler: Sampler) -> Sampler:
-        """The request's sampler for the inner level, made once."""
-        if self.sampler is None or self.sampler[0] is not sampler:
-            self.sampler = (sampler, inner_sampler(sampler))
-        return self.sampler[1]
 
 
 class CascadeDrafter(Drafter):
@@ -153,10 +59,17 @@ class CascadeDrafter(Drafter):
 
     def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self.model = _load(config, setup)
-        self._inner = member_of(config.inner, replace(setup, target=self.model, slots=setup.slots + _extra(config)))
+        model = resolved(config.model)
+        device = setup.device_for(model)
+        slots = setup.slots + config.num_speculative_tokens + config.inner_nodes + config.tail
+        self.model = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+        check_vocabulary(setup, model, self.model.vocab_size)
+        self.model.speak(setup.target.vocab_size)
+        inner = replace(setup, target=self.model, slots=slots)
+        self._inner = Guarded.built(*options_of("member", config.inner), inner)
         self._estimates = PerDomain(Acceptance)
-        self._rows: dict[int, _Row] = {}
+        self._rows = defaultdict[int, _Row](_Row)
+        self._samplers = WeakKeyDictionary[Sampler, Sampler]()
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(sampled=not sampler.greedy, chain=self.config.tail == 0)
@@ -171,75 +84,73 @@ class CascadeDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         """Keep of the last chain what the text went on with. New tokens are run when a draft is wanted, not before."""
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            state = self._rows.setdefault(row_id, _Row())
-            known = len(tokens) - fresh
+            state, known = self._rows[row_id], len(tokens) - fresh
             submitted, state.submitted = state.submitted, None
             if submitted is not None and state.text == known:
                 submitted.learn(tokens[known:])
-            self._agree(row_id, state, min(state.text, known), tokens)
+            self._agree(row_id, min(state.text, known), tokens)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
-            state = self._rows.setdefault(row_id, _Row())
-            self._shrink(row_id, state, min(state.text, length), length)
+            self._shrink(row_id, min(self._rows[row_id].text, length), length)
             self.model.clear(row_id)
             if length == 0:
                 del self._rows[row_id]
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(budget.nodes, budget.depth, context.tokens, strict=True)
-        longest = self.config.num_speculative_tokens
-        within = [min(longest, n, depth, self.model.max_length - len(tokens)) for n, depth, tokens in limits]
-        active = [index for index, count in enumerate(within) if count > 0]
+        longest, room = self.config.num_speculative_tokens, self.model.max_length
+        within = [min(longest, nodes, depth, room - len(tokens)) for nodes, depth, tokens in limits]
         trees = context.trees()
-        if not active:
+        rows = {index: self._enter(context, index, count) for index, count in enumerate(within) if count > 0}
+        if not rows:
             return trees
-        rows = [self._enter(context, index, within[index]) for index in active]
-        self._catch_up(rows)
-        self._write(rows)
-        for index, row in zip(active, rows, strict=True):
+        self._catch_up(list(rows.values()))
+        self._write(list(rows.values()))
+        for index, row in rows.items():
             self._submit(trees[index], row)
             if row.error is not None:  # the draft model's numbers, or the row's own processors, which the target meets
                 if isinstance(row.error, NumericError) and not row.chain:
                     context.fail(index, row.error)
-                self._shrink(row.cache_row, self._rows[row.cache_row], row.begun, row.begun)
-        going = [(index, row) for index, row in zip(active, rows, strict=True) if row.error is None]
+                self._shrink(row.cache_row, row.begun, row.begun)
+        going = {index: row for index, row in rows.items() if row.error is None}
         if self.config.tail and going:
-            chains = [(trees[index], budget.nodes[index], budget.depth[index]) for index, _ in going]
-            self._append([row for _, row in going], chains)
+            self._append(going, trees, budget)
         return trees
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
-    def _agree(self, row_id: int, state: _Row, base: int, tokens: Sequence[int]) -> None:
+    def _agree(self, row_id: int, base: int, tokens: Sequence[int]) -> None:
         """Shrink to what agrees with `tokens`, of which the first `base` are known to."""
+        state = self._rows[row_id]
         chain, agreed = state.chain if base == state.text else [], base
         for guess, token in zip(chain, self.model.readable(tokens[base : base + len(chain)]), strict=False):
             if guess != token:
                 break
             agreed += 1
-        self._shrink(row_id, state, agreed, len(tokens))
+        self._shrink(row_id, agreed, len(tokens))
 
-    def _shrink(self, row_id: int, state: _Row, agreed: int, length: int) -> None:
+    def _shrink(self, row_id: int, agreed: int, length: int) -> None:
         """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step. An inner
         drafter that reads hidden states wants that of the token before the first new one, so this runs again."""
+        state = self._rows[row_id]
         kept = agreed - 1 if self._inner.requires else agreed
-        kept = max(0, min(self.model.lengths[row_id], kept, length - 1))
-        self.model.truncate([row_id], [kept])
+        self.model.truncate([row_id], [max(0, min(self.model.lengths[row_id], kept, length - 1))])
         if agreed < state.text + len(state.chain) or length == 0:
             self._inner.truncate([row_id], [agreed])
         state.text, state.chain = agreed, []
 
     def _enter(self, context: DraftContext, index: int, room: int) -> InnerRow:
         """The context's row as the inner level's."""
-        tokens, sampler = context.tokens[index], context.samplers[index]
-        state = self._rows.setdefault(context.rows[index], _Row())
-        self._agree(context.rows[index], state, min(state.text, len(tokens)), tokens)
+        row_id, tokens, sampler = context.rows[index], context.tokens[index], context.samplers[index]
+        self._agree(row_id, min(self._rows[row_id].text, len(tokens)), tokens)
+        if sampler.greedy and sampler not in self._samplers:  # one that also tells how probable each token was
+            self._samplers[sampler] = changed(sampler, logprobs=0, logprobs_mode="raw_logprobs")
         return InnerRow(
-            cache_row=context.rows[index],
+            cache_row=row_id,
             tokens=self.model.readable(tokens),
             prompt_length=context.prompt_lengths[index],
-            sampler=state.inner(sampler),
+            sampler=self._samplers[sampler] if sampler.greedy else sampler,
             seed=context.rng[index].seed,
             stop_ids=frozenset(),
             room=room,
@@ -251,11 +162,13 @@ class CascadeDrafter(Drafter):
 
     def _catch_up(self, rows: Sequence[InnerRow]) -> None:
         """Run what the draft model lacks but the root, and show the inner drafter what is new."""
-        lacking = [row for row in rows if self.model.lengths[row.cache_row] < len(row.tokens) - 1]
-        for together in _batches(lacking, [len(row.tokens) - 1 - self.model.lengths[row.cache_row] for row in lacking]):
+        lacking = [len(row.tokens) - 1 - self.model.lengths[row.cache_row] for row in rows]
+        alone = [[row] for row, count in zip(rows, lacking, strict=True) if count > CHUNK]
+        short = [row for row, count in zip(rows, lacking, strict=True) if 0 < count <= CHUNK]
+        for together in [*alone, short] if short else alone:
             pieces = [row.tokens[self.model.lengths[row.cache_row] : -1] for row in together]
-            requires = self._inner.requires
-            scored = self.model.prefill([row.cache_row for row in together], pieces, boundaries=requires)
+            boundaries = self._inner.requires
+            scored = self.model.prefill([row.cache_row for row in together], pieces, boundaries=boundaries)
             self._show(together, scored.hidden_states)
         self._show([row for row in rows if self._rows[row.cache_row].text < len(row.tokens)], {})
 
@@ -301,20 +214,19 @@ class CascadeDrafter(Drafter):
                 tree.set_probs(position, probs)
             submitted.add(token, position, by_draft_prob(drawn, 0, prob), drawn)
 
-    def _append(self, rows: Sequence[InnerRow], grown: Sequence[tuple[TokenTree, int, int]]) -> None:
-        """Hang what the inner drafter expects behind each chain below its end, within (nodes, depth) of the row."""
-        rooms = [self.model.max_length - len(row.tokens) for row in rows]
-        nodes = [max(0, min(self.config.tail, most - tree.size)) for tree, most, _ in grown]
-        depth = [
-            max(0, min(self.config.tail, deepest - tree.size, room))
-            for (tree, _, deepest), room in zip(grown, rooms, strict=True)
-        ]
-        nodes = [count if below else 0 for count, below in zip(nodes, depth, strict=True)]
+    def _append(self, going: Mapping[int, InnerRow], trees: Sequence[TokenTree], budget: Budget) -> None:
+        """Hang what the inner drafter expects behind each chain below its end, within what is left of the budget."""
+        rows, nodes, depth = list(going.values()), list[int](), list[int]()
+        for index, row in going.items():
+            size, room = trees[index].size, self.model.max_length - len(row.tokens)
+            depth.append(max(0, min(self.config.tail, budget.depth[index] - size, room)))
+            nodes.append(max(0, min(self.config.tail, budget.nodes[index] - size)) if depth[-1] else 0)
         context = context_for(rows, range(len(rows)), [0] * len(rows), {})
         tails = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
-        for tail, row, (tree, _, _) in zip(tails, rows, grown, strict=True):
-            end, submitted = tree.size, self._rows[row.cache_row].submitted
+        for tail, (index, row) in zip(tails, going.items(), strict=True):
+            tree, submitted = trees[index], self._rows[row.cache_row].submitted
             assert submitted is not None, "its chain was submitted"
+            end = tree.size
             graft(tree, tail, end, since=end)
             for node in range(end + 1, tree.size + 1):
                 # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
@@ -322,22 +234,69 @@ class CascadeDrafter(Drafter):
                 tree.confidence[node] = submitted.acceptance.estimate(*evidence)
 
 
-def _batches(rows: Sequence[InnerRow], missing: Sequence[int]) -> list[list[InnerRow]]:
-    """The rows that lack little together, each other one by itself."""
-    short = [row for row, count in zip(rows, missing, strict=True) if count <= _CHUNK]
-    alone = [[row] for row, count in zip(rows, missing, strict=True) if count > _CHUNK]
-    return [*alone, short] if short else alone
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """What draft model and inner drafter know of one row: `text` committed tokens, and the chain behind them."""
+
+    text: int = 0
+    chain: list[int] = field(default_factory=list)
+    submitted: Drafted | None = None
 
 
-def _extra(config: CascadeConfig) -> int:
-    """Slots that a row needs beyond the outer level's."""
-    return config.num_speculative_tokens + config.inner_nodes + config.tail
+@dataclass(kw_only=True, slots=True)
+class InnerRow(Row):
+    """A sequence whose next tokens an inner level drafts."""
+
+    outer: Rng  # Of the outer level's step
+    begun: int  # Committed tokens when the draft began
+    probs: dict[int, Tensor] = field(default_factory=dict)
+    """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
+    drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
+    certainty: list[float] = field(default_factory=list)  # At temperature 0: the draft model's probability of each
+
+    def rng(self) -> Rng:
+        return InnerRng(self)
+
+    def end(self) -> None:
+        """The last step failed: the chain ends behind what it drew, whose fate may not depend on what followed."""
+        self.shorten(1)
+        while (token := self.drawn.get(len(self.chain))) is not None:
+            self.commit([token])
+
+    @property
+    def chain(self) -> list[int]:
+        return self.tokens[self.begun :]
 
 
-def _load(config: CascadeConfig, setup: DrafterSetup) -> DraftTarget:
-    model = resolved(config.model)
-    slots = setup.slots + _extra(config)
-    loaded = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model))
-    check_vocabulary(setup, model, loaded.vocab_size)
-    loaded.speak(setup.target.vocab_size)
-    return loaded
+class InnerRng(Rng):
+    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it, so whoever drafts
+    inside, the chain is the one that the draft model would sample. The inner drafter draws from the next stream."""
+
+    def __init__(self, row: InnerRow) -> None:
+        self._row, self._offset = row, len(row.tokens) - row.begun
+        super().__init__(row.outer.seed, row.outer.position + self._offset, row.outer.draft_stream + 1)
+
+    def draw(self, probs: Tensor, depth: int = 0) -> int:
+        """A token from `probs` (V,), which is remembered as the distribution of its position."""
+        position = self._offset + depth
+        self._row.probs[position] = probs
+        token = self._row.drawn[position] = self._row.outer.drafted(probs, position)
+        return token
+
+
+class DraftTarget(Target):
+    """A draft model that is scored in the token ids of another model."""
+
+    def speak(self, vocabulary: int) -> None:
+        """Give logits over `vocabulary` ids: padding is dropped, ids that this model lacks are impossible."""
+        self.known, self.vocab_size = self.vocab_size, vocabulary
+
+    def readable(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens; ids that this model lacks read as 0."""
+        return [token if token < self.known else 0 for token in tokens]
+
+    def score(
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
+    ) -> Scored:
+        scored = super().score(rows, trees, boundaries=boundaries)
+        return replace(scored, logits=fitted(scored.logits, self.vocab_size))

@@ -1,8 +1,7 @@
 """Drafts each row with the first of several drafters whose draft promises enough tokens.
 
 The last one takes the rows that are left. A drafter is asked for these rows only, so one that costs forward passes
-costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), with expected tokens in place of match
-lengths.
+costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), by expected tokens, not match lengths.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.base import DraftContext
 from forerun.drafters.combined.members import Composed, ComposedConfig, check_specs
 from forerun.errors import ArgumentError
 from forerun.types import Budget
@@ -42,18 +41,12 @@ class FirstOfConfig(ComposedConfig):
 
 
 class FirstOfDrafter(Composed):
-    """Takes each row's draft from the first member that promises enough.
-
-    A draft that holds sampled nodes is taken whatever it promises: its confidences depend on the values that were
-    drawn, and to submit a sampled node or not for its value would bias the answer.
-    """
+    """Takes each row's draft from the first member that promises enough; one that holds sampled nodes whatever it
+    promises: to submit a sampled node or not for its value would bias the answer."""
 
     name = "first_of"
     Config = FirstOfConfig
-
-    def __init__(self, config: FirstOfConfig, setup: DrafterSetup) -> None:
-        super().__init__(config, setup)
-        self.config = config
+    config: FirstOfConfig
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         context = self.for_members(context)

@@ -23,9 +23,7 @@ def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
     """A member's method and its own options, from what a user gave; an ArgumentError says what was expected."""
     spec = {"method": given} if isinstance(given, str) else given
     if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
-        raise ArgumentError(
-            f'{owner}: a drafter is given as a name, or as {{"method": "ngram", ...}} with its options, got {given!r}'
-        )
+        raise ArgumentError(f'{owner}: a drafter is a name, or {{"method": "ngram", ...}} with options, got {given!r}')
     entry_named(spec["method"])
     return spec["method"], {name: value for name, value in spec.items() if name != "method"}
 
@@ -33,25 +31,16 @@ def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
 def check_specs(owner: str, given: object) -> None:
     """Refuse what is no list of at least two members; errors as `options_of`."""
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < 2:
-        raise ArgumentError(
-            f'{owner}: drafters must be a list of at least two, for example ["ngram", '
-            f'{{"method": "draft_model", "model": "demo-draft"}}], got {given!r}'
-        )
+        raise ArgumentError(f'{owner}: drafters are two or more, like ["ngram", {{"method": "suffix"}}], got {given!r}')
     for spec in given:
         options_of(owner, spec)
-
-
-def member_of(spec: Spec, setup: DrafterSetup) -> Guarded:
-    """A member built from its configuration; errors as `forerun.drafters.build`."""
-    return Guarded.built(*options_of("member", spec), setup)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComposedConfig:
     """Options that combined drafters share."""
 
-    drafters: Sequence[Spec] = ("suffix", "recycling")
-    """The members, each a name or ``{"method": name, ...}`` with its own options."""
+    drafters: Sequence[Spec] = ("suffix", "recycling")  # The members, each a name or ``{"method": name, ...}``
     reproducible: bool = True
     """For sampled requests with a seed the members draft deterministically, so that the text is plain decoding's. False
     lets them sample there too: more is accepted, and the text depends on what was learned from other requests."""
@@ -61,7 +50,8 @@ class Composed(Drafter):
     """The base of drafters that choose among the proposals of others, or join them."""
 
     def __init__(self, config: ComposedConfig, setup: DrafterSetup) -> None:
-        self.members = [member_of(spec, setup) for spec in config.drafters]
+        self.config = config
+        self.members = [Guarded.built(*options_of("member", spec), setup) for spec in config.drafters]
         self._seeds = Seeds(hide=config.reproducible)
 
     def kind(self, sampler: Sampler) -> DraftKind:

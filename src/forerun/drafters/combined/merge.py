@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from forerun.core.tree import TokenTree, join
-from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.base import DraftContext
 from forerun.drafters.combined.members import Composed, ComposedConfig, check_specs
 from forerun.errors import ArgumentError
 from forerun.types import Budget
@@ -20,8 +20,7 @@ from forerun.types import Budget
 class MergeConfig(ComposedConfig):
     """Options of `merge`. Of members that sample, the first one's sampled nodes are used."""
 
-    nodes: int | None = None
-    """Most nodes of the joined tree; None takes what a step may draft."""
+    nodes: int | None = None  # Most nodes of the joined tree; None takes what a step may draft
 
     def __post_init__(self) -> None:
         check_specs("merge", self.drafters)
@@ -34,10 +33,7 @@ class MergeDrafter(Composed):
 
     name = "merge"
     Config = MergeConfig
-
-    def __init__(self, config: MergeConfig, setup: DrafterSetup) -> None:
-        super().__init__(config, setup)
-        self.config = config
+    config: MergeConfig
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         context, most = self.for_members(context), self.config.nodes

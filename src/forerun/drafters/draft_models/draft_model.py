@@ -9,109 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.drawing import Children, DraftVocabulary
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_choice
+from forerun.drafters.drawing import DraftVocabulary
 from forerun.drafters.trees import Grown, Limits, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_vocabulary, resolved
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError
+from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
 
-if TYPE_CHECKING:
-    from forerun.model import Target
-
-# Rules that end a draft early, at a confidence threshold or a bound on acceptance from the distribution's entropy. Each
-# looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and drafting
-# ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn last does
-# not.
-
-
-class Stop(StrEnum):
-    """When a draft is long enough."""
-
-    NEVER = "never"  # Only the budget ends it
-    CONFIDENCE = "confidence"
-    """The likeliest token has less than the threshold (transformers' ``assistant_confidence_threshold``, 0.4)."""
-    SVIP = "svip"  # The square root of the distribution's entropy exceeds the threshold (SVIP, arXiv 2411.18462)
-    ADAEDL = "adaedl"
-    """The lower bound ``1 - sqrt(0.2 entropy)`` on acceptance is below the threshold (AdaEDL, arXiv 2410.18351)."""
-
-
-DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}
-"""Threshold of each rule; SVIP and AdaEDL tune theirs to the pair of models."""
-ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stopping:
-    """One rule with its threshold. ArgumentError: the threshold is out of its range."""
-
-    rule: Stop = Stop.NEVER
-    threshold: float | None = None  # None takes the rule's default
-
-    def __post_init__(self) -> None:
-        if self.threshold is None:
-            return
-        most = math.inf if self.rule is Stop.SVIP else 1.0
-        if self.rule is Stop.NEVER or not 0 <= self.threshold <= most:
-            expected = "none without a rule" if self.rule is Stop.NEVER else f"in 0..{most:g}"
-            raise ArgumentError(f"the threshold of stop={self.rule.value} must be {expected}, got {self.threshold}")
-
-    @property
-    def active(self) -> bool:
-        """Whether it ever ends a draft."""
-        return self.rule is not Stop.NEVER
-
-    def goes_on(self, probs: Tensor) -> Tensor:
-        """(..,) bool: whether to draft behind a token that is drawn from these distributions (.., V)."""
-        if not self.active:
-            return torch.ones(probs.shape[:-1], dtype=torch.bool, device=probs.device)
-        threshold = DEFAULTS[self.rule] if self.threshold is None else self.threshold
-        if self.rule is Stop.CONFIDENCE:
-            return probs.amax(-1) >= threshold
-        entropy: Tensor = torch.special.entr(probs.float()).sum(-1)
-        if self.rule is Stop.SVIP:
-            return entropy.sqrt() <= threshold
-        return 1 - (ENTROPY_SHARE * entropy).sqrt() >= threshold
-
-
-def stopping_named(rule: str, threshold: float | None) -> Stopping:
-    """The rule of that name. ArgumentError: there is none, or the threshold is out of its range."""
-    known = [kind.value for kind in Stop]
-    if rule not in known:
-        raise ArgumentError(f"stop is one of {', '.join(known)}, got {rule!r}.{nearest(rule, known)}")
-    return Stopping(rule=Stop(rule), threshold=threshold)
-
-
-class Ending(Limits):
-    """The nodes that each row may submit: those drawn where all of a level's distributions say stop are the last."""
-
-    def __init__(self, stopping: Stopping, levels: Sequence[range], nodes: Sequence[int]) -> None:
-        super().__init__(levels, nodes)
-        self._stopping = stopping
-        self._stopped: Sequence[bool] = ()
-
-    def look(self, logits: Tensor) -> Tensor:
-        """Shown the raw logits (B, F, V) of a level before anything is drawn from them; returns them."""
-        if self._stopping.active:
-            self._stopped = (~self._stopping.goes_on(logits.float().softmax(-1)).any(-1)).tolist()
-        return logits
-
-    def stopped(self, children: Children) -> Sequence[bool]:
-        return self._stopped
-
-
-_CHUNK = 16
+CHUNK = 16
 """Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
 
 
@@ -119,20 +37,23 @@ _CHUNK = 16
 class DraftModelConfig(TreeOptions):
     """Options of `draft_model`."""
 
-    model: Any
-    """Directory, hub id, ``demo-draft``, or a loaded transformers model."""
-    num_speculative_tokens: int = 5
-    """Length of the chain, tokens; a tree's depth is that of `shape`."""
-    dtype: str = "auto"
-    """Of the weights: ``auto`` is what the checkpoint says."""
-    stop: str = "never"
-    """Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `Stop`."""
-    stop_threshold: float | None = None
-    """Of `stop`; None takes the rule's default."""
+    model: Any  # Directory, hub id, ``demo-draft``, or a loaded transformers model
+    num_speculative_tokens: int = 5  # Length of the chain, tokens; a tree's depth is that of `shape`
+    dtype: str = "auto"  # Of the weights: ``auto`` is what the checkpoint says
+    stop: str = "never"  # Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `Stop`
+    stop_threshold: float | None = None  # Of `stop`; None takes the rule's default
 
     def __post_init__(self) -> None:
-        self.check_tree("draft_model")
-        stopping_named(self.stop, self.stop_threshold)
+        self.check("draft_model")
+
+    def check(self, method: str) -> None:
+        """Raise ArgumentError, in the name of `method`, unless the options make sense."""
+        self.check_tree(method)
+        check_choice(method, self, "stop", [rule.value for rule in Stop])
+        never, most = self.stop == Stop.NEVER, math.inf if self.stop == Stop.SVIP else 1.0
+        if self.stop_threshold is not None and (never or not 0 <= self.stop_threshold <= most):
+            expected = "none without a rule" if never else f"in 0..{most:g}"
+            raise ArgumentError(f"the threshold of stop={self.stop} must be {expected}, got {self.stop_threshold}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,16 +69,18 @@ class DraftModelDrafter(Drafter):
 
     name = "draft_model"
     Config = DraftModelConfig
+    _room: ClassVar[int] = 1  # The draft model's cache holds so many times the engine's slots
 
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._tree = config.fixed_tree()
-        self._stopping = stopping_named(config.stop, config.stop_threshold)
-        self.model = self._load(setup)
+        model, slots = resolved(config.model), self._room * setup.slots + self._tree.shape.size
+        device = setup.device_for(model)
+        self.model = Target.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
-        self._rows: dict[int, _Row] = {}
+        self._rows = defaultdict[int, _Row](_Row)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return self._tree.kind(sampler)
@@ -178,23 +101,21 @@ class DraftModelDrafter(Drafter):
         """Keep of the last proposal what was accepted. New tokens are run when a draft is wanted, not before."""
         rows, paths = list[int](), list[tuple[int, ...]]()
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            row = self._rows.setdefault(row_id, _Row())
-            known = len(tokens) - fresh
+            row, known = self._rows[row_id], len(tokens) - fresh
             drafted, row.drafted = row.drafted, None
             if drafted is not None:
                 drafted.learn(tokens[known:])
-            if drafted is not None and drafted.run and row.cached == self._span(row_id, known) - 1:
-                path = drafted.accepted(tokens[known:-1])
-                rows.append(row_id)
-                paths.append(path)
-                row.cached += 1 + len(path)
+                if drafted.run and row.cached == self._span(row_id, known) - 1:
+                    rows.append(row_id)
+                    paths.append(drafted.accepted(tokens[known:-1]))
+                    row.cached += 1 + len(paths[-1])
             row.cached = max(0, min(row.cached, len(self._read(row_id, tokens)) - 1))
         if rows:
             self.model.commit(rows, paths)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
-            row = self._rows.setdefault(row_id, _Row())
+            row = self._rows[row_id]
             row.cached, row.drafted = min(row.cached, self._span(row_id, length)), None
             self.model.truncate([row_id], [row.cached])
             self.model.clear(row_id)
@@ -209,43 +130,35 @@ class DraftModelDrafter(Drafter):
         trees = context.trees()
         if not active:
             return trees
-        ending = Ending(self._stopping, self._tree.shape.levels, [within[index] for index in active])
+        ending = Ending(self.config, self._tree.shape.levels, [within[index] for index in active])
         grown = self._grow(context, active, [texts[index] for index in active], ending)
         for index, cut in zip(active, self._tree.cut(context, active, grown, ending.nodes), strict=True):
             trees[index], self._rows[context.rows[index]].drafted = cut
         return trees
 
-    def _grow(
-        self, context: DraftContext, active: Sequence[int], texts: Sequence[Sequence[int]], ending: Ending
-    ) -> Grown:
+    def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
         """The first nodes of the shape for the active rows, which read as `texts`; level by level."""
-        rows = [context.rows[index] for index in active]
+        rows, shape = [context.rows[index] for index in active], self._tree.shape
 
         def descend(ids: Tensor, level: range) -> Tensor:
             if level.start == 1:  # the root becomes node 0 of a tree: it keeps its slot but is no longer committed
                 for row in rows:
                     self._rows[row].cached -= 1
                 self.model.truncate(rows, [self._rows[row].cached for row in rows])
-            roots, shape = self._readable([text[-1] for text in texts]), self._tree.shape
-            counts, known = [shape.size] * len(rows), self._known(ids)
-            nodes = Nodes.of_levels(roots, known, shape.parents, counts=counts, start=level.start)
+            roots, counts = self._readable([text[-1] for text in texts]), [shape.size] * len(rows)
+            nodes = Nodes.of_levels(roots, self._known(ids), shape.parents, counts=counts, start=level.start)
             return ending.look(self._fit(self.model.score(rows, nodes).logits))
 
-        first, most = ending.look(self._fit(self._catch_up(rows, texts))), max(ending.nodes)
+        # Run what the cache lacks, the root last.
+        cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
+        first = ending.look(self._fit(run_missing(self.model, rows, cached, missing)))
+        for row, text in zip(rows, texts, strict=True):
+            self._rows[row] = _Row(cached=len(text))
+        most = max(ending.nodes)
         size = first.shape[-1] if self._shared is None else self._shared.size
         draws = self._tree.draws(context, active, first.device, size)
         return self._tree.grow(draws, most, first, descend, self._shared, enough=ending.enough)
-
-    def _catch_up(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Run what the cache lacks, the root last: its logits (B, 1, V)."""
-        states = [self._rows.setdefault(row, _Row()) for row in rows]
-        for state, text in zip(states, texts, strict=True):
-            state.cached, state.drafted = min(state.cached, len(text) - 1), None
-        missing = [self._readable(text[state.cached :]) for state, text in zip(states, texts, strict=True)]
-        logits = run_missing(self.model, rows, [state.cached for state in states], missing)
-        for state, text in zip(states, texts, strict=True):
-            state.cached = len(text)
-        return logits
 
     def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
         """The committed tokens as the draft model reads them."""
@@ -260,26 +173,21 @@ class DraftModelDrafter(Drafter):
         return [token if token < self.model.vocab_size else 0 for token in tokens]
 
     def _fit(self, logits: Tensor) -> Tensor:
-        """(B, F, V) over the target's ids: padding beyond them is dropped, ids that the draft lacks are impossible."""
-        missing = self._vocabulary - logits.shape[-1]
-        if missing <= 0:
-            return logits[..., : self._vocabulary]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        """(B, F, V') -> (B, F, V) over the target's ids."""
+        return fitted(logits, self._vocabulary)
 
     def _known(self, ids: Tensor) -> Tensor:
         """Drafted tokens as the draft model reads them."""
         return ids
 
-    def _load(self, setup: DrafterSetup, room: int = 1) -> Target:
-        """The draft model with a cache of `room` times the engine's slots."""
-        from forerun.model import Target
-
-        model = resolved(self.config.model)
-        slots = room * setup.slots + self._tree.shape.size
-        return Target.load(model, rows=setup.rows, slots=slots, dtype=self.config.dtype, device=setup.device_for(model))
-
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         check_vocabulary(setup, self.config.model, self.model.vocab_size)
+
+
+def fitted(logits: Tensor, vocabulary: int) -> Tensor:
+    """(.., V') -> (.., V) of so many ids: padding is dropped, ids that the draft model lacks are impossible."""
+    missing = vocabulary - logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocabulary]
 
 
 def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:
@@ -288,7 +196,54 @@ def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missi
     model.truncate(rows, cached)
     rest = list(missing)
     for index, (row, text) in enumerate(zip(rows, missing, strict=True)):
-        if len(text) > _CHUNK:
+        if len(text) > CHUNK:
             model.prefill([row], [text[:-1]])
             rest[index] = text[-1:]
     return model.prefill(rows, rest).logits
+
+
+class Stop(StrEnum):
+    """When a draft is long enough: a confidence threshold, or a bound on acceptance from the distribution's entropy.
+
+    A rule looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
+    drafting ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn
+    last does not.
+    """
+
+    NEVER = "never"  # Only the budget ends it
+    CONFIDENCE = "confidence"  # The likeliest token has less than the threshold (``assistant_confidence_threshold``)
+    SVIP = "svip"  # The square root of the distribution's entropy exceeds the threshold (SVIP, arXiv 2411.18462)
+    ADAEDL = "adaedl"  # The bound ``1 - sqrt(0.2 entropy)`` on acceptance is below it (AdaEDL, arXiv 2410.18351)
+
+
+DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}
+"""Threshold of each rule; SVIP and AdaEDL tune theirs to the pair of models."""
+ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
+
+
+def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor:
+    """(..,) bool: whether to draft behind a token that is drawn from these distributions (.., V); with the rule's own
+    threshold where none is given."""
+    if rule is Stop.NEVER:
+        return torch.ones(probs.shape[:-1], dtype=torch.bool, device=probs.device)
+    threshold = DEFAULTS[rule] if threshold is None else threshold
+    if rule is Stop.CONFIDENCE:
+        return probs.amax(-1) >= threshold
+    entropy: Tensor = torch.special.entr(probs.float()).sum(-1)
+    return entropy.sqrt() <= threshold if rule is Stop.SVIP else 1 - (ENTROPY_SHARE * entropy).sqrt() >= threshold
+
+
+class Ending(Limits):
+    """The nodes that each row may submit: those drawn where all of a level's distributions say stop are the last."""
+
+    def __init__(self, config: DraftModelConfig, levels: Sequence[range], nodes: list[int]) -> None:
+        super().__init__(levels, nodes, lambda _: self._ended)
+        self._stop, self._threshold = Stop(config.stop), config.stop_threshold
+        self._ended: list[bool] = []
+
+    def look(self, logits: Tensor) -> Tensor:
+        """Shown the raw logits (B, F, V) of a level before anything is drawn from them; returns them."""
+        if self._stop is not Stop.NEVER:
+            going = goes_on(self._stop, logits.float().softmax(-1), self._threshold)
+            self._ended = (~going.any(-1)).tolist()
+        return logits

@@ -34,8 +34,7 @@ _LARGEST = 127
 class QuantizedSelfConfig(TreeOptions):
     """Options of `quantized_self`."""
 
-    bits: int = 8
-    """Of a weight: 8, or 4 on a CPU."""
+    bits: int = 8  # Of a weight: 8, or 4 on a CPU
 
     def __post_init__(self) -> None:
         self.check_tree("quantized_self")
@@ -43,9 +42,70 @@ class QuantizedSelfConfig(TreeOptions):
             raise ArgumentError(f"quantized_self: bits is 8 or 4, got {self.bits}")
 
 
+class QuantizedSelfDrafter(DraftModelDrafter):
+    """Drafts with a rounded twin of the target."""
+
+    name = "quantized_self"
+    Config: ClassVar[type[Any]] = QuantizedSelfConfig
+
+    def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
+        tree = {field.name: getattr(config, field.name) for field in fields(TreeOptions)}
+        super().__init__(DraftModelConfig(model=rounded_twin(setup.target.model, config.bits), **tree), setup)
+
+    def memory_bytes(self) -> int:
+        """Bytes of rounded weights, scales and the twin's cache; what it shares with the target is not counted."""
+        layers = (layer for layer in self.model.model.modules() if isinstance(layer, _Rounded))
+        return sum(layer.nbytes() for layer in layers) + self.model.cache.nbytes()
+
+
+def rounded_twin(model: Any, bits: int = 8) -> Any:
+    """The same causal LM with rounded linears in its decoder layers; everything else is shared, nothing is written to.
+    UnsupportedModelError: it has no plain linear layers, they are moved between devices, or torch has no 4-bit
+    kernel."""
+    if bits == 4 and model.device.type != "cpu":
+        raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
+        raise UnsupportedModelError("quantized_self needs a model on one device; load it so, or draft with skip_layers")
+    base = base_of(model)
+    name, layers = layers_of(base, model.config.get_text_config(decoder=True).num_hidden_layers)
+    rounded = [_rounded(layer, bits) for layer in layers]
+    if all(new is old for new, old in zip(rounded, layers, strict=True)):
+        raise UnsupportedModelError(
+            f"quantized_self finds no plain linear layer in the decoder of {type(model).__name__}: it is quantised "
+            "already, or of another kind. Draft with skip_layers"
+        )
+    return replaced(model, f"{base_name(model)}.{name}", nn.ModuleList(rounded))
+
+
+def _rounded(module: nn.Module, bits: int) -> nn.Module:
+    """A copy with rounded layers in the place of linear ones; modules that hold none are shared."""
+    weight = _weight(module)
+    if weight is not None:
+        kind = Int4Linear if bits == 4 and Int4Linear.suits(weight) else Int8Linear
+        return kind(weight, getattr(module, "bias", None))
+    children = {name: _rounded(child, bits) for name, child in module._modules.items() if child is not None}
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    twin = shallow(module)
+    twin._modules.update(children)
+    return twin
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    """(out, in) of a linear layer of a kind that is known; None of any other module."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) in (nn.Linear, PackedLinear, FusedLinear):
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return weight if weight.is_floating_point() else None
+    if type(module) is Conv1D:
+        transposed: Tensor = module.weight.T  # type: ignore[assignment]
+        return transposed
+    return None
+
+
 class _Rounded(nn.Module):
-    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared `bias` (out,) or
-    None."""
+    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared `bias` (out,)."""
 
     rounded: Tensor
     scales: Tensor
@@ -117,67 +177,3 @@ class Int4Linear(_Rounded):
             rows.contiguous(), self.rounded, self.group, self.scales
         )
         return product
-
-
-class QuantizedSelfDrafter(DraftModelDrafter):
-    """Drafts with a rounded twin of the target."""
-
-    name = "quantized_self"
-    Config: ClassVar[type[Any]] = QuantizedSelfConfig
-
-    def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
-        tree = {field.name: getattr(config, field.name) for field in fields(TreeOptions)}
-        super().__init__(DraftModelConfig(model=rounded_twin(setup.target.model, config.bits), **tree), setup)
-
-    def memory_bytes(self) -> int:
-        """Bytes of rounded weights, scales and the twin's cache; what it shares with the target is not counted."""
-        layers = (layer for layer in self.model.model.modules() if isinstance(layer, _Rounded))
-        return sum(layer.nbytes() for layer in layers) + self.model.cache.nbytes()
-
-
-def rounded_twin(model: Any, bits: int = 8) -> Any:
-    """The same causal LM with rounded linears in its decoder layers; everything else is shared, nothing is written to.
-
-    UnsupportedModelError: the decoder has no plain linear layers, or they are moved between devices as they run; or 4
-    bits are asked for where torch has no kernel.
-    """
-    if bits == 4 and model.device.type != "cpu":
-        raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
-    if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
-        raise UnsupportedModelError("quantized_self needs a model on one device; load it so, or draft with skip_layers")
-    base = base_of(model)
-    name, layers = layers_of(base, model.config.get_text_config(decoder=True).num_hidden_layers)
-    rounded = [_rounded(layer, bits) for layer in layers]
-    if all(new is old for new, old in zip(rounded, layers, strict=True)):
-        raise UnsupportedModelError(
-            f"quantized_self finds no plain linear layer in the decoder of {type(model).__name__}: it is quantised "
-            "already, or of another kind. Draft with skip_layers"
-        )
-    return replaced(model, f"{base_name(model)}.{name}", nn.ModuleList(rounded))
-
-
-def _rounded(module: nn.Module, bits: int) -> nn.Module:
-    """A copy with rounded layers in the place of linear ones; modules that hold none are shared."""
-    weight = _weight(module)
-    if weight is not None:
-        kind = Int4Linear if bits == 4 and Int4Linear.suits(weight) else Int8Linear
-        return kind(weight, getattr(module, "bias", None))
-    children = {name: _rounded(child, bits) for name, child in module._modules.items() if child is not None}
-    if all(child is module._modules[name] for name, child in children.items()):
-        return module
-    twin = shallow(module)
-    twin._modules.update(children)
-    return twin
-
-
-def _weight(module: nn.Module) -> Tensor | None:
-    """(out, in) of a linear layer of a kind that is known; None of any other module."""
-    from transformers.pytorch_utils import Conv1D
-
-    if type(module) in (nn.Linear, PackedLinear, FusedLinear):
-        weight: Tensor = module.weight  # type: ignore[assignment]
-        return weight if weight.is_floating_point() else None
-    if type(module) is Conv1D:
-        transposed: Tensor = module.weight.T  # type: ignore[assignment]
-        return transposed
-    return None

@@ -10,11 +10,11 @@ text, tokenised again near its end; what of that is in its cache is not run agai
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.sampling import Sampler
@@ -44,135 +44,15 @@ _ROOM = 2
 class SlemConfig:
     """Options of `slem`."""
 
-    model: Any
-    """Directory, hub id, or a loaded transformers model."""
-    tokenizer: Any = None
-    """The draft model's: directory, hub id or object; None takes the one beside the model."""
-    target_tokenizer: Any = None
-    """The target's; None takes the engine's."""
-    num_speculative_tokens: int = 8
-    """Tokens that the draft model writes in a step, and most tokens of the target that are made of them."""
-    look_behind: int = 10
-    """Tokens before the border that are tokenised again with the text behind it, on both sides."""
-    dtype: str = "auto"
-    """Of the weights: ``auto`` is what the checkpoint says."""
+    model: Any  # Directory, hub id, or a loaded transformers model
+    tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
+    target_tokenizer: Any = None  # The target's; None takes the engine's
+    num_speculative_tokens: int = 8  # Most tokens that the draft model writes in a step, and most of the target's
+    look_behind: int = 10  # Tokens before the border that are tokenised again with the text behind it, on both sides
+    dtype: str = "auto"  # Of the weights: ``auto`` is what the checkpoint says
 
     def __post_init__(self) -> None:
         check_least("slem", self, num_speculative_tokens=1, look_behind=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class TextAlignment:
-    """One row's text, tokenised again near its end whenever it has grown."""
-
-    encoder: Encoder  # The draft model's
-    shown: Sequence[bytes]  # Of each target token id what the draft model is shown (`rendering`)
-    look_behind: int  # Tokens before the new text that are tokenised again with it
-    opening: Sequence[int] = ()
-    silent: int | None = None  # A target token that is not shown at the very beginning
-    data: bytearray = field(default_factory=bytearray)  # The text
-    ids: list[int] = field(default_factory=list)  # Draft tokens of the text, the opening not counted
-    agreed: int = 0  # Draft tokens that have not changed since the reader last set this
-    _ends: list[int] = field(default_factory=list)  # Byte behind each draft token
-    _marks: list[int] = field(default_factory=list)  # Byte behind each target token
-
-    def follow(self, tokens: Sequence[int]) -> list[int]:
-        """The draft tokens, opening included, of a text that begins with what was followed before."""
-        for place in range(len(self._marks), len(tokens)):
-            token = tokens[place]
-            if token < len(self.shown) and (place or token != self.silent):
-                self.data += self.shown[token]
-            self._marks.append(len(self.data))
-        if self.covered < len(self.data):
-            self._tokenise()
-        return [*self.opening, *self.ids]
-
-    def shrink(self, length: int) -> None:
-        """Forget all but the first `length` target tokens; of a draft token that is cut, the rest is read anew."""
-        if length >= len(self._marks):
-            return
-        del self._marks[length:]
-        del self.data[self._marks[-1] if self._marks else 0 :]
-        self._keep(sum(end <= len(self.data) for end in self._ends))
-
-    @property
-    def covered(self) -> int:
-        """Bytes up to the end of the last draft token: the rest could not be written in draft tokens alone."""
-        return self._ends[-1] if self._ends else 0
-
-    def _word_begins(self, place: int) -> bool:
-        return self.data[place : place + 1].isspace() and not self.data[place - 1 : place].isspace()
-
-    def _keep(self, count: int) -> None:
-        del self._ends[count:]
-        del self.ids[count:]
-        self.agreed = min(self.agreed, count)
-
-    def _tokenise(self) -> None:
-        """Tokens from a little before the new text on; farther back until old and new tokens meet."""
-        back = self.look_behind
-        while True:
-            start = max(0, len(self.ids) - back)
-            while start and not starts_character(self.data, self._ends[start - 1]):
-                start -= 1
-            if self._splice(start, words=back <= _WORDS * self.look_behind):
-                return
-            back *= 2
-
-    def _splice(self, start: int, *, words: bool) -> bool:
-        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place: with
-        `words`, where a word begins, since tokenizers hardly look farther back than that."""
-        base = self._ends[start - 1] if start else 0
-        spans = self.encoder.encode(bytes(self.data[base:]), opening=not start)
-        meeting = 0
-        if start:  # the window begins inside a text, and its first token perhaps inside a word
-            old = {(self.ids[place], self._ends[place]): place for place in range(start, len(self.ids))}
-            keys = [(span.id, base + span.end) for span in spans]
-            met = [place for place, key in enumerate(keys) if place and key in old]
-            meeting = next((place + 1 for place in met if not words or self._word_begins(keys[place][1])), 0)
-            if not meeting:
-                return False
-            start = old[keys[meeting - 1]] + 1
-        same = 0
-        for span, token, end in zip(spans[meeting:], self.ids[start:], self._ends[start:], strict=False):
-            if (span.id, base + span.end) != (token, end):
-                break
-            same += 1
-        self._keep(start + same)
-        for span in spans[meeting + same :]:
-            self.ids.append(span.id)
-            self._ends.append(base + span.end)
-        return True
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """One row as the draft model knows it."""
-
-    alignment: TextAlignment
-    held: list[int] = field(default_factory=list)
-    """Draft tokens in the cache: committed text, and behind it what was drafted last."""
-    submitted: Drafted | None = None
-
-    def common(self, ids: Sequence[int]) -> int:
-        """How many tokens of the text as it is now stand in the cache; its last one is always run again."""
-        count, most = min(self.alignment.agreed, len(self.held)), min(len(self.held), len(ids) - 1)
-        while count < most and self.held[count] == ids[count]:
-            count += 1
-        return min(count, most)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Written:
-    """What the draft model wrote for one row."""
-
-    row: _Row
-    tokens: Sequence[int]  # The target's, committed
-    ids: list[int]  # The draft model's, committed text first
-    acceptance: Acceptance  # Of the row's domain
-    pieces: list[bytes] = field(default_factory=list)  # Drafted, as the target's text
-    probs: list[float] = field(default_factory=list)  # Of each drafted token
-    ended: bool = False  # Nothing can follow: a special token came, or the draft model's context is full
 
 
 class SlemDrafter(Drafter):
@@ -185,18 +65,23 @@ class SlemDrafter(Drafter):
         self.config = config
         self._target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
         self._draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
-        model = resolved(config.model)
-        slots = _ROOM * setup.slots + config.num_speculative_tokens
-        self.model = Target.load(
-            model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model)
-        )
+        model, slots = resolved(config.model), _ROOM * setup.slots + config.num_speculative_tokens
+        device = setup.device_for(model)
+        self.model = Target.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
         self._vocabulary = setup.target.vocab_size
-        self._to_target, self._to_draft = Encoder(self._target), Encoder(self._draft)
-        self._shown = rendering(self._target, self._draft)
+        self._to_target = Encoder(self._target)
         self._written = rendering(self._draft, self._target)
-        self._opening = opening_of(self._draft)
         self._estimates = PerDomain(Acceptance)
-        self._rows: dict[int, _Row] = {}
+        opening = opening_of(self._draft)
+        alignment = partial(
+            TextAlignment,
+            encoder=Encoder(self._draft),
+            shown=rendering(self._target, self._draft),
+            look_behind=config.look_behind,
+            opening=opening,
+            silent=self._target.tokenizer.bos_token_id if opening else None,
+        )
+        self._rows = defaultdict[int, _Row](lambda: _Row(alignment=alignment()))
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
@@ -207,7 +92,7 @@ class SlemDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         """Learn how the last draft fared. The text is read when a draft is wanted, not before."""
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            row, known = self._row(row_id), len(tokens) - fresh
+            row, known = self._rows[row_id], len(tokens) - fresh
             row.alignment.shrink(known)
             if row.submitted is not None:
                 row.submitted.learn(tokens[known:])
@@ -215,7 +100,7 @@ class SlemDrafter(Drafter):
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
-            row = self._row(row_id)
+            row = self._rows[row_id]
             row.alignment.shrink(length)
             row.submitted = None
             if length == 0:
@@ -224,78 +109,53 @@ class SlemDrafter(Drafter):
                 del self._rows[row_id]
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        limits = [min(nodes, depth) for nodes, depth in zip(budget.nodes, budget.depth, strict=True)]
+        most = self.config.num_speculative_tokens
+        limits = [min(nodes, depth, most) for nodes, depth in zip(budget.nodes, budget.depth, strict=True)]
         texts = {index: self._open(context, index) for index, limit in enumerate(limits) if limit > 0}
         active = {index: text for index, text in texts.items() if text is not None}
         trees = context.trees()
-        if not active:
-            return trees
-        self._write([context.rows[index] for index in active], list(active.values()))
+        if active:
+            self._write(list(active.values()))
         for index, text in active.items():
-            self._chain(trees[index], text, min(limits[index], self.config.num_speculative_tokens))
+            self._chain(trees[index], text, limits[index])
         return trees
-
-    def _row(self, row_id: int) -> _Row:
-        if row_id not in self._rows:
-            alignment = TextAlignment(
-                encoder=self._to_draft,
-                shown=self._shown,
-                look_behind=self.config.look_behind,
-                opening=self._opening,
-                silent=self._target.tokenizer.bos_token_id if self._opening else None,
-            )
-            self._rows[row_id] = _Row(alignment=alignment)
-        return self._rows[row_id]
 
     def _open(self, context: DraftContext, index: int) -> _Written | None:
         """A row's text, read; None where it is empty, or leaves the draft model no room to write."""
-        row = self._row(context.rows[index])
-        ids = row.alignment.follow(context.tokens[index])
-        ids = [token if token < self.model.vocab_size else 0 for token in ids]
+        cache_row, tokens = context.rows[index], context.tokens[index]
+        row = self._rows[cache_row]
+        ids = [token if token < self.model.vocab_size else 0 for token in row.alignment.follow(tokens)]
         room = min(self.model.max_length, self.model.slots) - self.config.num_speculative_tokens
         if not 0 < len(ids) <= room:
             return None
         acceptance = self._estimates.of(context.salt(index))
-        return _Written(row=row, tokens=context.tokens[index], ids=ids, acceptance=acceptance)
+        return _Written(cache_row=cache_row, row=row, tokens=tokens, ids=ids, acceptance=acceptance)
 
-    def _write(self, rows: Sequence[int], texts: Sequence[_Written]) -> None:
+    def _write(self, texts: Sequence[_Written]) -> None:
         """Greedily `num_speculative_tokens` tokens for each row, one pass for all rows a token."""
         kept = [text.row.common(text.ids) for text in texts]
-        for text, count in zip(texts, kept, strict=True):
-            del text.row.held[count:]
-            text.row.alignment.agreed = min(text.row.alignment.agreed, count)
         missing = [text.ids[count:] for text, count in zip(texts, kept, strict=True)]
-        logits = run_missing(self.model, rows, kept, missing)
+        logits = run_missing(self.model, [text.cache_row for text in texts], kept, missing)
         for text in texts:
-            text.row.held = list(text.ids)
-            text.row.alignment.agreed = len(text.ids)
-        going = list(zip(rows, texts, strict=True))
+            text.row.held, text.row.alignment.agreed = list(text.ids), len(text.ids)
+        going = list(texts)
         for left in range(self.config.num_speculative_tokens - 1, -1, -1):
-            chosen = self._choose(logits)
-            for (_, text), (token, prob) in zip(going, chosen, strict=True):
-                self._take(text, token, prob)
-            found = [(place, token) for place, (token, _) in enumerate(chosen) if left and not going[place][1].ended]
-            if not found:
+            known = logits[:, 0, : len(self._draft)]  # an embedding's padding is no token
+            values, ids = known.max(-1)
+            probs = (values.float() - known.float().logsumexp(-1)).exp()
+            for text, token, prob in zip(going, ids.tolist(), probs.tolist(), strict=True):
+                # A special token ends the draft, and is part of it only if the target has it too.
+                text.last, piece = token, self._written[token]
+                text.ended = token in self._draft.specials or not piece
+                if piece:
+                    text.pieces.append(piece)
+                    text.probs.append(prob)
+            going = [text for text in going if left and not text.ended]
+            if not going:
                 return
-            going = [going[place] for place, _ in found]
-            logits = self.model.prefill([row for row, _ in going], [[token] for _, token in found]).logits
-            for (_, text), (_, token) in zip(going, found, strict=True):
-                text.row.held.append(token)
-
-    def _choose(self, logits: Tensor) -> list[tuple[int, float]]:
-        """(B, 1, V) -> the likeliest token of each row and its probability; an embedding's padding is no token."""
-        known = logits[:, 0, : len(self._draft)]
-        values, ids = known.max(-1)
-        probs = (values.float() - known.float().logsumexp(-1)).exp()
-        return list(zip(ids.tolist(), probs.tolist(), strict=True))
-
-    def _take(self, text: _Written, token: int, prob: float) -> None:
-        """Append a drafted token; a special one ends the draft, and is part of it only if the target has it too."""
-        piece = self._written[token]
-        text.ended = token in self._draft.specials or not piece
-        if piece:
-            text.pieces.append(piece)
-            text.probs.append(prob)
+            logits = self.model.prefill([text.cache_row for text in going], [[text.last] for text in going]).logits
+            for text in going:
+                text.row.held.append(text.last)
 
     def _chain(self, tree: TokenTree, text: _Written, most: int) -> None:
         """The drafted text as a chain of the target's tokens."""
@@ -337,11 +197,117 @@ class SlemDrafter(Drafter):
 
 def _attributed(spans: Sequence[Span], starts: Sequence[int], probs: Sequence[float]) -> list[float]:
     """Of each of the target's tokens the probability of the drafted tokens that begin in it, together."""
-    found, place = list[float](), 0
+    found, drafted = list[float](), 0
     for span in spans:
         together = 1.0
-        while place < len(probs) and starts[place] < span.end:
-            together *= probs[place]
-            place += 1
+        while drafted < len(probs) and starts[drafted] < span.end:
+            together *= probs[drafted]
+            drafted += 1
         found.append(together)
     return found
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """One row as the draft model knows it."""
+
+    alignment: TextAlignment
+    held: list[int] = field(default_factory=list)  # Draft tokens in the cache: committed text, then the last draft
+    submitted: Drafted | None = None
+
+    def common(self, ids: Sequence[int]) -> int:
+        """How many tokens of the text as it is now stand in the cache; its last one is always run again."""
+        count, most = min(self.alignment.agreed, len(self.held)), min(len(self.held), len(ids) - 1)
+        while count < most and self.held[count] == ids[count]:
+            count += 1
+        return min(count, most)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Written:
+    """What the draft model wrote for one row."""
+
+    cache_row: int
+    row: _Row
+    tokens: Sequence[int]  # The target's, committed
+    ids: list[int]  # The draft model's, committed text first
+    acceptance: Acceptance  # Of the row's domain
+    pieces: list[bytes] = field(default_factory=list)  # Drafted, as the target's text
+    probs: list[float] = field(default_factory=list)  # Of each drafted token
+    last: int = 0  # The drafted token that came last
+    ended: bool = False  # Nothing can follow: a special token came, or the draft model's context is full
+
+
+@dataclass(kw_only=True, slots=True)
+class TextAlignment:
+    """One row's text, tokenised again near its end whenever it has grown."""
+
+    encoder: Encoder  # The draft model's
+    shown: Sequence[bytes]  # Of each target token id what the draft model is shown (`rendering`)
+    look_behind: int  # Tokens before the new text that are tokenised again with it
+    opening: Sequence[int] = ()
+    silent: int | None = None  # A target token that is not shown at the very beginning
+    data: bytearray = field(default_factory=bytearray)  # The text
+    ids: list[int] = field(default_factory=list)  # Draft tokens of the text, the opening not counted
+    agreed: int = 0  # Draft tokens that have not changed since the reader last set this
+    _ends: list[int] = field(default_factory=list)  # Byte behind each draft token
+    _marks: list[int] = field(default_factory=list)  # Byte behind each target token
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The draft tokens, opening included, of a text that begins with what was followed before."""
+        for index in range(len(self._marks), len(tokens)):
+            token = tokens[index]
+            if token < len(self.shown) and (index or token != self.silent):
+                self.data += self.shown[token]
+            self._marks.append(len(self.data))
+        # Tokens from a little before the new text on; farther back until old and new tokens meet.
+        back = self.look_behind
+        while self.covered < len(self.data):
+            start = max(0, len(self.ids) - back)
+            while start and not starts_character(self.data, self._ends[start - 1]):
+                start -= 1
+            if self._splice(start, words=back <= _WORDS * self.look_behind):
+                break
+            back *= 2
+        return [*self.opening, *self.ids]
+
+    def shrink(self, length: int) -> None:
+        """Forget all but the first `length` target tokens; of a draft token that is cut, the rest is read anew."""
+        if length < len(self._marks):
+            del self._marks[length:]
+            del self.data[self._marks[-1] if self._marks else 0 :]
+            self._keep(sum(end <= len(self.data) for end in self._ends))
+
+    @property
+    def covered(self) -> int:
+        """Bytes up to the end of the last draft token: the rest could not be written in draft tokens alone."""
+        return self._ends[-1] if self._ends else 0
+
+    def _keep(self, count: int) -> None:
+        del self._ends[count:]
+        del self.ids[count:]
+        self.agreed = min(self.agreed, count)
+
+    def _splice(self, start: int, *, words: bool) -> bool:
+        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place: with
+        `words`, where a word begins, since tokenizers hardly look farther back than that."""
+        base = self._ends[start - 1] if start else 0
+        spans = [(span.id, base + span.end) for span in self.encoder.encode(bytes(self.data[base:]), opening=not start)]
+        old = list(zip(self.ids[start:], self._ends[start:], strict=True))
+        if start:  # the window begins inside a text, and its first token perhaps inside a word
+            known = {span: index for index, span in enumerate(old)}
+            met = (index for index, span in enumerate(spans) if index and span in known)
+            meeting = next((index for index in met if not words or self._word_begins(spans[index][1])), None)
+            if meeting is None:
+                return False
+            shared = known[spans[meeting]] + 1
+            start, old, spans = start + shared, old[shared:], spans[meeting + 1 :]
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(spans, old, strict=False)))
+        self._keep(start + same)
+        for token, end in spans[same:]:
+            self.ids.append(token)
+            self._ends.append(end)
+        return True
+
+    def _word_begins(self, index: int) -> bool:
+        return self.data[index : index + 1].isspace() and not self.data[index - 1 : index].isspace()

@@ -8,9 +8,10 @@ in length. Acceptance is at most the mass that the target puts on the shared tok
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,72 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TliConfig(DraftModelConfig):
+    """Options of `tli`: those of `draft_model`, and what stands between the two tokenizers."""
+
+    tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
+    target_tokenizer: Any = None  # The target's; None takes the engine's
+    min_shared: float = 0.05
+    """Refuse to draft with fewer common tokens: below 1 a share of the smaller vocabulary, else a number of tokens."""
+
+    def __post_init__(self) -> None:
+        self.check("tli")
+        if self.min_shared < 0:
+            raise ArgumentError(f"tli: min_shared must be 0 or more, got {self.min_shared}")
+
+
+class TliDrafter(DraftModelDrafter):
+    """Drafts the shared tokens with a smaller causal LM, one forward pass per level for all rows."""
+
+    name = "tli"
+    Config = TliConfig
+    config: TliConfig
+    _room: ClassVar[int] = 2  # A row whose text needs more of the draft model's tokens drafts nothing
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + (self._pruned or 0)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        super().truncate(rows, lengths)  # shrinks the alignments, too: `_span`
+        for row_id, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                del self._alignments[row_id]
+
+    def _check_vocabulary(self, setup: DrafterSetup) -> None:
+        """Find the shared tokens, and whether there are enough."""
+        config = self.config
+        target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
+        draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
+        shared = Intersection.of(target, draft, setup.target.vocab_size, self.model.vocab_size)
+        require(shared, config.min_shared, target, draft)
+        widest = max(self._tree.shape.widths)
+        if len(shared) < widest:
+            common = f"{target!r} and {draft!r} have {len(shared)}"
+            raise VocabularyMismatchError(f"tli: {widest} children a node need as many common tokens; {common}")
+        dictionary, device = Dictionary(target, Encoder(draft), self.model.vocab_size), self.model.device
+        self._alignments = defaultdict[int, TokenAlignment](lambda: TokenAlignment(dictionary))
+        self._shared = DraftVocabulary(token_ids=shared.target_ids.to(device), size=setup.target.vocab_size)
+        self._draft_ids = shared.draft_ids.to(device)
+        self._translated = torch.zeros(setup.target.vocab_size, dtype=torch.int64, device=device)
+        self._translated[self._shared.token_ids] = self._draft_ids
+        self._pruned = prune_head(self.model, self._draft_ids)
+
+    def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
+        return self._alignments[row_id].follow(tokens)
+
+    def _span(self, row_id: int, length: int) -> int:
+        self._alignments[row_id].shrink(length)
+        return self._alignments[row_id].span(length)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        return self._translated[ids]
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """(B, F, V') of the shared tokens, ascending in the target's ids."""
+        return logits if self._pruned is not None else logits[..., self._draft_ids]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Intersection:
     """Pairs of token ids that stand for the same bytes, and special tokens that mean the same; each id once."""
 
@@ -40,8 +107,7 @@ class Intersection:
 
     @classmethod
     def of(cls, target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Intersection:
-        """What both spell; `target_size` and `draft_size` are the token ids of the embeddings, a tokenizer may hold
-        more."""
+        """What both spell; `target_size` and `draft_size` are the embeddings' token ids, a tokenizer may hold more."""
         pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
         taken = set[int]()
         for ours, theirs in target.counterparts(draft).items():
@@ -56,15 +122,12 @@ class Intersection:
 def require(shared: Intersection, least: float, target: TokenBytes, draft: TokenBytes) -> None:
     """Raise VocabularyMismatchError where too little is shared; `least` is below 1 a share of the smaller vocabulary,
     else a number of tokens."""
-    smaller = min(len(target), len(draft))
-    needed = max(1, round(least * smaller) if least < 1 else round(least))
+    needed = max(1, round(least * min(len(target), len(draft)) if least < 1 else least))
     if len(shared) >= needed:
         return
-    found = "no common tokens" if not len(shared) else f"{len(shared)} common tokens, fewer than {needed}"
-    remedy = "take --drafter slem, which compares text" + ("" if not len(shared) else ", or lower min_shared")
-    raise VocabularyMismatchError(
-        f"the tokenizers of target, {target!r}, and draft model, {draft!r}, have {found}; {remedy}"
-    )
+    found = f"{len(shared)} common tokens, fewer than {needed}" if len(shared) else "no common tokens"
+    remedy = "take --drafter slem, which compares text" + (", or lower min_shared" if len(shared) else "")
+    raise VocabularyMismatchError(f"the tokenizers of target {target!r} and draft {draft!r} have {found}; {remedy}")
 
 
 class Dictionary:
@@ -99,17 +162,15 @@ class TokenAlignment:
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
         """The draft tokens of a text that begins with what was followed before."""
-        for place in range(len(self._ends), len(tokens)):
-            if place or tokens[place] not in self._dictionary.silent:
-                self.ids.extend(self._dictionary[tokens[place]])
+        for index in range(len(self._ends), len(tokens)):
+            if index or tokens[index] not in self._dictionary.silent:
+                self.ids.extend(self._dictionary[tokens[index]])
             self._ends.append(len(self.ids))
         return self.ids
 
     def span(self, length: int) -> int:
         """Draft tokens that the first `length` target tokens take, of those that were followed."""
-        if length <= 0:
-            return 0
-        return self._ends[min(length, len(self._ends)) - 1] if self._ends else 0
+        return self._ends[min(length, len(self._ends)) - 1] if length > 0 and self._ends else 0
 
     def shrink(self, length: int) -> None:
         """Forget all but the first `length` target tokens."""
@@ -127,10 +188,8 @@ class PrunedHead(OutputHead):
     def __init__(self, model: nn.Module, name: str, ids: Tensor) -> None:
         super().__init__(model)
         output = self._model._modules[name]
-        assert output is not None
-        weight, bias = output.weight, output.bias
-        assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
-        weight = weight.detach()
+        assert isinstance(output, nn.Linear | PackedLinear)
+        weight, bias = output.weight.detach(), output.bias
         rows = ids.to(weight.device)
         kept = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
         kept.weight = nn.Parameter(weight[rows], requires_grad=False)
@@ -161,89 +220,3 @@ def prune_head(target: Target, ids: Tensor) -> int | None:
         return None
     target.head = pruned
     return pruned.nbytes
-
-
-_ROOM = 2
-"""The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TliConfig(DraftModelConfig):
-    """Options of `tli`: those of `draft_model`, and what stands between the two tokenizers."""
-
-    tokenizer: Any = None
-    """The draft model's: directory, hub id or object; None takes the one beside the model."""
-    target_tokenizer: Any = None
-    """The target's; None takes the engine's."""
-    min_shared: float = 0.05
-    """Refuse to draft with fewer common tokens: below 1 a share of the smaller vocabulary, else a number of tokens."""
-
-    def __post_init__(self) -> None:
-        self.check_tree("tli")
-        if self.min_shared < 0:
-            raise ArgumentError(f"tli: min_shared must be 0 or more, got {self.min_shared}")
-
-
-class TliDrafter(DraftModelDrafter):
-    """Drafts the shared tokens with a smaller causal LM, one forward pass per level for all rows."""
-
-    name = "tli"
-    Config = TliConfig
-    config: TliConfig
-
-    def __init__(self, config: TliConfig, setup: DrafterSetup) -> None:
-        super().__init__(config, setup)
-        self._alignments: dict[int, TokenAlignment] = {}
-
-    def memory_bytes(self) -> int:
-        return super().memory_bytes() + (self._pruned or 0)
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        super().truncate(rows, lengths)
-        for row_id, length in zip(rows, lengths, strict=True):
-            if length == 0:
-                self._alignments.pop(row_id, None)
-            else:
-                self._alignment(row_id).shrink(length)
-
-    def _load(self, setup: DrafterSetup, room: int = _ROOM) -> Any:
-        return super()._load(setup, room)
-
-    def _check_vocabulary(self, setup: DrafterSetup) -> None:
-        """Find the shared tokens, and whether there are enough."""
-        config = self.config
-        target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
-        draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
-        shared = Intersection.of(target, draft, setup.target.vocab_size, self.model.vocab_size)
-        require(shared, config.min_shared, target, draft)
-        widest = max(self._tree.shape.widths)
-        if len(shared) < widest:
-            raise VocabularyMismatchError(
-                f"tli: a shape of {widest} children a node needs as many common tokens; {target!r} and {draft!r} have "
-                f"{len(shared)}"
-            )
-        self._dictionary = Dictionary(target, Encoder(draft), self.model.vocab_size)
-        device = self.model.device
-        self._shared = DraftVocabulary(token_ids=shared.target_ids.to(device), size=setup.target.vocab_size)
-        self._draft_ids = shared.draft_ids.to(device)
-        self._translated = torch.zeros(setup.target.vocab_size, dtype=torch.int64, device=device)
-        self._translated[self._shared.token_ids] = self._draft_ids
-        self._pruned = prune_head(self.model, self._draft_ids)
-
-    def _alignment(self, row_id: int) -> TokenAlignment:
-        return self._alignments.setdefault(row_id, TokenAlignment(self._dictionary))
-
-    def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
-        return self._alignment(row_id).follow(tokens)
-
-    def _span(self, row_id: int, length: int) -> int:
-        alignment = self._alignment(row_id)
-        alignment.shrink(length)
-        return alignment.span(length)
-
-    def _known(self, ids: Tensor) -> Tensor:
-        return self._translated[ids]
-
-    def _fit(self, logits: Tensor) -> Tensor:
-        """(B, F, V') of the shared tokens, ascending in the target's ids."""
-        return logits if self._pruned is not None else logits[..., self._draft_ids]

@@ -6,6 +6,7 @@ marks what continues a word instead of what begins one. Here all of them are byt
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,18 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE = ({"type": "Metaspace", "replacement": "\u2581"}, {"type": "ByteFallback"})
 """How tokenizers that are no `tokenizers` object are written; all of transformers' own are sentencepiece's."""
-_PRINTABLE = frozenset((*range(33, 127), *range(161, 173), *range(174, 256)))
-
-
-def byte_letters() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2): printable bytes are themselves, the others letters from 256 upwards."""
-    hidden = [byte for byte in range(256) if byte not in _PRINTABLE]
-    letters = {chr(byte): byte for byte in _PRINTABLE}
-    return letters | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+_ANCHORS = ("\n", "a", ".")  # What may stand before a piece so that it is no beginning of a text
 
 
 class TokenBytes:
@@ -35,12 +28,21 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.specials: dict[int, str] = _specials(tokenizer)  # Token id -> how the tokenizer writes it in a text
+        added: dict[int, Any] = dict(getattr(tokenizer, "added_tokens_decoder", {}))  # Written in texts as they stand
+        ids: Sequence[int] = tokenizer.all_special_ids
+        self.specials = {token: str(one) for token, one in added.items() if getattr(one, "special", False)}
+        """Token id -> how the tokenizer writes it in a text."""
+        self.specials |= {token: str(tokenizer.convert_ids_to_tokens(token)) for token in ids}
         self.fallbacks: set[int] = set()  # Token ids that are written as ``<0xNN>``
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.table: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
         """(V,) bytes of each token id; none where no token has that id. Of a special token those of its name."""
-        self._fill(vocabulary)
+        bytes_of = _notation(tokenizer)
+        literal = {token: str(one) for token, one in added.items()} | self.specials
+        for text, token in vocabulary.items():
+            if _BYTE.fullmatch(text) and token not in literal:
+                self.fallbacks.add(token)
+            self.table[token] = literal[token].encode() if token in literal else bytes_of(text)
 
     def __repr__(self) -> str:
         name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
@@ -75,39 +77,8 @@ class TokenBytes:
             ours, theirs = getattr(self.tokenizer, role, None), getattr(other.tokenizer, role, None)
             if ours is not None and theirs is not None:
                 pairs.setdefault(ours, theirs)
-        useless = _useless(self.tokenizer)
-        beyond = _useless(other.tokenizer)
+        useless, beyond = _useless(self.tokenizer), _useless(other.tokenizer)
         return {ours: theirs for ours, theirs in pairs.items() if ours not in useless and theirs not in beyond}
-
-    def _fill(self, vocabulary: dict[str, int]) -> None:
-        bytes_of = _notation(self.tokenizer)
-        literal = {token: str(added) for token, added in _added(self.tokenizer).items()} | self.specials
-        for text, token in vocabulary.items():
-            if _BYTE.fullmatch(text) and token not in literal:
-                self.fallbacks.add(token)
-            self.table[token] = literal[token].encode() if token in literal else bytes_of(text)
-
-
-def rendering(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
-    """How the texts of `source` are shown to `reader`, token id by token id: special tokens by the reader's own name,
-    left out where it has no counterpart."""
-    pairs = source.counterparts(reader)
-    shown = list(source.table)
-    for token in source.specials:
-        shown[token] = reader.of(pairs[token]) if token in pairs else b""
-    return shown
-
-
-def _added(tokenizer: PreTrainedTokenizerBase) -> dict[int, Any]:
-    """Tokens that are written in texts as they stand."""
-    return dict(getattr(tokenizer, "added_tokens_decoder", {}))
-
-
-def _specials(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    found = {token: str(added) for token, added in _added(tokenizer).items() if getattr(added, "special", False)}
-    ids: Sequence[int] = tokenizer.all_special_ids
-    found.update((token, str(tokenizer.convert_ids_to_tokens(token))) for token in ids)
-    return found
 
 
 def _useless(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -125,17 +96,13 @@ def _notation(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
         return lambda text: b" " + text.encode()
     state = json.loads(backend.decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    if any(step["type"] == "ByteLevel" for step in steps):
-        letters = byte_letters()
-        return lambda text: _from_letters(text, letters)
-    return lambda text: _apply(steps, text)
+    if not any(step["type"] == "ByteLevel" for step in steps):
+        return lambda text: _apply(steps, text)
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-def _from_letters(text: str, letters: dict[str, int]) -> bytes:
-    """A token outside the alphabet stands as it is: byte-level vocabularies hold such, though no text becomes one."""
-    if all(letter in letters for letter in text):
-        return bytes(letters[letter] for letter in text)
-    return text.encode()
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    # A token outside the alphabet stands as it is: byte-level vocabularies hold such, though no text becomes one.
+    return lambda text: bytes(map(letters.__getitem__, text)) if letters.keys() >= set(text) else text.encode()
 
 
 def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
@@ -155,7 +122,29 @@ def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
     return text.encode()
 
 
-_ANCHORS = ("\n", "a", ".")  # What may stand before a piece so that it is no beginning of a text
+def rendering(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
+    """How the texts of `source` are shown to `reader`, by token id: special tokens by its own name, or not at all."""
+    pairs, shown = source.counterparts(reader), list(source.table)
+    for token in source.specials:
+        shown[token] = reader.of(pairs[token]) if token in pairs else b""
+    return shown
+
+
+def opening_of(draft: TokenBytes) -> list[int]:
+    """The token that the draft model's tokenizer puts before every text, if it does."""
+    first = draft.tokenizer.bos_token_id
+    added: list[int] = list(draft.tokenizer("")["input_ids"])
+    return [first] if first is not None and added[:1] == [first] else []
+
+
+def whole_characters(data: bytes | bytearray) -> int:
+    """How many bytes from the first there are without an incomplete UTF-8 character at the end."""
+    return codecs.utf_8_decode(data, "replace", False)[1]
+
+
+def starts_character(data: bytes | bytearray, index: int) -> bool:
+    """Whether no character of the UTF-8 text reaches over `index`."""
+    return index >= len(data) or data[index] & 0xC0 != 0x80
 
 
 class Span(NamedTuple):
@@ -166,28 +155,11 @@ class Span(NamedTuple):
     end: int
 
 
-def whole_characters(data: bytes | bytearray) -> int:
-    """How many bytes from the first there are without an incomplete UTF-8 character at the end."""
-    for back in range(1, min(3, len(data)) + 1):
-        byte = data[-back]
-        if byte & 0xC0 == 0x80:
-            continue
-        needed = 1 if byte < 0xC2 or byte > 0xF4 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-        return len(data) - back if needed > back else len(data)
-    return len(data)
-
-
-def starts_character(data: bytes | bytearray, place: int) -> bool:
-    """Whether no character of the UTF-8 text reaches over `place`."""
-    return place >= len(data) or data[place] & 0xC0 != 0x80
-
-
 class Encoder:
     """A tokenizer as a function from bytes to spans.
 
-    A tokenizer takes text, not bytes, may put a space before it, and may change it (case, accents, spaces). What its
-    tokens stand for is therefore compared with what it was given; where that differs, the spans are those that it
-    reports itself.
+    It takes text, not bytes, may put a space before it, and may change it (case, accents, spaces). So what its tokens
+    stand for is compared with what it was given; where that differs, the spans are those that it reports itself.
     """
 
     def __init__(self, token_bytes: TokenBytes) -> None:
@@ -195,20 +167,19 @@ class Encoder:
         self._bytes = {piece[0]: token for piece, token in token_bytes.ordinary.items() if len(piece) == 1}
 
     def encode(self, data: bytes, *, opening: bool = True) -> list[Span]:
-        """The tokens of a text, without those that a tokenizer adds around it. Bytes that are no UTF-8 become the
-        tokens of single bytes; a tokenizer without such tokens leaves them out. Where the text is `opening`, a
-        tokenizer may put a space before it."""
-        found, place = list[Span](), 0
+        """The tokens of a text, without those that a tokenizer adds around it. Bytes that are no UTF-8 become tokens of
+        single bytes, or nothing where there are none. Only where `opening`, a tokenizer may put a space before it."""
+        found, end = list[Span](), 0
         for part in _parts(data):
             if isinstance(part, str):
-                spans = self._text(part) if opening and not place else self._inside(part)
-                found += [Span(s.id, place + s.start, place + s.end) for s in spans]
-                place += len(part.encode())
+                spans = self._text(part) if opening and not end else self._inside(part)
+                found += [Span(s.id, end + s.start, end + s.end) for s in spans]
+                end += len(part.encode())
                 continue
             for byte in part:
                 if byte in self._bytes:
-                    found.append(Span(self._bytes[byte], place, place + 1))
-                place += 1
+                    found.append(Span(self._bytes[byte], end, end + 1))
+                end += 1
         return found
 
     def after(self, before: bytes, data: bytes) -> list[Span] | None:
@@ -239,24 +210,19 @@ class Encoder:
         if spelled in (data, b" " + data):
             shift = len(spelled) - len(data)
             ends = [max(0, end - shift) for end in accumulate(len(self.token_bytes.of(token)) for token in ids)]
-        elif fast:
-            return _reported(text, ids, made["offset_mapping"])
-        else:
+            return [Span(*span) for span in zip(ids, [0, *ends], ends, strict=False)]
+        if not fast:
             # Nobody says where the tokens stand: one that covers all is in the way of every border.
             return [Span(token, 0, len(data)) for token in ids]
-        return [Span(*span) for span in zip(ids, [0, *ends], ends, strict=False)]
+        bytes_before = [0, *accumulate(len(character.encode()) for character in text)]
+        spans = zip(ids, made["offset_mapping"], strict=True)
+        return [Span(token, bytes_before[start], bytes_before[end]) for token, (start, end) in spans]
 
 
 def _behind(spans: list[Span], border: int) -> list[Span] | None:
     """What comes after `border`, placed from there; None if a token lies across it."""
     rest = [Span(s.id, s.start - border, s.end - border) for s in spans if s.end > border]
     return None if rest and rest[0].start < 0 else rest
-
-
-def _reported(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[Span]:
-    """Places in characters, as the tokenizer tells them, as places in bytes."""
-    places = [0, *accumulate(len(character.encode()) for character in text)]
-    return [Span(token, places[start], places[end]) for token, (start, end) in zip(ids, offsets, strict=True)]
 
 
 def _parts(data: bytes) -> Iterator[str | bytes]:
@@ -270,10 +236,3 @@ def _parts(data: bytes) -> Iterator[str | bytes]:
                 yield data[: error.start].decode()
             yield data[error.start : error.end]
             data = data[error.end :]
-
-
-def opening_of(draft: TokenBytes) -> list[int]:
-    """The token that the draft model's tokenizer puts before every text, if it does."""
-    first = draft.tokenizer.bos_token_id
-    added: list[int] = list(draft.tokenizer("")["input_ids"])
-    return [first] if first is not None and added[:1] == [first] else []

@@ -27,10 +27,8 @@ class HeadConfig:
     """Fields that follow from the target, or are settled elsewhere; a recipe may choose the others."""
 
     target_hidden_size: int
-    vocab_size: int
-    """Of the target."""
-    draft_vocab_size: int
-    """Tokens that the head can propose; the same as `vocab_size` where it is not reduced."""
+    vocab_size: int  # Of the target
+    draft_vocab_size: int  # Tokens that the head can propose; the same as `vocab_size` where it is not reduced
     boundaries: tuple[Boundary, ...]
     """Where the target's hidden states are read: after this many layers, or `LAST_HIDDEN`, after the final norm."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -65,9 +63,8 @@ class HeadConfig:
     def for_target(
         cls, kind: str, model: Any, draft_vocab_size: int | None = None, options: Mapping[str, Any] | None = None
     ) -> Self:
-        """The shape of a head for a transformers causal LM `model`, with `options` (of `option_names`) that shall
-        differ from what follows from it. ArgumentError: an unknown option (naming the nearest), or one that does not
-        fit the target."""
+        """The shape of a head for a transformers causal LM `model`, with `options` (of `option_names`) instead of what
+        follows from it. ArgumentError: an unknown option (naming the nearest), or one that does not fit the target."""
         config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
             if name not in known:
@@ -100,13 +97,8 @@ class Head(nn.Module):
     @classmethod
     @torch.no_grad()
     def initial(cls, model: Any, config: Any, token_ids: Tensor | None = None, *, seed: int = 0) -> Self:
-        """An untrained head in float32, with those weights of the target's that it starts with.
-
-        Args:
-            model: the target, a transformers causal LM.
-            config: from `HeadConfig.for_target`.
-            token_ids: (Vd,) the target's ids that the head can propose; needed if the vocabulary is reduced.
-        """
+        """An untrained head in float32, with those weights of the target's, a transformers causal LM, that it starts
+        with. `config` is from `HeadConfig.for_target`; `token_ids` (Vd,) are needed if the vocabulary is reduced."""
         if config.reduced_vocabulary and token_ids is None:
             raise ArgumentError(f"a draft vocabulary of {config.draft_vocab_size} tokens needs to know which ones")
         with torch.random.fork_rng(devices=[]):

@@ -1,8 +1,5 @@
-"""Public EAGLE-3 heads by target, as reported; nothing here was downloaded or measured by forerun. Imports no torch.
-
-The table (``catalogue.json``) holds what the SpecBundle dashboard, papers and pull requests name. Where a report names
-a head without its full hub id, `KnownHead.model` is None.
-"""
+"""Public EAGLE-3 heads by target, as SpecBundle, papers and pull requests report them (``catalogue.json``); nothing
+here was downloaded or measured by forerun. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownHead:
     """One published head."""
 
+    drafter: ClassVar[str] = "eagle3"  # The forerun drafter that loads it
     target: str  # Name of the target without its owner, as the report writes it
     model: str | None = None  # Hub id, where the report gives it in full
     named: str  # What the report calls the head
@@ -23,18 +22,12 @@ class KnownHead:
     collection: str  # Where it is reported: SpecBundle, a paper, a project
     format: str | None = None  # eagle (flat, SpecForge and SGLang), speculators, modelopt; None where it is not said
     boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
-    acceptance_length: float | None = None
-    """Tokens per target pass as reported, under `conditions`; not comparable across conditions."""
+    acceptance_length: float | None = None  # Tokens per target pass as reported, under `conditions` alone
     conditions: str = ""
     url: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries) if self.boundaries else None)
-
-    @property
-    def drafter(self) -> str:
-        """The forerun drafter that loads it."""
-        return "eagle3"
 
 
 @cache
@@ -47,8 +40,7 @@ def known_heads() -> tuple[KnownHead, ...]:
 
 def suggest(target_name: str) -> list[KnownHead]:
     """Heads for a target (hub id, or a directory named like it), those that can be downloaded by name first. ``X`` also
-    finds heads that are reported for ``X-Instruct`` and the reverse, after the exact ones: reports are not always
-    precise."""
+    finds heads for ``X-Instruct`` and the reverse, after the exact ones: reports are not always precise."""
     wanted = _short(target_name)
     loose = wanted.removesuffix("-instruct")
     found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]

@@ -4,10 +4,11 @@ target's features as tokens are committed, so a proposal starts at the root's ch
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -25,36 +26,25 @@ from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
 
-AnyHead = TypeVar("AnyHead", bound=Head)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadDrafterConfig:
     """Options of the drafters that run a draft head."""
 
-    model: Any = None
-    """Directory or hub id of the head, or a loaded one; without one the error names heads known for the target."""
-    num_speculative_tokens: int = 5
-    """Length of the chain, or most tokens on one path of a tree; no more than the head can draft."""
-    shape: Sequence[int] | None = None
-    """Children of each node at depth 0, 1, ...: a tree of fixed shape."""
+    model: Any = None  # Directory or hub id of the head, or a loaded one; without one the error names known heads
+    num_speculative_tokens: int = 5  # Length of the chain, or most tokens on one path of a tree; at most the head's own
+    shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...: a tree of fixed shape
     top_k: int | None = None
     """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10).
 
     Above temperature 0 a deterministic tree loses (docs/findings.md), so there ``draw="auto"`` draws a tree of fixed
     shape and no more nodes instead, without replacement; ``draw="deterministic"`` keeps the dynamic one.
     """
-    nodes: int = 32
-    """Nodes of the dynamic tree, root not counted (EAGLE: 59)."""
-    stop_below: float = 0.0
-    """Grow a dynamic tree no deeper once every open path is less likely than this; 0 never stops."""
-    draw: str = "auto"
-    """``auto``, ``deterministic``, ``iid``, ``without_replacement``, ``greedy_k``; of a dynamic tree one of the first
-    two."""
-    temperature: float | None = None
-    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
-    repack: bool = True
-    """Repack the linear layers of a head that was loaded here, where that is faster."""
+    nodes: int = 32  # Nodes of the dynamic tree, root not counted (EAGLE: 59)
+    stop_below: float = 0.0  # Grow a dynamic tree no deeper once every open path is less likely than this; 0: never
+    draw: str = "auto"  # Also ``deterministic``; not for dynamic trees ``iid``, ``without_replacement``, ``greedy_k``
+    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
+    repack: bool = True  # Repack the linear layers of a head that was loaded here, where that is faster
 
     def __post_init__(self) -> None:
         check_drawing("draft head", self)
@@ -63,22 +53,11 @@ class HeadDrafterConfig:
             (not self.shape or min(self.shape) >= 1, f"shape needs at least one child a node, got {self.shape}"),
             (self.shape is None or self.top_k is None, "shape and top_k exclude each other: fixed or dynamic tree"),
             (0 <= self.stop_below < 1, f"stop_below must be in [0, 1), got {self.stop_below}"),
-            (
-                self.top_k is None or self.draw in ("auto", "deterministic"),
-                "the nodes of a dynamic tree are deterministic, not drawn",
-            ),
+            (self.top_k is None or self.draw in ("auto", "deterministic"), "nodes of a dynamic tree are deterministic"),
         ]
         for passed, message in checks:
             if not passed:
                 raise ArgumentError(f"draft head: {message}")
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """What is known of one row."""
-
-    ready: bool = False  # The head has seen every committed token, the root included
-    submitted: Submitted | None = None
 
 
 class HeadDrafter(Drafter):
@@ -101,7 +80,7 @@ class HeadDrafter(Drafter):
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
-        self._rows: dict[int, _Row] = {}
+        self._rows = defaultdict[int, _Row](_Row)
 
     def default_shape(self, depth: int) -> Shape:
         """What is drafted, at most `depth` tokens on one path, where the options name no tree."""
@@ -125,7 +104,7 @@ class HeadDrafter(Drafter):
         """Feed the head what was committed, with the target's own features."""
         fed, new = list[int](), list[Sequence[int]]()
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
-            row = self._rows.setdefault(row_id, _Row())
+            row = self._rows[row_id]
             if row.submitted is not None:
                 row.submitted.learn(tokens[len(tokens) - fresh :])
                 row.submitted = None
@@ -144,7 +123,7 @@ class HeadDrafter(Drafter):
             self._rows.pop(row_id, None)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        ready = [self._rows.get(row, _Row()).ready for row in context.rows]
+        ready = [self._rows[row].ready for row in context.rows]
         nodes = [count if known else 0 for count, known in zip(budget.nodes, ready, strict=True)]
         trees = context.trees()
         chosen = [self.tree if sampler.greedy else self.sampled for sampler in context.samplers]
@@ -185,9 +164,9 @@ class HeadDrafter(Drafter):
 
         def descend(ids: Tensor, level: range) -> Tensor:
             above = tree.shape.levels[tree.shape.depths[level.start] - 1]
-            places = tuple(tree.shape.parents[node] - above.start for node in level)
+            index = tuple(tree.shape.parents[node] - above.start for node in level)
             tokens = ids[:, level.start - 1 : level.stop - 1]
-            return self.runner.descend(tokens, constant(places, ids.device).expand_as(tokens))
+            return self.runner.descend(tokens, constant(index, ids.device).expand_as(tokens))
 
         size, recorded = self.runner.target.vocab_size, self.runner.recordings.active
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
@@ -219,12 +198,24 @@ class HeadDrafter(Drafter):
         return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=self.config.temperature)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """What is known of one row."""
+
+    ready: bool = False  # The head has seen every committed token, the root included
+    submitted: Submitted | None = None
+
+
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:
     """The head, checked against the target, in its dtype and on its device."""
-    target = setup.target
-    if config.model is None:
-        raise ArgumentError(_suggestion(kind, target.name_or_path))
-    head = config.model
+    target, head = setup.target, config.model
+    if head is None:
+        heads = (found for found in suggest(target.name_or_path) if found.drafter == kind.stored_as)
+        known = ", ".join(found.model for found in heads if found.model is not None)
+        raise ArgumentError(
+            f"{kind.name} needs a head: model=DIRECTORY or a hub id; known for {target.name_or_path}: "
+            f"{known or 'none'}. To train one: forerun train {kind.stored_as} --help"
+        )
     loaded = isinstance(head, str | Path)
     if loaded:
         from forerun import demo
@@ -241,20 +232,10 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
     return head
 
 
-def repack(head: AnyHead) -> AnyHead:
+def repack(head: Head) -> None:
     """Make a head's modules faster in place: what drafts with it only, is not trained."""
     packing.pack(head)
     forwards.install(head)
-    return head
-
-
-def _suggestion(kind: HeadKind, target: str) -> str:
-    known = [head.model for head in suggest(target) if head.model is not None and head.drafter == kind.stored_as]
-    found = f"known for {target}: {', '.join(known)}" if known else f"none is known for {target}"
-    return (
-        f"{kind.name} needs a head: model=DIRECTORY or a hub id; {found}. "
-        f"To train one: forerun train {kind.stored_as} --help"
-    )
 
 
 def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:
@@ -270,6 +251,5 @@ def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:
         raise VocabularyMismatchError(f"{name}: the head's vocabulary has {sizes}; it is another model's")
     if config.obstacle is not None:
         raise ArgumentError(f"{name}: {config.obstacle}")
-    if max(config.boundaries) > target.num_layers:
-        deepest, layers = max(config.boundaries), target.num_layers
-        raise ArgumentError(f"{name}: the head reads boundary {deepest}, the target has {layers} layers")
+    if (deepest := max(config.boundaries)) > target.num_layers:
+        raise ArgumentError(f"{name}: the head reads boundary {deepest}, the target has {target.num_layers} layers")

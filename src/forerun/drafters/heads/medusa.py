@@ -26,10 +26,8 @@ from forerun.types import LAST_HIDDEN
 class MedusaConfig(HeadConfig):
     """Shape of a Medusa head."""
 
-    num_heads: int = 5
-    """Output heads: tokens drafted beyond the target's own."""
-    num_layers: int = 1
-    """Residual blocks before each."""
+    num_heads: int = 5  # Output heads: tokens drafted beyond the target's own
+    num_layers: int = 1  # Residual blocks before each
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 0:
@@ -54,20 +52,6 @@ class MedusaConfig(HeadConfig):
         return {"boundaries": (LAST_HIDDEN,), **options}
 
 
-class ResBlock(nn.Module):
-    """``x + SiLU(W x + b)``; does nothing at first."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """(.., H) -> (.., H)."""
-        return states + silu(self.linear(states))
-
-
 class MedusaHead(ParallelHead):
     """For each depth some residual blocks and an output head; see `ParallelHead`."""
 
@@ -77,11 +61,9 @@ class MedusaHead(ParallelHead):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
-        size = config.target_hidden_size
+        size, vocab = config.target_hidden_size, config.vocab_size
         self.heads = nn.ModuleList(
-            nn.Sequential(
-                *(ResBlock(size) for _ in range(config.num_layers)), nn.Linear(size, config.vocab_size, bias=False)
-            )
+            nn.Sequential(*(ResBlock(size) for _ in range(config.num_layers)), nn.Linear(size, vocab, bias=False))
             for _ in range(config.num_heads)
         )
 
@@ -110,14 +92,26 @@ class MedusaHead(ParallelHead):
         return torch.stack([head[-1](state) for head, state in pairs], -2)  # type: ignore[index]
 
 
+class ResBlock(nn.Module):
+    """``x + SiLU(W x + b)``; does nothing at first."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., H) -> (.., H)."""
+        return states + silu(self.linear(states))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaDrafterConfig(HeadDrafterConfig):
     """As of the other drafters with a head; without `shape` and `top_k` it drafts a tree of ranks."""
 
-    nodes: int = 32
-    """Nodes of the tree of ranks or of the dynamic tree, root not counted."""
-    draw: str = "deterministic"
-    """As of the others; by default the likeliest ranks are taken, not drawn, at any temperature."""
+    nodes: int = 32  # Nodes of the tree of ranks or of the dynamic tree, root not counted
+    draw: str = "deterministic"  # As of the others; by default the likeliest ranks are taken at any temperature
 
 
 class MedusaDrafter(HeadDrafter):
@@ -142,5 +136,5 @@ def tree_of_ranks(depth: int, nodes: int) -> Shape:
         if length < depth:
             heapq.heappush(waiting, (product, length + 1, (*path, 0)))
     chosen.sort(key=lambda path: (len(path), path))
-    places = {path: place for place, path in enumerate(chosen, start=1)}
-    return Shape.of([places.get(path[:-1], 0) for path in chosen])
+    nodes_of = {path: node for node, path in enumerate(chosen, start=1)}
+    return Shape.of([nodes_of.get(path[:-1], 0) for path in chosen])

@@ -27,19 +27,7 @@ from forerun.types import Boundary
 
 PIECE = 512  # Most entries of a row in one pass over a prompt
 Tree = TypeVar("Tree")
-
-
-@dataclass(kw_only=True, slots=True)
-class _Frontier:
-    """The last level of the trees that are being drafted."""
-
-    lengths: Tensor  # (B,) committed entries
-    sees: Tensor
-    """(B, F, M) bool: which of the M nodes run so far each node of the level descends from, itself included."""
-    positions: Tensor  # (B, M) int64 of these nodes
-    features: Tensor  # (B, F, H)
-    depth: int
-    width: int  # Slots of the cache that hold all that any node will ever see
+HiddenStates = Mapping[Boundary, Tensor]
 
 
 class HeadRunner:
@@ -53,8 +41,7 @@ class HeadRunner:
         self.lengths = [0] * rows  # Entries with the target's own features, by row
         weight = head.weight
         self._dtype = weight.dtype
-        self.device: torch.device = weight.device
-        """Of the head. Kept, because to ask a packed weight for it unpacks the weight."""
+        self.device: torch.device = weight.device  # Of the head; kept, because to ask a packed weight for it unpacks it
         self._features = torch.zeros(rows, head.feature_size, device=self.device, dtype=self._dtype)
         self.recordings = Recordings.on(self.device) if head.recordable else Recordings(None)
 
@@ -65,9 +52,7 @@ class HeadRunner:
         """Forget all but the first `length` entries of a row."""
         self.lengths[row] = min(self.lengths[row], length)
 
-    def ingest(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
-    ) -> None:
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         """Append entries: ``tokens[b][i]``, at least one a row, follows the token whose feature is
         ``hidden_states[boundary][b, i]``, (B, F, Ht), left aligned."""
         raise NotImplementedError
@@ -93,8 +78,10 @@ class HeadRunner:
             key: what `grow` does, so that it can be recorded; None where it reads values on the host.
         """
         count, recorded = len(rows), key is not None and self.recordings.active
-        if recorded:
-            rows, numbers = _filled(rows, numbers)
+        if recorded:  # for as many rows as a recording is: the last one again writes the same to the same slots
+            more = bucket(count) - count
+            rows = [*rows, *[rows[-1]] * more]
+            numbers = tuple(torch.cat([part, part[-1:].expand(more, *part.shape[1:])]) for part in numbers)
         size = self._make_room(rows, run, levels, recorded)
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
@@ -116,8 +103,8 @@ class HeadRunner:
         raise NotImplementedError
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """The next level: logits (B, F, V') after `tokens` (B, F), children of the nodes `parents` (B, F) of the level
-        before. Only inside `unroll`."""
+        """Logits (B, F, V') of the next level, after `tokens` (B, F), children of the nodes `parents` (B, F) of the
+        level before. Only inside `unroll`."""
         raise NotImplementedError
 
 
@@ -127,13 +114,11 @@ class ParallelRunner(HeadRunner):
     head: ParallelHead
     _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
 
-    def ingest(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
-    ) -> None:
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
         index, last = sent((torch.tensor(rows), torch.tensor(counts) - 1), self.device)
-        place = torch.arange(len(rows), device=self.device)
-        states = [hidden_states[b].to(self.device, self._dtype)[place, last] for b in self.head.config.boundaries]
+        each = torch.arange(len(rows), device=self.device)
+        states = [hidden_states[b].to(self.device, self._dtype)[each, last] for b in self.head.config.boundaries]
         self._features[index] = self.head.fuse(states)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
@@ -156,9 +141,8 @@ class ParallelRunner(HeadRunner):
 
 
 class SequentialRunner(HeadRunner):
-    """Level by level over a row-and-slot cache of the head's own. Entry i of a row stands in slot i. Behind the
-    committed entries stand the drafted nodes, which read the head's own features; the target's take their place as soon
-    as they are known."""
+    """Level by level over a row-and-slot cache of the head's own: entry i of a row stands in slot i, behind them the
+    drafted nodes, which read the head's own features, until the target's take their place."""
 
     head: SequentialHead
     _frontier: _Frontier | None
@@ -178,9 +162,7 @@ class SequentialRunner(HeadRunner):
         super().truncate(row, length)
         self._cache.clear(row, self.lengths[row])
 
-    def ingest(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: Mapping[Boundary, Tensor]
-    ) -> None:
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]
@@ -247,9 +229,9 @@ class SequentialRunner(HeadRunner):
         missing = nodes.fresh - longest
         fused = self.head.fuse([pad(state.to(self.device, self._dtype), (0, 0, 0, missing)) for state in states])
         advanced = self._advance(ids, fused, positions, self._mask(block, most))
-        place = torch.arange(len(rows), device=self.device)
-        self._features[index] = advanced.feature[place, counts - 1]
-        self._outputs[index] = advanced.output[place, counts - 1]
+        each = torch.arange(len(rows), device=self.device)
+        self._features[index] = advanced.feature[each, counts - 1]
+        self._outputs[index] = advanced.output[each, counts - 1]
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
 
@@ -273,11 +255,16 @@ class SequentialRunner(HeadRunner):
         return self.target.embed(tokens).to(self.device, self._dtype) if own is None else own
 
 
-def _filled(rows: Sequence[int], numbers: Sequence[Tensor]) -> tuple[Sequence[int], tuple[Tensor, ...]]:
-    """As many rows as a recording is for, the last one again and again: it writes the same to the same slots."""
-    more = bucket(len(rows)) - len(rows)
-    repeated = tuple(torch.cat([part, part[-1:].expand(more, *part.shape[1:])]) for part in numbers)
-    return [*rows, *[rows[-1]] * more], repeated
+@dataclass(kw_only=True, slots=True)
+class _Frontier:
+    """The last level of the trees that are being drafted."""
+
+    lengths: Tensor  # (B,) committed entries
+    sees: Tensor  # (B, F, M) bool: which of the M nodes run so far each node descends from, itself included
+    positions: Tensor  # (B, M) int64 of these nodes
+    features: Tensor  # (B, F, H)
+    depth: int
+    width: int  # Slots of the cache that hold all that any node will ever see
 
 
 def _first(tree: Tree, count: int) -> Tree:

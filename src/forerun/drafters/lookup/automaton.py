@@ -1,8 +1,5 @@
-"""A suffix automaton over a growing text: every string that occurs in it, how often, and what followed.
-
-Blumer et al. 1985, as used by SAM-Decoding (arXiv 2411.10666), with the occurrence counts of SuffixDecoding (arXiv
-2411.04975).
-"""
+"""A suffix automaton over a growing text: every string that occurs in it, how often, and what followed. Blumer et al.
+1985, as in SAM-Decoding (arXiv 2411.10666), with the occurrence counts of SuffixDecoding (arXiv 2411.04975)."""
 
 from __future__ import annotations
 
@@ -23,10 +20,9 @@ class SuffixAutomaton:
     """All substrings of a text, one state for those that end at the same positions.
 
     A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
-    strings of at most `depth` tokens, at least 2. Flat arrays of 32 bits hold the states; of each state the transition
-    along its first occurrence is one of these numbers and its token is read from the text, so that only branchings need
-    an entry in the one dictionary of transitions. Measured on source code: about 110 bytes per token; at most about
-    450.
+    strings of at most `depth` >= 2 tokens. Flat arrays of 32 bits hold the states; the token of a state's transition
+    along its first occurrence is read from the text, so that only branchings need an entry in a dictionary. Measured on
+    source code: about 110 bytes per token; at most about 450.
     """
 
     def __init__(self, depth: int) -> None:
@@ -38,8 +34,7 @@ class SuffixAutomaton:
         self._end = array("i")  # How many tokens of the text end with the first occurrence
         self._count = array("i")  # Occurrences; right where the state's shortest string has at most `depth` tokens
         self._first = array("i")  # Target of the transition that the first occurrence takes
-        self._best = array("i")
-        """Target of the most frequent transition, the most recent of equals; of uncounted states the first one."""
+        self._best = array("i")  # Of the most frequent transition, the most recent of equals; else of the first one
         self._edges = array("i")  # First entry of the list of further transitions
         self._targets = array("i")
         self._next = array("i")  # Of each further transition: its target, and the next in its state's list
@@ -198,9 +193,8 @@ class SuffixAutomaton:
             self._elect(before if self.counted(before) else link[before], after)
 
     def _elect(self, before: int, after: int) -> None:
-        """For each suffix that stood before the new token: does this token now follow it most often? `before` is the
-        state of the longest such suffix whose continuations are counted, `after` that of the longest counted one that
-        ends with the token."""
+        """For each suffix that stood before the new token: does it now follow most often? `before` and `after` are the
+        states of the longest such suffix whose continuations are counted, and that ends with the token."""
         link, length, count, best = self._link, self._length, self._count, self._best
         while before != NONE:
             size = length[link[before]] + 2 if before != ROOT else 1
@@ -243,16 +237,14 @@ class OutputStore:
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
         self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2
         self.generations = [SuffixAutomaton(depth)]  # The youngest first; at most two
-        self._held = 0
+        self._held = 0  # Outputs in the younger one
         self._waiting: deque[array[int]] = deque()
-        self._reading: array[int] | None = None
-        self._read = 0
+        self._begun = False  # The first of these is partly read
 
     @property
     def waiting(self) -> int:
         """Tokens that are not yet in an index."""
-        rest = 0 if self._reading is None else len(self._reading) - self._read
-        return rest + sum(map(len, self._waiting))
+        return sum(map(len, self._waiting))
 
     @property
     def held(self) -> int:
@@ -264,24 +256,25 @@ class OutputStore:
         kept = array("i", output[max(0, len(output) + 1 - self._tokens) :])
         if len(kept) and self._requests and self._tokens > 1:
             self._waiting.append(kept)
-            while self.waiting > self._tokens and len(self._waiting) > 1:
-                self._waiting.popleft()
+            while self.waiting > self._tokens and len(self._waiting) > 1 + self._begun:
+                del self._waiting[int(self._begun)]
 
     def digest(self, most: int) -> None:
         """Index at most `most` of the tokens that wait, in the order in which they came."""
-        while most > 0 and (self._reading is not None or self._waiting):
-            if self._reading is None:
-                self._reading, self._read = self._waiting.popleft(), 0
-                if self._held == self._requests or len(self.generations[0]) + len(self._reading) + 1 > self._tokens:
+        while most > 0 and self._waiting:
+            output = self._waiting[0]
+            if not self._begun:
+                if self._held == self._requests or len(self.generations[0]) + len(output) + 1 > self._tokens:
                     self.generations, self._held = [SuffixAutomaton(self._depth), self.generations[0]], 0
-                self._held += 1
-            piece = self._reading[self._read : self._read + most]
+                self._held, self._begun = self._held + 1, True
+            piece = output[:most]
             self.generations[0].extend(piece)
-            self._read += len(piece)
+            del output[:most]
             most -= len(piece)
-            if self._read == len(self._reading):
+            if not output:
                 self.generations[0].extend((SEPARATOR,))
-                self._reading = None
+                self._waiting.popleft()
+                self._begun = False
 
     def memory_bytes(self) -> int:
         return sum(generation.memory_bytes() for generation in self.generations)

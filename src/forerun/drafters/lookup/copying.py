@@ -5,8 +5,7 @@ from __future__ import annotations
 from forerun.core.acceptance import Evidence
 
 _PRIOR = (0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9)
-"""First guess that a copied token is accepted after 0, 1, ... 8, from 9, from 16 and from 32 matching tokens before
-it."""
+"""First guess that a copied token is accepted after 0, 1, ... 8, from 9, from 16 and from 32 matching tokens."""
 SHARES = 10  # Bins of the share of continuations
 
 

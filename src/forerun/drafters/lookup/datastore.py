@@ -35,6 +35,81 @@ SORTED_TOKENS = 64  # How many tokens before a place decide its order: no match 
 MOST_ITEMS = 2**32 - 2  # Most numbers in ``tokens.bin``: places are 32 bits wide
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Datastore:
+    """A datastore directory, memory-mapped: of files of any size only what is looked at is read. Use `open`."""
+
+    folder: Path
+    manifest: Manifest
+    tokens: NDArray[np.uint32]  # (N,) see the top of this file
+    places: NDArray[np.uint32]  # (places,) see the top of this file
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Datastore:
+        """Open a directory that `forerun datastore build` wrote. DataError: none there, another version, or damaged."""
+        folder = Path(folder).expanduser()
+        value = KIND.read(folder)
+        files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
+        tokenizer = TokenizerIdentity(**value["tokenizer"])
+        manifest = Manifest(**{**value, "files": files, "tokenizer": tokenizer, "sources": tuple(value["sources"])})
+        items = {TOKENS: manifest.tokens + manifest.documents + 1, SUFFIXES: manifest.places}
+        for name, count in items.items():
+            path = folder / name
+            if not path.is_file():
+                raise DataError(f"{path} is missing; {KIND.remedy}")
+            found, expected = path.stat().st_size, count * ITEM.itemsize
+            if found != expected or manifest.files[name].bytes != expected:
+                raise DataError(f"{path} holds {found:,} bytes where {expected:,} were written; {KIND.remedy}")
+        if manifest.places == 0:
+            raise DataError(f"the datastore in {folder} is empty; {KIND.remedy}")
+        # Plain arrays: indexing a `np.memmap` costs several times more.
+        tokens, places = (np.asarray(np.memmap(folder / name, dtype=ITEM, mode="r")) for name in (TOKENS, SUFFIXES))
+        return cls(folder=folder, manifest=manifest, tokens=tokens, places=places)
+
+    def verify(self) -> None:
+        """Compare every byte with the manifest's hashes: slow. DataError if one has changed."""
+        for name, stored in self.manifest.files.items():
+            if StoredFile.of(self.folder / name) != stored:
+                raise DataError(f"{self.folder / name} has changed since it was written; {KIND.remedy}")
+
+    def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> Match | None:
+        """Where the longest end of `text`, of `shortest` to `longest` tokens, occurs; None if none does.
+
+        Places are sorted by the tokens before them read backwards, so those that match one token more are a part of
+        those that match so far: one interval, narrowed token by token, O(log(places)) for each.
+        """
+        start, stop, length = 0, len(self.places), 0
+        for back, token in enumerate(reversed(text[-longest:]), start=1):
+            narrower = self._narrowed(start, stop, back, token)
+            if narrower[0] == narrower[1]:
+                break
+            (start, stop), length = narrower, back
+        return Match(length=length, start=start, stop=stop) if length >= shortest else None
+
+    def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
+        """Those of the places ``start:stop`` that have `token` `back` tokens before them. All of them match ``back -
+        1`` tokens, none a separator, so the index stays within the file."""
+        tokens, places = self.tokens, self.places
+
+        def before(place: int) -> int:
+            return int(tokens[place - back])
+
+        left = bisect_left(places, token, start, stop, key=before)
+        if left == stop or before(int(places[left])) != token:
+            return left, left
+        return left, bisect_right(places, token, left, stop, key=before)
+
+    def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
+        """What followed: (H, length) uint32, ended early by a separator where a document ends. Of more than `most`
+        places every so manieth is taken, spread evenly over all."""
+        chosen = self.places[match.start : match.stop]
+        if match.hits > most:
+            chosen = chosen[np.arange(most) * match.hits // most]
+        grid = chosen.astype(np.int64)[:, None] + np.arange(length)
+        found: NDArray[np.uint32] = self.tokens[np.minimum(grid, len(self.tokens) - 1)]
+        return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
     """One ``.bin`` file as it was written."""
@@ -78,19 +153,6 @@ class Manifest:
             )
 
 
-def _check_lengths(folder: Path, manifest: Manifest) -> None:
-    items = {TOKENS: manifest.tokens + manifest.documents + 1, SUFFIXES: manifest.places}
-    for name, count in items.items():
-        path = folder / name
-        if not path.is_file():
-            raise DataError(f"{path} is missing; {KIND.remedy}")
-        found, expected = path.stat().st_size, count * ITEM.itemsize
-        if found != expected or manifest.files[name].bytes != expected:
-            raise DataError(f"{path} holds {found:,} bytes where {expected:,} were written; {KIND.remedy}")
-    if manifest.places == 0:
-        raise DataError(f"the datastore in {folder} is empty; {KIND.remedy}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
     """The places that follow the longest stretch of the text's end that occurs in the datastore."""
@@ -102,71 +164,3 @@ class Match:
     @property
     def hits(self) -> int:
         return self.stop - self.start
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Datastore:
-    """A datastore directory, memory-mapped: of files of any size only what is looked at is read. Use `open`."""
-
-    folder: Path
-    manifest: Manifest
-    tokens: NDArray[np.uint32]  # (N,) see the top of this file
-    places: NDArray[np.uint32]  # (places,) see the top of this file
-
-    @classmethod
-    def open(cls, folder: str | Path) -> Datastore:
-        """Open a directory that `forerun datastore build` wrote. DataError: there is none, another version, or it is
-        damaged."""
-        folder = Path(folder).expanduser()
-        value = KIND.read(folder)
-        files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
-        tokenizer = TokenizerIdentity(**value["tokenizer"])
-        manifest = Manifest(**{**value, "files": files, "tokenizer": tokenizer, "sources": tuple(value["sources"])})
-        _check_lengths(folder, manifest)
-        # Plain arrays: indexing a `np.memmap` costs several times more.
-        tokens, places = (np.asarray(np.memmap(folder / name, dtype=ITEM, mode="r")) for name in (TOKENS, SUFFIXES))
-        return cls(folder=folder, manifest=manifest, tokens=tokens, places=places)
-
-    def verify(self) -> None:
-        """Compare every byte with the manifest's hashes: slow. DataError if one has changed."""
-        for name, stored in self.manifest.files.items():
-            if StoredFile.of(self.folder / name) != stored:
-                raise DataError(f"{self.folder / name} has changed since it was written; {KIND.remedy}")
-
-    def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> Match | None:
-        """Where the longest end of `text`, of `shortest` to `longest` tokens, occurs; None if none does.
-
-        Places are sorted by the tokens before them read backwards, so those that match one token more are a part of
-        those that match so far: one interval, narrowed token by token, O(log(places)) for each.
-        """
-        start, stop, length = 0, len(self.places), 0
-        for back, token in enumerate(reversed(text[-longest:]), start=1):
-            narrower = self._narrowed(start, stop, back, token)
-            if narrower[0] == narrower[1]:
-                break
-            (start, stop), length = narrower, back
-        return Match(length=length, start=start, stop=stop) if length >= shortest else None
-
-    def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
-        """Those of the places ``start:stop`` that have `token` `back` tokens before them. All of them match ``back -
-        1`` tokens, none a separator, so the index stays within the file."""
-        tokens, places = self.tokens, self.places
-
-        def before(place: int) -> int:
-            return int(tokens[place - back])
-
-        left = bisect_left(places, token, start, stop, key=before)
-        if left == stop or before(int(places[left])) != token:
-            return left, left
-        return left, bisect_right(places, token, left, stop, key=before)
-
-    def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
-        """What followed: (H, length) uint32, ended early by a separator where a document ends. Of more than `most`
-        places every so manieth is taken, spread evenly over all."""
-        if match.hits > most:
-            chosen = self.places[match.start + np.arange(most) * match.hits // most]
-        else:
-            chosen = self.places[match.start : match.stop]
-        grid = chosen.astype(np.int64)[:, None] + np.arange(length)
-        found: NDArray[np.uint32] = self.tokens[np.minimum(grid, len(self.tokens) - 1)]
-        return found

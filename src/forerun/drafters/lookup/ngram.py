@@ -1,8 +1,7 @@
 """Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
 
 The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row has an index from
-n-grams to the positions where they ended, kept up to date token by token, so a proposal costs a few dictionary look-ups
-whatever the length of the text. All nodes are deterministic.
+n-grams to positions, so a proposal costs a few dictionary look-ups. All nodes are deterministic.
 """
 
 from __future__ import annotations
@@ -28,19 +27,14 @@ _MATCHES = ("last", "first", "most_frequent")
 class NgramConfig:
     """Options of `ngram`; names are vLLM's, `min_hits` is llama.cpp's."""
 
-    num_speculative_tokens: int = 8
-    """Most tokens copied from one position."""
-    prompt_lookup_max: int = 4
-    """Longest n-gram searched for, in tokens; tried first."""
-    prompt_lookup_min: int = 1
-    """Shortest n-gram searched for, in tokens."""
-    max_branches: int = 1
-    """Most different continuations merged into one tree; 1 drafts a chain."""
+    num_speculative_tokens: int = 8  # Most tokens copied from one position
+    prompt_lookup_max: int = 4  # Longest n-gram searched for, in tokens; tried first
+    prompt_lookup_min: int = 1  # Shortest n-gram searched for, in tokens
+    max_branches: int = 1  # Most different continuations merged into one tree; 1 drafts a chain
     match: str = "last"
     """Where to copy from if an n-gram has several positions: ``last``, ``first`` (transformers), or ``most_frequent``:
     the continuation that its last 32 positions have most often, token after token."""
-    min_hits: int = 1
-    """Earlier positions that an n-gram must have to be copied from."""
+    min_hits: int = 1  # Earlier positions that an n-gram must have to be copied from
 
     def __post_init__(self) -> None:
         check_least("ngram", self, num_speculative_tokens=1, prompt_lookup_min=1, max_branches=1, min_hits=1)
@@ -48,39 +42,6 @@ class NgramConfig:
         if high < low:
             raise ArgumentError(f"ngram: prompt_lookup_max ({high}) is below prompt_lookup_min ({low})")
         check_choice("ngram", self, "match", _MATCHES)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """One row's text, and for each n-gram the positions (index of the token after it) where it ended, ascending."""
-
-    acceptance: Acceptance
-    tokens: list[int] = field(default_factory=list)
-    positions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    drafted: Drafted | None = None
-
-    def append(self, token: int, sizes: range) -> None:
-        self.tokens.append(token)
-        for gram in self.grams(sizes):
-            self.positions.setdefault(gram, []).append(len(self.tokens))
-
-    def pop(self, sizes: range) -> None:
-        for gram in self.grams(sizes):
-            where = self.positions[gram]
-            where.pop()
-            if not where:
-                del self.positions[gram]
-        self.tokens.pop()
-
-    def grams(self, sizes: range) -> Iterator[tuple[int, ...]]:
-        """The n-grams that end the text, the longest first."""
-        for size in sizes:
-            if size <= len(self.tokens):
-                yield tuple(self.tokens[-size:])
-
-    def copied(self, position: int, offset: int) -> int:
-        """The token at `offset` from `position`; a copy that reaches the end of the text goes on with itself."""
-        return self.tokens[position + offset % (len(self.tokens) - position)]
 
 
 class NgramDrafter(Drafter):
@@ -101,9 +62,9 @@ class NgramDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         entries = zip(context.rows, context.tokens, context.fresh, strict=True)
         for index, (row_id, tokens, fresh) in enumerate(entries):
-            row = self._rows.get(row_id)
-            if row is None:
-                row = self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
+            if row_id not in self._rows:
+                self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
+            row = self._rows[row_id]
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
                 row.drafted.follow(tokens)
@@ -184,3 +145,36 @@ def _most_frequent(row: _Row, positions: list[int], length: int) -> list[int]:
             votes.setdefault(row.copied(position, offset), []).append(position)
         positions = max(votes.values(), key=len)
     return positions
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """One row's text, and for each n-gram the positions (index of the token after it) where it ended, ascending."""
+
+    acceptance: Acceptance
+    tokens: list[int] = field(default_factory=list)
+    positions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    drafted: Drafted | None = None
+
+    def append(self, token: int, sizes: range) -> None:
+        self.tokens.append(token)
+        for gram in self.grams(sizes):
+            self.positions.setdefault(gram, []).append(len(self.tokens))
+
+    def pop(self, sizes: range) -> None:
+        for gram in self.grams(sizes):
+            where = self.positions[gram]
+            where.pop()
+            if not where:
+                del self.positions[gram]
+        self.tokens.pop()
+
+    def grams(self, sizes: range) -> Iterator[tuple[int, ...]]:
+        """The n-grams that end the text, the longest first."""
+        for size in sizes:
+            if size <= len(self.tokens):
+                yield tuple(self.tokens[-size:])
+
+    def copied(self, position: int, offset: int) -> int:
+        """The token at `offset` from `position`; a copy that reaches the end of the text goes on with itself."""
+        return self.tokens[position + offset % (len(self.tokens) - position)]

@@ -1,8 +1,5 @@
-"""Drafts from the answer that the client predicted (Predicted Outputs), found again after every edit.
-
-The prediction comes with the prompt (``{"prompt": ..., "prediction": ...}``)
-or, for all requests, with the drafter's options. All nodes are deterministic.
-"""
+"""Drafts from the answer that the client predicted (Predicted Outputs), found again after every edit. It comes with the
+prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All nodes are deterministic."""
 
 from __future__ import annotations
 
@@ -21,52 +18,6 @@ from forerun.types import Budget, DraftKind
 
 _LONGEST = 4  # Longest string searched for, tokens
 _REACH = 16  # A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere
-
-
-class Alignment:
-    """The position in `predicted` at which the answer goes on, if it goes on as predicted.
-
-    In step, a token that agrees moves it by one. After an edit the last tokens of the answer are searched for: the
-    longest string first, the nearest position ahead of where the two texts parted, and only strings of `_LONGEST`
-    tokens also behind it. A token costs a few look-ups whatever the length of the texts.
-    """
-
-    def __init__(self, predicted: Sequence[int]) -> None:
-        self.predicted = predicted
-        self.position: int | None = 0
-        """Index of the token that comes next; None where the answer stands nowhere in the prediction."""
-        self.matched = 0  # How many tokens before the position are the same in both texts
-        self.edited = False  # Whether the texts have parted before
-        self._parted = 0  # Index of the first predicted token that has not come
-        self._recent: list[int] = []
-        self._positions: dict[tuple[int, ...], list[int]] = {}
-        for size in range(1, _LONGEST + 1):
-            for end in range(size, len(predicted) + 1):
-                self._positions.setdefault(tuple(predicted[end - size : end]), []).append(end)
-
-    def advance(self, token: int) -> None:
-        """The answer gained a token."""
-        self._recent = [*self._recent[1 - _LONGEST :], token]
-        position = self.position
-        if position is not None and position < len(self.predicted) and self.predicted[position] == token:
-            self.position, self.matched = position + 1, self.matched + 1
-        else:
-            self.edited = True
-            self.position, self.matched = self._search()
-        if self.position is not None and (self.matched >= _LONGEST or not self.edited):
-            self._parted = self.position
-
-    def _search(self) -> tuple[int | None, int]:
-        for size in range(len(self._recent), 0, -1):
-            ends = self._positions.get(tuple(self._recent[-size:]), [])
-            ahead = bisect_left(ends, self._parted)
-            if ahead < len(ends) and ends[ahead] - self._parted <= _REACH**size:
-                return ends[ahead], size
-            if ends and size == _LONGEST:
-                return ends[ahead - 1] if ahead else ends[0], size
-        return None, 0
-
-
 _TRUST = 2  # After an edit, tokens drafted for each token that has agreed since
 
 
@@ -74,10 +25,8 @@ _TRUST = 2  # After an edit, tokens drafted for each token that has agreed since
 class PredictionConfig:
     """Options of `prediction`."""
 
-    num_speculative_tokens: int = 16
-    """Most tokens copied from the prediction in a step."""
-    text: str | Sequence[int] | None = None
-    """Prediction for requests that bring none: text, or token ids."""
+    num_speculative_tokens: int = 16  # Most tokens copied from the prediction in a step
+    text: str | Sequence[int] | None = None  # Prediction for requests that bring none: text, or token ids
 
     def __post_init__(self) -> None:
         check_least("prediction", self, num_speculative_tokens=1)
@@ -114,21 +63,19 @@ class PredictionDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         for index, row_id in enumerate(context.rows):
             tokens = context.tokens[index]
-            row = self._rows.get(row_id)
             known = max(len(tokens) - context.fresh[index], context.prompt_lengths[index])
-            if row is None or row.read > known:
-                row = self._rows[row_id] = self._new(context, index)
+            if row_id in self._rows and self._rows[row_id].read > known:
+                del self._rows[row_id]
+            row = self._row(context, index)
             if row.drafted is not None:
                 row.drafted.follow(tokens)
             self._read(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
-        for index, row_id in enumerate(context.rows):
-            row = self._rows.get(row_id)
-            if row is None:
-                row = self._rows[row_id] = self._new(context, index)
-            self._read(row, context.tokens[index])
+        for index, tokens in enumerate(context.tokens):
+            row = self._row(context, index)
+            self._read(row, tokens)
             row.drafted = self._draft(trees[index], row, min(budget.nodes[index], budget.depth[index]))
         return trees
 
@@ -138,13 +85,13 @@ class PredictionDrafter(Drafter):
             if row_id in self._rows and length <= self._rows[row_id].read:
                 del self._rows[row_id]
 
-    def _new(self, context: DraftContext, index: int) -> _Row:
-        predicted = context.predictions[index] if context.predictions else ()
-        return _Row(
-            alignment=Alignment(predicted or self._default),
-            read=context.prompt_lengths[index],
-            acceptance=self._estimates.of(context.salt(index)),
-        )
+    def _row(self, context: DraftContext, index: int) -> _Row:
+        row_id = context.rows[index]
+        if row_id not in self._rows:
+            predicted = context.predictions[index] if context.predictions else ()
+            alignment, acceptance = Alignment(predicted or self._default), self._estimates.of(context.salt(index))
+            self._rows[row_id] = _Row(alignment=alignment, read=context.prompt_lengths[index], acceptance=acceptance)
+        return self._rows[row_id]
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
         if row.read < len(tokens):
@@ -176,3 +123,46 @@ def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequenc
     if setup.tokenizer is None:
         raise ArgumentError("prediction: text is a string, but the model has no tokenizer; give token ids instead")
     return tuple(setup.tokenizer.encode(text, add_special_tokens=False))
+
+
+class Alignment:
+    """The position in `predicted` at which the answer goes on, if it goes on as predicted.
+
+    In step, a token that agrees moves it by one. After an edit the last tokens of the answer are searched for: the
+    longest string first, the nearest position ahead of where the two texts parted, and only strings of `_LONGEST`
+    tokens also behind it. A token costs a few look-ups whatever the length of the texts.
+    """
+
+    def __init__(self, predicted: Sequence[int]) -> None:
+        self.predicted = predicted
+        self.position: int | None = 0  # Index of the token that comes next; None where the answer stands nowhere
+        self.matched = 0  # How many tokens before the position are the same in both texts
+        self.edited = False  # Whether the texts have parted before
+        self._parted = 0  # Index of the first predicted token that has not come
+        self._recent: list[int] = []
+        self._positions: dict[tuple[int, ...], list[int]] = {}
+        for size in range(1, _LONGEST + 1):
+            for end in range(size, len(predicted) + 1):
+                self._positions.setdefault(tuple(predicted[end - size : end]), []).append(end)
+
+    def advance(self, token: int) -> None:
+        """The answer gained a token."""
+        self._recent = [*self._recent[1 - _LONGEST :], token]
+        position = self.position
+        if position is not None and position < len(self.predicted) and self.predicted[position] == token:
+            self.position, self.matched = position + 1, self.matched + 1
+        else:
+            self.edited = True
+            self.position, self.matched = self._search()
+        if self.position is not None and (self.matched >= _LONGEST or not self.edited):
+            self._parted = self.position
+
+    def _search(self) -> tuple[int | None, int]:
+        for size in range(len(self._recent), 0, -1):
+            ends = self._positions.get(tuple(self._recent[-size:]), [])
+            ahead = bisect_left(ends, self._parted)
+            if ahead < len(ends) and ends[ahead] - self._parted <= _REACH**size:
+                return ends[ahead], size
+            if ends and size == _LONGEST:
+                return ends[ahead - 1] if ahead else ends[0], size
+        return None, 0

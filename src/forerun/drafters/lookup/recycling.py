@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,51 +37,190 @@ log = logging.getLogger(__name__)
 
 FORMAT = "forerun-recycling-1"
 _TENSOR = "successors"
+_MOST = 80  # Nodes of the paper's tree
+_REGROWN = 64  # Steps between two looks at what an adaptive tree should be
+_SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
+_MOST_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
+WEIGHT = 32.0  # Observations that the measured rate is worth
+_MEASURED = (
+    (0.50, 0.090, 0.040, 0.030, 0.016, 0.014, 0.012, 0.010),
+    (0.57, 0.095, 0.044, 0.034, 0.019, 0.013, 0.012, 0.010),
+)
+"""How often the text's next token had each rank in its predecessor's row: below the root, and below a node that was
+right. Of all eight ranks, drafted or not; mean of T = 0 and T = 0.8 on the demo target, 18 shipped prompts of 500
+tokens continued by 128, seed 1, one matrix for all (4,600 positions)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecyclingConfig:
+    """Options of `recycling`."""
+
+    num_speculative_tokens: int = 6  # Depth of the tree, tokens
+    nodes: int | None = None  # Most nodes of the tree; None takes what pays for the measured time of a pass, at most 80
+    top_k: int = 8  # Successors kept for each token of the vocabulary
+    adaptive_tree: bool = False  # Let the tree follow how often each (depth, rank) was right, not rates measured before
+    path: str | None = None
+    """File that the matrix is read from and kept in: written when a sequence ends, if 256 steps have passed since the
+    last time, and when the process ends. None forgets it. Requests of an isolation domain (API key) begin with what it
+    held at the start, and what they teach is never written."""
+
+    def __post_init__(self) -> None:
+        check_least("recycling", self, num_speculative_tokens=1, nodes=1, top_k=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Memory:
+    """What is known of an isolation domain."""
+
+    matrix: SuccessorMatrix
+    acceptance: Acceptance  # By (depth of the parent, rank)
+    shape: list[RankedNode]
+    steps: int = 0  # That the matrix learned from
+
+
+class RecyclingDrafter(Drafter):
+    """Drafts a tree of the successors that the target last thought likely after each token."""
+
+    name = "recycling"
+    Config = RecyclingConfig
+
+    def __init__(self, config: RecyclingConfig, setup: DrafterSetup) -> None:
+        """Make an empty matrix, or read the one that was kept; errors as `SuccessorMatrix.open`."""
+        self.config = config
+        size = setup.target.vocab_size
+        if config.top_k > size:
+            raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
+        identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
+        path = None if config.path is None else Path(config.path).expanduser()
+        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)
+        """Of the domain that requests without a salt share."""
+        self._first = None if path is None else self.matrix.successors.copy()
+        self._nodes = config.nodes or _MOST
+        self._prior = measured(config.num_speculative_tokens, config.top_k)
+        if config.nodes is None and setup.pass_ms is not None:
+            self._nodes = paying(self._prior, setup.pass_ms, _MOST)
+        self._shared = self._memory_of(self.matrix)
+        self._memories = PerDomain(
+            self._memory_of, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
+        )
+        self._steps = self._saved = 0
+        self._rows: dict[int, Drafted] = {}
+        self._covered: dict[int, int] = {}
+        # Text is learned from until the process ends; the callback must not keep the drafter alive.
+        self._finalizer = weakref.finalize(self, save_quietly, self.matrix)
+
+    @property
+    def watches(self) -> bool:
+        """What the target thought likely is worth knowing whoever drafted."""
+        return True
+
+    @property
+    def top_ids(self) -> int:
+        return self.config.top_k
+
+    def extend(self, context: DraftContext) -> None:
+        entries = zip(context.rows, context.tokens, context.fresh, strict=True)
+        for index, (row_id, tokens, fresh) in enumerate(entries):
+            memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
+            if drafted is not None:
+                drafted.follow(tokens)
+            # Where the target scored a token for this drafter, its own successors are known already.
+            start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
+            if len(tokens) - start > 1:
+                memory.matrix.read(np.asarray(tokens[start:], dtype=np.int64))
+            self._covered[row_id] = len(tokens) - 1
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
+        for index, (row_id, tokens, nodes, depth) in enumerate(limits):
+            self._rows[row_id] = self._grown(self._memory(context, index), tokens, nodes, depth)
+        return [self._rows[row_id].tree for row_id in context.rows]
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        self._steps += 1
+        for index, (tree, ids) in enumerate(zip(scores.trees, scores.top_ids(self.config.top_k), strict=True)):
+            memory = self._memory(context, index)
+            memory.matrix.put(tree.tokens, ids[: len(tree.tokens)])
+            memory.steps += 1
+            if self.config.adaptive_tree and memory.steps % _REGROWN == 0:
+                estimate = memory.acceptance.estimate
+                rates = [estimate(where, float(prior)) for where, prior in np.ndenumerate(self._prior)]
+                memory.shape = best_tree(np.array(rates).reshape(self._prior.shape), self._nodes)
+        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
+            self._covered[row_id] = len(tokens) - 1
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            self._rows.pop(row_id, None)
+            if length == 0:
+                self._covered.pop(row_id, None)
+            elif row_id in self._covered:
+                self._covered[row_id] = min(self._covered[row_id], length - 1)
+        if 0 in lengths and self._steps - self._saved >= _SAVED:
+            save_quietly(self.matrix)
+            self._saved = self._steps
+
+    def memory_bytes(self) -> int:
+        own = sum(memory.matrix.successors.nbytes for memory in self._memories.all())
+        return self.matrix.successors.nbytes + own
+
+    def _memory(self, context: DraftContext, index: int) -> _Memory:
+        salt = context.salt(index)
+        return self._shared if salt is None else self._memories.of(salt)
+
+    def _memory_of(self, matrix: SuccessorMatrix | None = None) -> _Memory:
+        """Of a domain; without a matrix a new one begins with what the file held."""
+        if matrix is None:
+            first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
+            matrix = SuccessorMatrix(first, None, None)
+        return _Memory(matrix=matrix, acceptance=Acceptance(weight=WEIGHT), shape=best_tree(self._prior, self._nodes))
+
+    def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
+        """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
+        drafted = Drafted.below(TokenTree(tokens[-1]), len(tokens), memory.acceptance)
+        grown = {-1: (0, tokens[-1])}
+        for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
+            if level > depth or parent not in grown:
+                continue
+            above, last = grown[parent]
+            token = int(memory.matrix.successors[last, rank])
+            if token >= 0:
+                evidence = Evidence((level - 1, rank), float(self._prior[level - 1, rank]))
+                grown[entry] = drafted.add(token, above, evidence), token
+        return drafted
 
 
 class SuccessorMatrix:
-    """Of each token the last known likely successors, the likeliest first. Use `open`.
-
-    Args:
-        successors: (V, k) int32, -1 where nothing is known; known ones stand first and are distinct.
-        path: where it is kept; None keeps it in memory alone.
-        identity: whose token ids these are; None where nobody knows.
-    """
+    """Of each token the last known likely successors, the likeliest first: (V, k) int32, -1 where nothing is known;
+    known ones stand first and are distinct. Kept at `path`, None: in memory alone. Use `open`."""
 
     def __init__(self, successors: NDArray[np.int32], path: Path | None, identity: TokenizerIdentity | None) -> None:
-        self.successors = successors
-        self.path = path
+        self.successors, self.path = successors, path
         self.changed = False  # Whether anything was learned since the last `save`
-        self._identity = identity
+        self._tokenizer = "" if identity is None else identity.vocabulary
 
     @classmethod
-    def open(
-        cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None
-    ) -> SuccessorMatrix:
+    def open(cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None) -> Self:
         """The matrix in the file at `path`; an empty one where there is no file yet.
 
-        Raises:
-            ArgumentError: the file holds another number of successors, or its directory does not exist.
-            DataError: the file is no matrix, or cut short.
-            VocabularyMismatchError: the file belongs to another tokenizer.
+        ArgumentError: the file holds another number of successors, or its directory does not exist. DataError: it is no
+        matrix, or cut short. VocabularyMismatchError: it belongs to another tokenizer.
         """
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
+        made = cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
         if path is None or not path.exists():
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
-            return cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
-        successors, written = _read(path)
-        own = "" if identity is None else identity.vocabulary
-        if successors.shape[0] != vocabulary or (own and written and own != written):
+            return made
+        made.successors, stored = _read(path)
+        tokens, ranks = made.successors.shape
+        if tokens != vocabulary or (made._tokenizer and stored and made._tokenizer != stored):
             raise VocabularyMismatchError(
-                f"{path} holds successors of {successors.shape[0]} tokens of tokenizer {written[:12] or 'unknown'}, "
-                f"the target has {vocabulary} of {own[:12] or 'unknown'}; name another file for this target"
+                f"{path} holds successors of {tokens} tokens of tokenizer {stored[:12] or 'unknown'}, the target has "
+                f"{vocabulary} of {made._tokenizer[:12] or 'unknown'}; name another file for this target"
             )
-        if successors.shape[1] != top_k:
-            raise ArgumentError(
-                f"recycling: {path} holds {successors.shape[1]} successors a token; set top_k to that instead of "
-                f"{top_k}, or name another file"
-            )
-        return cls(successors, path, identity)
+        if ranks != top_k:
+            raise ArgumentError(f"{path} holds {ranks} successors a token; set top_k to that, or name another file")
+        return made
 
     def put(self, tokens: Sequence[int], successors: NDArray[np.int64]) -> None:
         """What the target now thinks after `tokens` (N,): rows (N, k); of equal tokens the last one counts."""
@@ -105,9 +244,8 @@ class SuccessorMatrix:
         """Write the file if there is one to write: complete under its name, or as it was before. OSError if not."""
         if self.path is None or not self.changed:
             return
-        metadata = {"format": FORMAT, "tokenizer": "" if self._identity is None else self._identity.vocabulary}
         with written(self.path) as fresh:
-            fresh.write_bytes(save({_TENSOR: self.successors}, metadata))
+            fresh.write_bytes(save({_TENSOR: self.successors}, {"format": FORMAT, "tokenizer": self._tokenizer}))
         self.changed = False
 
 
@@ -156,27 +294,10 @@ def _distinct(rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
     return kept
 
 
-# Which ranks of a token's successors are right how often, and the tree that is best by these rates.
-#
-# A tree is a set of paths (rank at depth 1, rank at depth 2, ...). A path survives with the product of its ranks'
-# rates, so the n likeliest paths are found greedily; the same argument as for DDTree's marginals (arXiv 2604.12989).
-
-
-_MEASURED = (
-    (0.50, 0.090, 0.040, 0.030, 0.016, 0.014, 0.012, 0.010),
-    (0.57, 0.095, 0.044, 0.034, 0.019, 0.013, 0.012, 0.010),
-)
-"""How often the text's next token had each rank in its predecessor's row: below the root, and below a node that was
-right. Of all eight ranks, drafted or not; mean of T = 0 and T = 0.8 on the demo target, 18 shipped prompts of 500
-tokens continued by 128, seed 1, one matrix for all (4,600 places)."""
-WEIGHT = 32.0  # Observations that the measured rate is worth
-
-
 def measured(depth: int, ranks: int) -> NDArray[np.float64]:
     """(depth, ranks): the probability that the successor of some rank is the text's, given that its parent is."""
     known = np.array(_MEASURED)
-    rows = np.minimum(np.arange(depth), len(known) - 1)
-    columns = np.arange(ranks)
+    rows, columns = np.minimum(np.arange(depth), len(known) - 1), np.arange(ranks)
     # Beyond what was measured a rate halves with every rank.
     beyond = 0.5 ** np.maximum(columns - known.shape[1] + 1, 0)
     rates: NDArray[np.float64] = known[rows][:, np.minimum(columns, known.shape[1] - 1)] * beyond
@@ -192,8 +313,7 @@ class RankedNode(NamedTuple):
 
 
 def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
-    """Nodes of the best tree for `rates`, at most `most`, that yields most tokens for its time, the `pass_ms` of its
-    nodes."""
+    """Nodes, at most `most`, of the best tree for `rates` that yields most tokens for its time, `pass_ms`."""
     tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
     for count, node in enumerate(best_tree(rates, most), start=1):
         above = alive[node.parent] if node.parent >= 0 else 1.0
@@ -205,182 +325,24 @@ def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: in
 
 def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
     """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer. Every
-    beginning of it is the best tree of its size: a node comes after its parent and its siblings of smaller rank."""
+    beginning of it is the best tree of its size: a node comes after its parent and its siblings of smaller rank.
+
+    A path survives with the product of its ranks' rates, so the likeliest are found greedily; the same argument as for
+    DDTree's marginals (arXiv 2604.12989).
+    """
     falling = np.argsort(-rates, axis=1, kind="stable")
-    tree = list[RankedNode]()
-    # (-probability, order of entry, place in the falling order, parent, probability of the parent)
+    tree, entered = list[RankedNode](), 1
+    # (-probability, order of entry, index in the falling order, parent, probability of the parent)
     heap = [(-float(rates[0, falling[0, 0]]), 0, 0, -1, 1.0)]
-    entered = 1
     while heap and len(tree) < nodes:
-        negative, _, place, parent, above = heapq.heappop(heap)
+        negative, _, index, parent, above = heapq.heappop(heap)
         depth = 0 if parent < 0 else tree[parent].depth
-        tree.append(RankedNode(int(falling[depth, place]), parent, depth + 1))
-        if place + 1 < rates.shape[1]:
-            rate = float(rates[depth, falling[depth, place + 1]])
-            heapq.heappush(heap, (-above * rate, entered, place + 1, parent, above))
+        tree.append(RankedNode(int(falling[depth, index]), parent, depth + 1))
+        if index + 1 < rates.shape[1]:
+            rate = float(rates[depth, falling[depth, index + 1]])
+            heapq.heappush(heap, (-above * rate, entered, index + 1, parent, above))
         if depth + 1 < len(rates):
             rate = float(rates[depth + 1, falling[depth + 1, 0]])
             heapq.heappush(heap, (negative * rate, entered + 1, 0, len(tree) - 1, -negative))
         entered += 2
     return tree
-
-
-_MOST = 80  # Nodes of the paper's tree
-_REGROWN = 64  # Steps between two looks at what an adaptive tree should be
-_SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
-_MOST_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecyclingConfig:
-    """Options of `recycling`."""
-
-    num_speculative_tokens: int = 6
-    """Depth of the tree, tokens."""
-    nodes: int | None = None
-    """Most nodes of the tree; None takes as many as yield most tokens for the measured time of a pass, up to the 80 of
-    the paper. The engine's own limit holds, too."""
-    top_k: int = 8
-    """Successors kept for each token of the vocabulary."""
-    adaptive_tree: bool = False
-    """Let the tree follow how often each (depth, rank) was right; else it is the best one by rates measured before."""
-    path: str | None = None
-    """File that the matrix is read from and kept in: written when a sequence ends, if 256 steps have passed since the
-    last time, and when the process ends. None forgets it. Requests of an isolation domain (API key) begin with what it
-    held at the start, and what they teach is never written."""
-
-    def __post_init__(self) -> None:
-        check_least("recycling", self, num_speculative_tokens=1, nodes=1, top_k=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Memory:
-    """What is known of an isolation domain."""
-
-    matrix: SuccessorMatrix
-    acceptance: Acceptance  # By (depth of the parent, rank)
-    shape: list[RankedNode]
-    steps: int = 0  # That the matrix learned from
-
-
-class RecyclingDrafter(Drafter):
-    """Drafts a tree of the successors that the target last thought likely after each token."""
-
-    name = "recycling"
-    Config = RecyclingConfig
-
-    def __init__(self, config: RecyclingConfig, setup: DrafterSetup) -> None:
-        """Make an empty matrix, or read the one that was kept; errors as `SuccessorMatrix.open`."""
-        self.config = config
-        size = setup.target.vocab_size
-        if config.top_k > size:
-            raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
-        identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
-        path = None if config.path is None else Path(config.path).expanduser()
-        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)
-        """Of the domain that requests without a salt share."""
-        self._first = None if path is None else self.matrix.successors.copy()
-        self._nodes = config.nodes or _MOST
-        self._prior = measured(config.num_speculative_tokens, config.top_k)
-        if config.nodes is None and setup.pass_ms is not None:
-            self._nodes = paying(self._prior, setup.pass_ms, _MOST)
-        self._shared = self._memory_of(self.matrix)
-        self._memories = PerDomain(
-            self._new_memory, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
-        )
-        self._steps = self._saved = 0
-        self._rows: dict[int, Drafted] = {}
-        self._covered: dict[int, int] = {}
-        # Text is learned from until the process ends; the callback must not keep the drafter alive.
-        self._finalizer = weakref.finalize(self, save_quietly, self.matrix)
-
-    @property
-    def watches(self) -> bool:
-        """What the target thought likely is worth knowing whoever drafted."""
-        return True
-
-    @property
-    def top_ids(self) -> int:
-        """What the matrix holds of each token."""
-        return self.config.top_k
-
-    def save(self) -> None:
-        """Write the matrix to `path`, atomically; nothing to do without one. OSError if that fails."""
-        self.matrix.save()
-        self._saved = self._steps
-
-    def extend(self, context: DraftContext) -> None:
-        entries = zip(context.rows, context.tokens, context.fresh, strict=True)
-        for index, (row_id, tokens, fresh) in enumerate(entries):
-            memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
-            if drafted is not None:
-                drafted.follow(tokens)
-            # Where the target scored a token for this drafter, its own successors are known already.
-            start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
-            if len(tokens) - start > 1:
-                memory.matrix.read(np.asarray(tokens[start:], dtype=np.int64))
-            self._covered[row_id] = len(tokens) - 1
-
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
-        for index, (row_id, tokens, nodes, depth) in enumerate(limits):
-            self._rows[row_id] = self._grown(self._memory(context, index), tokens, nodes, depth)
-        return [self._rows[row_id].tree for row_id in context.rows]
-
-    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        self._steps += 1
-        scored = [tree.tokens for tree in scores.trees]
-        ids = scores.top_ids(self.config.top_k)
-        for index, (nodes, row) in enumerate(zip(scored, ids, strict=True)):
-            memory = self._memory(context, index)
-            memory.matrix.put(nodes, row[: len(nodes)])
-            memory.steps += 1
-            if self.config.adaptive_tree and memory.steps % _REGROWN == 0:
-                found = [
-                    memory.acceptance.estimate(where, float(prior)) for where, prior in np.ndenumerate(self._prior)
-                ]
-                memory.shape = best_tree(np.array(found).reshape(self._prior.shape), self._nodes)
-        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
-            self._covered[row_id] = len(tokens) - 1
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        for row_id, length in zip(rows, lengths, strict=True):
-            self._rows.pop(row_id, None)
-            if length == 0:
-                self._covered.pop(row_id, None)
-            elif row_id in self._covered:
-                self._covered[row_id] = min(self._covered[row_id], length - 1)
-        if 0 in lengths and self._steps - self._saved >= _SAVED:
-            save_quietly(self.matrix)
-            self._saved = self._steps
-
-    def memory_bytes(self) -> int:
-        own = sum(memory.matrix.successors.nbytes for memory in self._memories.all())
-        return self.matrix.successors.nbytes + own
-
-    def _memory(self, context: DraftContext, index: int) -> _Memory:
-        salt = context.salt(index)
-        return self._shared if salt is None else self._memories.of(salt)
-
-    def _new_memory(self) -> _Memory:
-        """Of a domain that is new: what the file held."""
-        first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
-        return self._memory_of(SuccessorMatrix(first, None, None))
-
-    def _memory_of(self, matrix: SuccessorMatrix) -> _Memory:
-        return _Memory(matrix=matrix, acceptance=Acceptance(weight=WEIGHT), shape=best_tree(self._prior, self._nodes))
-
-    def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
-        """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        successors = memory.matrix.successors
-        drafted = Drafted.below(TokenTree(tokens[-1]), len(tokens), memory.acceptance)
-        placed = {-1: (0, tokens[-1])}
-        for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
-            if level > depth or parent not in placed:
-                continue
-            above, last = placed[parent]
-            token = int(successors[last, rank])
-            if token >= 0:
-                evidence = Evidence((level - 1, rank), float(self._prior[level - 1, rank]))
-                placed[entry] = drafted.add(token, above, evidence), token
-        return drafted

@@ -1,8 +1,8 @@
 """REST: drafts what followed the text's last tokens in a corpus.
 
-arXiv 2311.08252: the longest end of the text that occurs in a datastore, all that followed it
-there, merged into a trie, of which the most frequent nodes are the draft. All nodes are deterministic, so at a
-temperature the target's own sample walks the tree, which is exact and optimal there.
+arXiv 2311.08252: the longest end of the text that occurs in a datastore, all that followed it there, merged into a
+trie, of which the most frequent nodes are the draft. All nodes are deterministic, so at a temperature the target's own
+sample walks the tree, which is exact and optimal there.
 """
 
 from __future__ import annotations
@@ -28,94 +28,16 @@ _LOW = 2**32 - 1
 _FEW = 24  # So many continuations are merged faster in plain Python than by arrays
 
 
-@dataclass(slots=True)
-class Trie:
-    """The nodes of some continuations, in order of their ids: node k + 1 is entry k, 0 is the root."""
-
-    most: int  # How many will be kept
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # Continuations that run through the node
-
-    def floor(self) -> int:
-        """What a deeper node's count must exceed: so many shallower ones are at least as frequent already."""
-        return 0 if len(self.counts) < self.most else int(np.partition(self.counts, -self.most)[-self.most])
-
-    def add(self, keys: Sequence[int], counts: Sequence[int]) -> None:
-        """Further nodes; a key is a parent's id and, in the lower 32 bits, a token."""
-        self.tokens.extend([key & _LOW for key in keys])
-        self.parents.extend([key >> 32 for key in keys])
-        self.counts.extend(counts)
-
-    def best(self) -> Trie:
-        """The most frequent ones first, under new ids, which puts parents before their children."""
-        order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
-        names = {0: 0, **{node + 1: place for place, node in enumerate(order, start=1)}}
-        return Trie(
-            self.most,
-            tokens=[self.tokens[node] for node in order],
-            parents=[names[self.parents[node]] for node in order],
-            counts=[self.counts[node] for node in order],
-        )
-
-
-def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
-    """The `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D), each ended early by a
-    `SEPARATOR`. Of equally frequent ones the shallower is kept, then the one whose parent, then whose token is the
-    smaller."""
-    found = Trie(nodes)
-    alive = continuations.astype(np.int64)
-    owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last
-    for depth in range(alive.shape[1]):
-        if len(alive) <= _FEW:
-            _merge_few(alive[:, depth:].tolist(), owner.tolist(), found)
-            break
-        keys = (owner << 32) | alive[:, depth]
-        distinct, counts = np.unique(keys, return_counts=True)
-        kept = ((distinct & _LOW) != SEPARATOR) & (counts > found.floor())
-        distinct, counts = distinct[kept], counts[kept]
-        if not len(distinct):
-            break
-        first = len(found.tokens) + 1
-        found.add(distinct.tolist(), counts.tolist())
-        place = np.searchsorted(distinct, keys).clip(max=len(distinct) - 1)
-        lives = distinct[place] == keys
-        owner, alive = first + place[lives], alive[lives]
-    return found.best()
-
-
-def _merge_few(rows: list[list[int]], owner: list[int], found: Trie) -> None:
-    """The same, without arrays; `rows` are what is left of the continuations."""
-    for depth in range(len(rows[0]) if rows else 0):
-        keys = [(node << 32) | row[depth] for node, row in zip(owner, rows, strict=True)]
-        floor = found.floor()
-        counts = {
-            key: count for key, count in sorted(Counter(keys).items()) if count > floor and key & _LOW != SEPARATOR
-        }
-        names = {key: node for node, key in enumerate(counts, start=len(found.tokens) + 1)}
-        found.add(list(counts), list(counts.values()))
-        rows = [row for row, key in zip(rows, keys, strict=True) if key in names]
-        owner = [names[key] for key in keys if key in names]
-        if not rows:
-            return
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestConfig:
     """Options of `rest`."""
 
-    datastore: str
-    """Directory that `forerun datastore build` wrote for this target."""
-    num_speculative_tokens: int = 10
-    """Most tokens copied from one place."""
-    max_match: int = 16
-    """Longest end of the text that is looked for, tokens."""
-    min_match: int = 2
-    """Shortest end of the text that counts as a match, tokens."""
-    max_hits: int = 5000
-    """Most places of one match that are read; of more, this many are taken evenly."""
-    nodes: int = 64
-    """Most nodes of the draft."""
+    datastore: str  # Directory that `forerun datastore build` wrote for this target
+    num_speculative_tokens: int = 10  # Most tokens copied from one position
+    max_match: int = 16  # Longest end of the text that is looked for, tokens
+    min_match: int = 2  # Shortest end of the text that counts as a match, tokens
+    max_hits: int = 5000  # Most positions of one match that are read; of more, this many are taken evenly
+    nodes: int = 64  # Most nodes of the draft
 
     def __post_init__(self) -> None:
         check_least("rest", self, num_speculative_tokens=1, min_match=1, max_hits=1, nodes=1)
@@ -184,3 +106,72 @@ def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
     key = match.bit_length(), min(total.bit_length(), 8), min(SHARES * count // total, SHARES - 1)
     return Evidence(key, count / (total + 1))
+
+
+@dataclass(slots=True)
+class Trie:
+    """The nodes of some continuations, in order of their ids: node k + 1 is entry k, 0 is the root."""
+
+    most: int  # How many will be kept
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # Continuations that run through the node
+
+    def floor(self) -> int:
+        """What a deeper node's count must exceed: so many shallower ones are at least as frequent already."""
+        return 0 if len(self.counts) < self.most else int(np.partition(self.counts, -self.most)[-self.most])
+
+    def add(self, keys: Sequence[int], counts: Sequence[int]) -> None:
+        """Further nodes; a key is a parent's id and, in the lower 32 bits, a token."""
+        self.tokens.extend([key & _LOW for key in keys])
+        self.parents.extend([key >> 32 for key in keys])
+        self.counts.extend(counts)
+
+    def best(self) -> Trie:
+        """The most frequent ones first, under new ids, which puts parents before their children."""
+        order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
+        names = {0: 0} | {node + 1: name for name, node in enumerate(order, start=1)}
+        return Trie(
+            self.most,
+            tokens=[self.tokens[node] for node in order],
+            parents=[names[self.parents[node]] for node in order],
+            counts=[self.counts[node] for node in order],
+        )
+
+
+def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
+    """The `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D), each ended early by a
+    `SEPARATOR`. Of equals the shallower is kept, then the one of smaller parent, then of smaller token."""
+    found = Trie(nodes)
+    alive = continuations.astype(np.int64)
+    owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last
+    for depth in range(alive.shape[1]):
+        if len(alive) <= _FEW:
+            _merge_few(alive[:, depth:].tolist(), owner.tolist(), found)
+            break
+        keys = (owner << 32) | alive[:, depth]
+        distinct, counts = np.unique(keys, return_counts=True)
+        kept = ((distinct & _LOW) != SEPARATOR) & (counts > found.floor())
+        distinct, counts = distinct[kept], counts[kept]
+        if not len(distinct):
+            break
+        first = len(found.tokens) + 1
+        found.add(distinct.tolist(), counts.tolist())
+        index = np.searchsorted(distinct, keys).clip(max=len(distinct) - 1)
+        lives = distinct[index] == keys
+        owner, alive = first + index[lives], alive[lives]
+    return found.best()
+
+
+def _merge_few(rows: list[list[int]], owner: list[int], found: Trie) -> None:
+    """The same, without arrays; `rows` are what is left of the continuations."""
+    for depth in range(len(rows[0]) if rows else 0):
+        keys = [(node << 32) | row[depth] for node, row in zip(owner, rows, strict=True)]
+        floor, every = found.floor(), sorted(Counter(keys).items())
+        counts = {key: count for key, count in every if count > floor and key & _LOW != SEPARATOR}
+        names = {key: node for node, key in enumerate(counts, start=len(found.tokens) + 1)}
+        found.add(list(counts), list(counts.values()))
+        rows = [row for row, key in zip(rows, keys, strict=True) if key in names]
+        owner = [names[key] for key in keys if key in names]
+        if not rows:
+            return

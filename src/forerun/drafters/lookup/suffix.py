@@ -1,8 +1,8 @@
 """SuffixDecoding: drafts what followed the text's end where it occurred before, in this request or in earlier outputs.
 
-arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
-running request over its prompt and output, and a bounded store of past outputs. Each step drafts from where the
-expected number of accepted tokens is largest. All nodes are deterministic.
+arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each running request over
+its prompt and output, and a bounded store of past outputs. Each step drafts from where the expected number of accepted
+tokens is largest. All nodes are deterministic.
 """
 
 from __future__ import annotations
@@ -36,27 +36,16 @@ _FULL_STORES = 4  # What the stores of all isolation domains may hold together, 
 class SuffixConfig:
     """Options of `suffix`; vLLM's names, with ``suffix_decoding_`` before them, are understood too."""
 
-    num_speculative_tokens: int = 24
-    """Most tokens on one path."""
-    max_tree_depth: int = 24
-    """Longest string whose occurrences are counted, tokens; beyond it the first occurrence is followed."""
-    max_spec_factor: float = 1.0
-    """Tokens drafted for each token of the match."""
-    max_spec_offset: float = 0.0
-    """Tokens drafted besides."""
-    min_token_prob: float = 0.1
-    """Least probability of a path by the counts: of its tokens' shares, multiplied, 0..1."""
-    min_match: int = 1
-    """Shortest match that is drafted from, tokens."""
-    nodes: int | None = None
-    """Most nodes of a tree of several continuations, by their counts; None drafts a chain."""
-    max_cached_requests: int = 10_000
-    """Past outputs kept at most of one isolation domain (API key); 0 drafts from the request's own text only."""
-    max_cached_tokens: int = 500_000
-    """Tokens of past outputs kept at most of one isolation domain, and four times as many of all together; one takes
-    about 150 bytes."""
-    cache_prompts: bool = False
-    """Keep the prompts of past requests too."""
+    num_speculative_tokens: int = 24  # Most tokens on one path
+    max_tree_depth: int = 24  # Longest string that is counted, tokens; beyond it the first occurrence is followed
+    max_spec_factor: float = 1.0  # Tokens drafted for each token of the match
+    max_spec_offset: float = 0.0  # Tokens drafted besides
+    min_token_prob: float = 0.1  # Least probability of a path by the counts: of its tokens' shares, multiplied, 0..1
+    min_match: int = 1  # Shortest match that is drafted from, tokens
+    nodes: int | None = None  # Most nodes of a tree of several continuations, by their counts; None drafts a chain
+    max_cached_requests: int = 10_000  # Past outputs kept of a domain (API key); 0: the request's own text only
+    max_cached_tokens: int = 500_000  # Their tokens (150 bytes each); four times as many of all domains together
+    cache_prompts: bool = False  # Keep the prompts of past requests too
 
     def __post_init__(self) -> None:
         check_least("suffix", self, num_speculative_tokens=1, max_tree_depth=2, min_match=1)
@@ -76,37 +65,6 @@ class SuffixConfig:
             raise ArgumentError("suffix: max_spec_factor 0 with max_spec_offset below 1 never drafts; raise one")
 
 
-class _Position(NamedTuple):
-    state: int
-    matched: int  # Tokens before it that are the same here and there
-    probability: float  # Of the path so far, by the counts
-
-
-class _Branch(NamedTuple):
-    """One way on from a position."""
-
-    token: int
-    evidence: Evidence
-    position: _Position
-
-
-@dataclass(kw_only=True, slots=True)
-class _Memory:
-    """What is known of an isolation domain."""
-
-    store: OutputStore
-    acceptance: Acceptance = field(default_factory=Acceptance)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    automaton: SuffixAutomaton
-    memory: _Memory
-    prompt_length: int = 0
-    drafted: Drafted | None = None
-    cursors: list[Cursor] = field(default_factory=list)  # Where the text stands in each generation of the store
-
-
 class SuffixDrafter(Drafter):
     """Longest match in the request's own text and in past outputs; the draft of larger expected gain is taken."""
 
@@ -116,8 +74,12 @@ class SuffixDrafter(Drafter):
     def __init__(self, config: SuffixConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._rows: dict[int, _Row] = {}
-        most = _FULL_STORES * config.max_cached_tokens
-        self._memories = PerDomain(self._new_memory, size=lambda memory: memory.store.held, most_size=most)
+        depth, tokens, requests = config.max_tree_depth, config.max_cached_tokens, config.max_cached_requests
+        self._memories = PerDomain(
+            lambda: _Memory(store=OutputStore(depth=depth, tokens=tokens, requests=requests)),
+            size=lambda memory: memory.store.held,
+            most_size=_FULL_STORES * tokens,
+        )
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=self.config.nodes is None)
@@ -136,14 +98,12 @@ class SuffixDrafter(Drafter):
             if row.drafted is not None:
                 row.drafted.follow(tokens)
                 row.drafted = None
-            row.automaton.extend(tokens[len(row.automaton) :])
             self._follow(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
         for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
             row = self._row(context, index)
-            row.automaton.extend(tokens[len(row.automaton) :])
             self._follow(row, tokens)
             row.drafted = self._best_draft(row, nodes, depth)
             if row.drafted is not None:
@@ -165,14 +125,6 @@ class SuffixDrafter(Drafter):
         stores = sum(memory.store.memory_bytes() for memory in self._memories.all())
         return stores + sum(row.automaton.memory_bytes() for row in self._rows.values())
 
-    def _new_memory(self) -> _Memory:
-        config = self.config
-        return _Memory(
-            store=OutputStore(
-                depth=config.max_tree_depth, tokens=config.max_cached_tokens, requests=config.max_cached_requests
-            )
-        )
-
     def _row(self, context: DraftContext, index: int) -> _Row:
         row_id = context.rows[index]
         if row_id not in self._rows:
@@ -189,6 +141,7 @@ class SuffixDrafter(Drafter):
         row.automaton.extend(kept)
 
     def _follow(self, row: _Row, tokens: Sequence[int]) -> None:
+        row.automaton.extend(tokens[len(row.automaton) :])
         generations = row.memory.store.generations
         if [cursor.automaton for cursor in row.cursors] != generations:
             row.cursors = [Cursor(generation) for generation in generations]
@@ -216,23 +169,25 @@ class SuffixDrafter(Drafter):
         ends, acceptance = automaton.suffixes(), row.memory.acceptance
         most = nodes if self.config.nodes is None else min(nodes, self.config.nodes)
         drafted = Drafted.below(TokenTree(row.automaton.tokens[-1]), len(row.automaton), acceptance)
-        heap: list[tuple[float, int, int, int, _Branch]] = []
+        heap: list[tuple[float, int, int, int, int, Evidence, _Position]] = []
         parent, level, survival, expected, serial = 0, 0, 1.0, 0.0, 0
         while drafted.tree.size < most:
             if level < depth:
-                for branch in self._branches(automaton, position, source, ends):
+                for token, evidence, below in self._branches(automaton, position, source, ends):
                     serial += 1
-                    reached = survival * acceptance.estimate(*branch.evidence)
-                    heapq.heappush(heap, (-reached, serial, parent, level + 1, branch))
+                    reached = survival * acceptance.estimate(*evidence)
+                    heapq.heappush(heap, (-reached, serial, parent, level + 1, token, evidence, below))
             if not heap:
                 break
-            negative, _, above, level, branch = heapq.heappop(heap)
-            parent, survival, position = drafted.add(branch.token, above, branch.evidence), -negative, branch.position
+            negative, _, above, level, token, evidence, position = heapq.heappop(heap)
+            parent, survival = drafted.add(token, above, evidence), -negative
             expected += survival
         return drafted, expected
 
-    def _branches(self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]) -> list[_Branch]:
-        """How the text goes on from a position, the most frequent way first; one way only for a chain."""
+    def _branches(
+        self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]
+    ) -> list[tuple[int, Evidence, _Position]]:
+        """(token, evidence, where it leads) of each way on from a position, the most frequent first; one of a chain."""
         state, matched, probability = position
         while (likeliest := automaton.likeliest(state)) == NONE and state != ROOT:
             state, matched = automaton.shorter(state)
@@ -250,8 +205,31 @@ class SuffixDrafter(Drafter):
             if chance >= self.config.min_token_prob:
                 token = automaton.token(following)
                 evidence = by_match(source, matched, _share(automaton, state, token, ends))
-                found.append(_Branch(token, evidence, _Position(following, matched + 1, chance)))
+                found.append((token, evidence, _Position(following, matched + 1, chance)))
         return found
+
+
+class _Position(NamedTuple):
+    state: int
+    matched: int  # Tokens before it that are the same here and there
+    probability: float  # Of the path so far, by the counts
+
+
+@dataclass(kw_only=True, slots=True)
+class _Memory:
+    """What is known of an isolation domain."""
+
+    store: OutputStore
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    automaton: SuffixAutomaton
+    memory: _Memory
+    prompt_length: int = 0
+    drafted: Drafted | None = None
+    cursors: list[Cursor] = field(default_factory=list)  # Where the text stands in each generation of the store
 
 
 def _share(automaton: SuffixAutomaton, state: int, token: int, ends: set[int]) -> float:

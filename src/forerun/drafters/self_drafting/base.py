@@ -1,8 +1,7 @@
 """Base of drafters that run a part of the target itself, in the cache slots of the coming step.
 
-The prefix's keys and values are the target's own. The root and the drafted nodes are run level by level, behind the
-committed tokens, by whatever part of the target the method chooses; scoring overwrites these slots afterwards. So there
-is no second cache, nothing to catch up with and nothing to forget.
+The prefix's keys and values are the target's own. Root and drafted nodes are run level by level behind the committed
+tokens; scoring overwrites these slots. So there is no second cache, nothing to catch up with and nothing to forget.
 """
 
 from __future__ import annotations
@@ -16,27 +15,12 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.drawing import Children
-from forerun.drafters.trees import FixedTree, Grown, Limits, Submitted
+from forerun.drafters.trees import FixedTree, Limits, Submitted
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
     from forerun.model import Target
-
-
-class _Thresholds(Limits):
-    """The nodes that each row may submit: a row whose last nodes are all less likely than its threshold ends there. The
-    figure of a sampled node is that of the distribution it is drawn from (`Children.confidence`)."""
-
-    def __init__(self, levels: Sequence[range], nodes: Sequence[int], below: Sequence[float | None]) -> None:
-        super().__init__(levels, nodes)
-        self._below = below
-
-    def stopped(self, children: Children) -> Sequence[bool]:
-        if all(threshold is None for threshold in self._below):
-            return ()
-        surest = children.confidence.flatten(1).amax(1).tolist()
-        return [below is not None and sure < below for sure, below in zip(surest, self._below, strict=True)]
 
 
 class SelfDrafter(Drafter):
@@ -55,7 +39,8 @@ class SelfDrafter(Drafter):
         raise NotImplementedError
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
-        """A row whose last nodes are all less likely than this drafts no deeper; None never stops."""
+        """A row whose last nodes are all less likely than this drafts no deeper; None never stops. The figure of a
+        sampled node is that of the distribution it is drawn from (`Children.confidence`)."""
         return None
 
     def extend(self, context: DraftContext) -> None:
@@ -74,21 +59,24 @@ class SelfDrafter(Drafter):
         trees = context.trees()
         if not active:
             return trees
-        below = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
-        limits = _Thresholds(self._tree.shape.levels, [within[index] for index in active], below)
-        grown = self._grow(context, active, limits)
-        for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
-            trees[index], self._drafted[context.rows[index]] = cut
-        return trees
+        thresholds = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
 
-    def _grow(self, context: DraftContext, active: Sequence[int], limits: Limits) -> Grown:
+        def stopped(children: Children) -> list[bool]:
+            if all(threshold is None for threshold in thresholds):
+                return []
+            surest = children.confidence.flatten(1).amax(1).tolist()
+            return [below is not None and sure < below for sure, below in zip(surest, thresholds, strict=True)]
+
+        limits = Limits(self._tree.shape.levels, [within[index] for index in active], stopped)
         rows, roots = [context.rows[index] for index in active], [context.tokens[index][-1] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:
             parents = self._tree.shape.parents
-            nodes = Nodes.of_levels(roots, ids, parents, counts=limits.nodes, start=level.start)
-            return self.logits(rows, nodes)
+            return self.logits(rows, Nodes.of_levels(roots, ids, parents, counts=limits.nodes, start=level.start))
 
         first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
         draws = self._tree.draws(context, active, first.device, first.shape[-1])
-        return self._tree.grow(draws, max(limits.nodes), first, descend, enough=limits.enough)
+        grown = self._tree.grow(draws, max(limits.nodes), first, descend, enough=limits.enough)
+        for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
+            trees[index], self._drafted[context.rows[index]] = cut
+        return trees

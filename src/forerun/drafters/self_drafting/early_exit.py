@@ -8,7 +8,7 @@ leaves, which nobody had to run to draft them. No second cache, no second set of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +41,7 @@ _HEAD, _NORM = "lm_head.weight", "norm.weight"
 class EarlyExitConfig(TreeOptions):
     """Options of `early_exit`."""
 
-    exit_layer: int
-    """E, how many of the target's layers draft: 1 .. L - 1."""
+    exit_layer: int  # E, how many of the target's layers draft: 1 .. L - 1
     head: str | Path | None = None
     """Safetensors file of an output head made for this exit: ``lm_head.weight`` (V, H), and ``norm.weight`` (H,) where
     it has a final norm of its own, in the target's convention. None: the target's final norm and head."""
@@ -58,13 +57,8 @@ class EarlyExitDrafter(SelfDrafter):
     Config = EarlyExitConfig
 
     def __init__(self, config: EarlyExitConfig, setup: DrafterSetup) -> None:
-        """Check the target and read the head.
-
-        Raises:
-            ArgumentError: there is no such layer to exit at.
-            UnsupportedModelError: the target's layers cannot be run in part.
-            CheckpointError: the file of the head is missing, broken, or holds other tensors than it should.
-        """
+        """ArgumentError: there is no such layer to exit at. UnsupportedModelError: the target's layers cannot be run in
+        part. CheckpointError: the file of the head is missing, broken, or holds other tensors than it should."""
         super().__init__(config.fixed_tree(), setup.target)
         layers = setup.target.num_layers
         if not 1 <= config.exit_layer < layers:
@@ -89,12 +83,10 @@ class EarlyExitDrafter(SelfDrafter):
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self._states = []
         trees = super().propose(context, budget)
-        if self._states:
-            self._resume(dict(zip(context.rows, trees, strict=True)))
-        return trees
-
-    def _resume(self, trees: Mapping[int, TokenTree]) -> None:
-        """Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted."""
+        if not self._states:
+            return trees
+        # Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted.
+        by_row = dict(zip(context.rows, trees, strict=True))
         states, self._states = torch.cat(self._states, dim=1), []
         kept = [[node for node in self._drafted[row].evidence if node < states.shape[1]] for row in self._rows]
         # Where a distribution had too few tokens for all children, the nodes behind the gap have moved up.
@@ -104,7 +96,8 @@ class EarlyExitDrafter(SelfDrafter):
         moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
         for row, nodes, run in zip(self._rows, kept, moved, strict=True):
             stamp = self.target.writes[row]
-            trees[row].resume = Resume(boundary=self.config.exit_layer, states=run[: len(nodes) + 1], stamp=stamp)
+            by_row[row].resume = Resume(boundary=self.config.exit_layer, states=run[: len(nodes) + 1], stamp=stamp)
+        return trees
 
 
 class ExitHead:
@@ -119,9 +112,8 @@ class ExitHead:
         unknown = sorted(shapes.keys() - expected.keys())
         if _HEAD not in shapes or unknown:
             held = ", ".join(sorted(shapes)) or "nothing"
-            raise CheckpointError(
-                f"early_exit: {path} must hold {_HEAD}, may hold {_NORM}, nothing else; it holds {held}"
-            )
+            wanted = f"must hold {_HEAD}, may hold {_NORM}, nothing else"
+            raise CheckpointError(f"early_exit: {path} {wanted}; it holds {held}")
         for name, shape in shapes.items():
             if shape != expected[name]:
                 raise CheckpointError(f"early_exit: {name} in {path} has the shape {shape}, expected {expected[name]}")

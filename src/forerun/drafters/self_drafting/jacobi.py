@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.sampling import Sampler
@@ -21,6 +21,91 @@ from forerun.types import Budget, DraftKind, Verdict
 
 if TYPE_CHECKING:
     from forerun.core.scores import Scores
+
+_PRIOR = 0.15  # First guess that a token is right if those before it were
+RowOf = TypeVar("RowOf", bound="WindowRow")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JacobiConfig:
+    """Options of `jacobi`."""
+
+    num_speculative_tokens: int = 8  # Tokens that are guessed at once
+
+    def __post_init__(self) -> None:
+        check_least("jacobi", self, num_speculative_tokens=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class WindowRow:
+    """What a drafter with a window knows of one row."""
+
+    window: Window
+    acceptance: Acceptance
+    guessed: Drafted | None = None  # The last guesses, until the target has spoken
+
+
+class WindowDrafter(Drafter, Generic[RowOf]):
+    """The base of drafters with a window, which every pass of the target refines; a method says how a row begins."""
+
+    def __init__(self, config: Any, setup: DrafterSetup) -> None:
+        self.config = config
+        self._rows: dict[int, RowOf] = {}
+        self._estimates = PerDomain(Acceptance)
+
+    def _new(self, salt: str | None) -> RowOf:
+        raise NotImplementedError
+
+    def _row(self, context: DraftContext, index: int) -> RowOf:
+        row_id = context.rows[index]
+        if row_id not in self._rows:
+            self._rows[row_id] = self._new(context.salt(index))
+        return self._rows[row_id]
+
+    def _collect(self, row: RowOf, new: Sequence[int]) -> None:
+        """Columns have just grown by the `new` tokens, see `Window.read`."""
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
+            row, emitted = self._row(context, index), len(verdict.path) + 1
+            if row.guessed is not None:
+                row.guessed.learn(tokens[-emitted:])
+                row.guessed = None
+                new = row.window.read(scores.trees[index], partial(scores.raw_argmax, index))
+                self._collect(row, new)
+                row.window.roll(new, emitted)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                self._rows.pop(row_id, None)
+            elif row_id in self._rows:
+                self._rows[row_id].guessed = None
+
+
+class JacobiDrafter(WindowDrafter[WindowRow]):
+    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next ones."""
+
+    name = "jacobi"
+    Config = JacobiConfig
+    config: JacobiConfig
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
+            row, parent = self._row(context, index), 0
+            length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
+            row.window.fit(tokens, length + 1)
+            row.guessed = Drafted.below(trees[index], len(tokens), row.acceptance)
+            for position, column in enumerate(row.window.columns[1:]):
+                parent = row.guessed.add(column[0], parent, Evidence(position, _PRIOR))
+        return trees
+
+    def _new(self, salt: str | None) -> WindowRow:
+        return WindowRow(window=Window(level=2), acceptance=self._estimates.of(salt))
 
 
 class Window:
@@ -34,8 +119,7 @@ class Window:
 
     def __init__(self, level: int) -> None:
         self._rows = level - 1
-        self._base = 0
-        self._cursor = 0
+        self._base = self._cursor = 0
         self.columns: list[list[int]] = []  # The columns as they were fitted last, each of N - 1 tokens
 
     def widest(self, nodes: int, depth: int) -> int:
@@ -65,8 +149,7 @@ class Window:
                 parent = tree.add(token, parent, probe=True)
 
     def read(self, tree: TokenTree, choose: Callable[[int], int]) -> list[int]:
-        """The token that each column goes on with by `choose`, the target's choice after a node, left to right, up to
-        the first column that was not scored."""
+        """The token by which each column grows, `choose` of its end; up to the first one that was not scored."""
         found, head = list[int](), 0
         for index, column in enumerate(self.columns):
             below = tree.child(head, column[0]) if index else head
@@ -90,95 +173,3 @@ class Window:
             grown = [[*column[1:], token] for column, token in zip(self.columns, new, strict=False)]
             self.columns = grown[emitted - 1 :]
             self._base += emitted
-
-
-_PRIOR = 0.15  # First guess that a token is right if those before it were
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JacobiConfig:
-    """Options of `jacobi`."""
-
-    num_speculative_tokens: int = 8
-    """Tokens that are guessed at once."""
-
-    def __post_init__(self) -> None:
-        check_least("jacobi", self, num_speculative_tokens=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class WindowRow:
-    """What a drafter with a window knows of one row."""
-
-    window: Window
-    acceptance: Acceptance
-    guessed: Drafted | None = None  # The last guesses, until the target has spoken
-
-
-RowOf = TypeVar("RowOf", bound=WindowRow)
-
-
-class WindowDrafter(Drafter, Generic[RowOf]):
-    """The base of drafters with a window, which every pass of the target refines; a method says how a row begins."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, RowOf] = {}
-        self._estimates = PerDomain(Acceptance)
-
-    def _new(self, salt: str | None) -> RowOf:
-        raise NotImplementedError
-
-    def _row(self, context: DraftContext, index: int) -> RowOf:
-        row_id = context.rows[index]
-        if row_id not in self._rows:
-            self._rows[row_id] = self._new(context.salt(index))
-        return self._rows[row_id]
-
-    def _collect(self, row: RowOf, new: Sequence[int]) -> None:
-        """Columns have just grown by the `new` tokens, see `Window.read`."""
-
-    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
-            row, emitted = self._row(context, index), len(verdict.path) + 1
-            if row.guessed is None:
-                continue
-            row.guessed.learn(tokens[-emitted:])
-            row.guessed = None
-            new = row.window.read(scores.trees[index], partial(scores.raw_argmax, index))
-            self._collect(row, new)
-            row.window.roll(new, emitted)
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        for row_id, length in zip(rows, lengths, strict=True):
-            if length == 0:
-                self._rows.pop(row_id, None)
-            elif row_id in self._rows:
-                self._rows[row_id].guessed = None
-
-
-class JacobiDrafter(WindowDrafter[WindowRow]):
-    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next ones."""
-
-    name = "jacobi"
-    Config = JacobiConfig
-
-    def __init__(self, config: JacobiConfig, setup: DrafterSetup) -> None:
-        super().__init__()
-        self.config = config
-
-    def kind(self, sampler: Sampler) -> DraftKind:
-        return DraftKind(chain=True)
-
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        trees = context.trees()
-        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
-            row, parent = self._row(context, index), 0
-            length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
-            row.window.fit(tokens, length + 1)
-            row.guessed = Drafted.below(trees[index], len(tokens), row.acceptance)
-            for position, column in enumerate(row.window.columns[1:]):
-                parent = row.guessed.add(column[0], parent, Evidence(position, _PRIOR))
-        return trees
-
-    def _new(self, salt: str | None) -> WindowRow:
-        return WindowRow(window=Window(level=2), acceptance=self._estimates.of(salt))

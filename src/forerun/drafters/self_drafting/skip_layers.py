@@ -1,10 +1,9 @@
 """Drafts with the target itself, some attention and MLP sub-layers left out, on the target's own cache.
 
 Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand (`forerun tune
-skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916; see `OnlineSearch`). Draft nodes see the prefix as
-the whole target left it; scoring runs them in full and overwrites what drafting wrote. No weights and no memory of its
-own. Output is lossless whatever is skipped; with ``search="swift"`` or several requests at once the *text* for a seed
-may depend on what was decoded before, its distribution does not.
+skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916). Draft nodes see the prefix as the whole target left
+it; scoring overwrites what drafting wrote. Output is lossless whatever is skipped; with ``search="swift"`` or several
+requests at once the *text* for a seed may depend on what was decoded before, its distribution does not.
 """
 
 from __future__ import annotations
@@ -27,16 +26,6 @@ from forerun.model import Plan
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
 
-# SWIFT as in the paper: a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates
-# are random except every 25th, which a Gaussian process proposes (upper confidence bound, 2.5 standard deviations); a
-# candidate is judged over a window of 32 tokens by how often its likeliest token is the target's; the search ends at a
-# score of .95, after 1000 candidates, or when 300 in a row were no better.
-#
-# Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
-# scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
-# that can no longer reach the best is dropped before its window is full, and the best set's score goes on being
-# measured, so that a set which was lucky once is replaced.
-
 SKIP_RATIO = 0.45
 WINDOW = 32
 PATIENCE = 300
@@ -45,116 +34,6 @@ BAYES_EVERY = 25
 GOOD_ENOUGH = 0.95
 _KAPPA = 2.5
 _MEMORY = 8  # Windows after which the best set's older counts fade
-
-
-@dataclass(slots=True)
-class _Record:
-    """How often a set's likeliest token was the target's."""
-
-    skip: SkipSet
-    right: float = 0.0
-    judged: float = 0.0
-
-    @property
-    def score(self) -> float:
-        return self.right / self.judged if self.judged else 0.0
-
-    def add(self, right: int, judged: int) -> None:
-        self.right += right
-        self.judged += judged
-
-
-class OnlineSearch:
-    """Which set drafts the coming step; learns from how it did. ArgumentError: with the first and the last layer kept
-    there are not enough sub-layers to choose from.
-
-    Args:
-        layers: of the model.
-        ratio: share of all sub-layers that is skipped, 0..1.
-        window: drafted nodes over which a candidate is judged.
-        patience: candidates in a row that may fail before the search ends.
-    """
-
-    def __init__(
-        self, layers: int, ratio: float = SKIP_RATIO, *, window: int = WINDOW, patience: int = PATIENCE, seed: int = 0
-    ) -> None:
-        allowed = tuple(sublayer for sublayer in every(layers) if 0 < sublayer[0] < layers - 1)
-        size = round(ratio * 2 * layers)
-        if not 1 <= size < len(allowed):
-            raise ArgumentError(
-                f"skip_layers: skip_ratio {ratio:g} of {2 * layers} sub-layers is {size}; SWIFT keeps the first and "
-                f"the last layer and needs 1 to {len(allowed) - 1} for a model of {layers} layers"
-            )
-        self.space = Space(allowed=allowed, size=size)
-        self.candidates = 0  # Judged so far
-        self._window, self._patience = window, patience
-        self._proposing, self._random = np.random.default_rng(seed), np.random.default_rng(seed + 1)
-        self._best = _Record(evenly(allowed, size))
-        self._candidate: _Record | None = None
-        self._trials: list[Trial] = []
-        self._failed = 0
-        self._step = 0
-
-    @property
-    def best(self) -> SkipSet:
-        """The best set so far."""
-        return self._best.skip
-
-    @property
-    def score(self) -> float:
-        """How often its likeliest token was the target's, 0..1."""
-        return self._best.score
-
-    @property
-    def done(self) -> bool:
-        """Whether only the best set is used from now on."""
-        found = self._best.judged >= 2 * self._window and self._best.score >= GOOD_ENOUGH
-        return found or self.candidates >= MAX_CANDIDATES or self._failed >= self._patience
-
-    def choose(self) -> SkipSet:
-        """The set for the coming step: the best one, every second time a candidate."""
-        self._step += 1
-        if self.done or self._step % 2 or self._best.judged < self._window:
-            return self._best.skip
-        if self._candidate is None:
-            self._candidate = _Record(self._next())
-        return self._candidate.skip
-
-    def observe(self, skip: SkipSet, right: int, judged: int) -> None:
-        """A step drafted with `skip`: at `right` of `judged` nodes its likeliest token was the target's."""
-        if skip == self._best.skip:
-            self._best.add(right, judged)
-            if self._best.judged > _MEMORY * self._window:
-                self._best.right, self._best.judged = self._best.right / 2, self._best.judged / 2
-        elif self._candidate is not None and skip == self._candidate.skip:
-            self._candidate.add(right, judged)
-            self._judge(self._candidate)
-
-    def _judge(self, candidate: _Record) -> None:
-        """Settle a candidate once its window is full, or once it cannot win any more."""
-        left = max(0.0, self._window - candidate.judged)
-        hopeless = (candidate.right + left) / (candidate.judged + left) <= self._best.score
-        if left and not hopeless:
-            return
-        self.candidates += 1
-        self._trials.append(Trial(candidate.skip, candidate.score))
-        self._candidate = None
-        if hopeless:
-            self._failed += 1
-            return
-        self._trials.append(Trial(self._best.skip, self._best.score))
-        self._best, self._failed = candidate, 0
-
-    def _next(self) -> SkipSet:
-        """A random set, every 25th time one that the trials so far speak for; never the best one itself."""
-        found: SkipSet | None = None
-        if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
-            found = propose(self.space, self._trials, self._proposing, lambda mean, spread, _: mean + _KAPPA * spread)
-        while found is None or found == self._best.skip:
-            found = self.space.random(self._random)
-        return found
-
-
 SEARCHES = ("swift",)
 _FIRST_THRESHOLD = (0.8, 0.5)  # Where an adapted threshold begins: greedy, sampled (Draft & Verify)
 _RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9  # Draft & Verify's beta 1, epsilon and beta 2
@@ -165,24 +44,17 @@ class SkipLayersConfig(TreeOptions):
     """Options of `skip_layers`."""
 
     skip: Sequence[str] | str | None = None
-    """Sub-layers that drafting leaves out, such as ``["3.attn", "3.mlp", "5.mlp"]``, or the path of the file that
-    ``forerun tune skip-layers`` wrote."""
-    search: str | None = None
-    """``swift`` searches the set while decoding, instead of `skip`."""
-    skip_ratio: float = SKIP_RATIO
-    """Share of all sub-layers that ``swift`` skips, 0..1."""
-    search_window: int = WINDOW
-    """Drafted nodes over which ``swift`` judges a set."""
-    search_patience: int = PATIENCE
-    """``swift`` ends after so many sets in a row that were no better."""
+    """Sub-layers to leave out, ``["3.attn", "3.mlp", ...]``, or the file that ``forerun tune skip-layers`` wrote."""
+    search: str | None = None  # ``swift`` searches the set while decoding, instead of `skip`
+    skip_ratio: float = SKIP_RATIO  # Share of all sub-layers that ``swift`` skips, 0..1
+    search_window: int = WINDOW  # Drafted nodes over which ``swift`` judges a set
+    search_patience: int = PATIENCE  # ``swift`` ends after so many sets in a row that were no better
     stop_below: float | None = None
-    """Draft no deeper once every last node of a row is less likely than this, 0..1; that node itself stays. None
-    always drafts the whole shape."""
+    """Draft no deeper once every last node of a row is less likely than this, 0..1; None drafts the whole shape."""
     adapt_threshold: bool = False
     """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are accepted. Without
     `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones."""
-    target_acceptance: float = 0.9
-    """Accepted / drafted, 0..1, that `adapt_threshold` aims at."""
+    target_acceptance: float = 0.9  # Accepted / drafted, 0..1, that `adapt_threshold` aims at
 
     def __post_init__(self) -> None:
         self.check_tree("skip_layers")
@@ -196,23 +68,6 @@ class SkipLayersConfig(TreeOptions):
             if value is not None and not 0 < value < 1:
                 raise ArgumentError(f"skip_layers: {name} must lie between 0 and 1, got {value}")
         check_least("skip_layers", self, search_window=1, search_patience=1)
-
-
-@dataclass(slots=True)
-class Threshold:
-    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and falls again."""
-
-    value: float  # In 0..1
-    acceptance: float  # Running accepted / drafted, 0..1
-
-    def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
-        """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens, where `wanted` is the share to
-        aim at. With `whole` drafting was not stopped, so that a lower threshold would change nothing."""
-        self.acceptance = _RATE_MEMORY * self.acceptance + (1 - _RATE_MEMORY) * accepted / drafted
-        step = 0.0 if whole else -_STEP
-        if self.acceptance < wanted:
-            step = _STEP
-        self.value = min(1.0, max(0.0, self.value + (1 - _THRESHOLD_MEMORY) * step))
 
 
 class SkipLayersDrafter(SelfDrafter):
@@ -302,3 +157,131 @@ def _given(skip: Sequence[str] | str | None, setup: DrafterSetup) -> SkipSet:
         found.check(setup.target, path)
         return found.skip
     return parse(skip or (), setup.target.num_layers)
+
+
+class OnlineSearch:
+    """SWIFT: which set drafts the coming step; learns from how it did.
+
+    As in the paper a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates are
+    random except every 25th, which a Gaussian process proposes (upper confidence bound), and are judged over a window
+    of tokens by how often their likeliest token is the target's, until one scores .95 or many were no better.
+
+    Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
+    scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
+    that can no longer reach the best is dropped before its window is full, and the best set's score goes on being
+    measured, so that a set which was lucky once is replaced.
+
+    Of a model of `layers`, the share `ratio` of all sub-layers is skipped (ArgumentError: that leaves no choice); a
+    candidate is judged over `window` drafted nodes, and `patience` failures in a row end the search.
+    """
+
+    def __init__(
+        self, layers: int, ratio: float = SKIP_RATIO, *, window: int = WINDOW, patience: int = PATIENCE, seed: int = 0
+    ) -> None:
+        allowed = tuple(sublayer for sublayer in every(layers) if 0 < sublayer[0] < layers - 1)
+        size = round(ratio * 2 * layers)
+        if not 1 <= size < len(allowed):
+            fitting = f"1 to {len(allowed) - 1} of {2 * layers}: SWIFT keeps the first and the last layer"
+            raise ArgumentError(f"skip_layers: skip_ratio {ratio:g} skips {size} sub-layers, expected {fitting}")
+        self.space = Space(allowed=allowed, size=size)
+        self.candidates = 0  # Judged so far
+        self._window, self._patience = window, patience
+        self._proposing, self._random = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+        self._best = _Record(evenly(allowed, size))
+        self._candidate: _Record | None = None
+        self._trials: list[Trial] = []
+        self._failed = 0
+        self._step = 0
+
+    @property
+    def best(self) -> SkipSet:
+        """The best set so far."""
+        return self._best.skip
+
+    @property
+    def score(self) -> float:
+        """How often its likeliest token was the target's, 0..1."""
+        return self._best.score
+
+    @property
+    def done(self) -> bool:
+        """Whether only the best set is used from now on."""
+        found = self._best.judged >= 2 * self._window and self._best.score >= GOOD_ENOUGH
+        return found or self.candidates >= MAX_CANDIDATES or self._failed >= self._patience
+
+    def choose(self) -> SkipSet:
+        """The set for the coming step: the best one, every second time a candidate."""
+        self._step += 1
+        if self.done or self._step % 2 or self._best.judged < self._window:
+            return self._best.skip
+        if self._candidate is None:
+            self._candidate = _Record(self._next())
+        return self._candidate.skip
+
+    def observe(self, skip: SkipSet, right: int, judged: int) -> None:
+        """A step drafted with `skip`: at `right` of `judged` nodes its likeliest token was the target's."""
+        if skip == self._best.skip:
+            self._best.add(right, judged)
+            if self._best.judged > _MEMORY * self._window:
+                self._best.right, self._best.judged = self._best.right / 2, self._best.judged / 2
+        elif self._candidate is not None and skip == self._candidate.skip:
+            self._candidate.add(right, judged)
+            self._judge(self._candidate)
+
+    def _judge(self, candidate: _Record) -> None:
+        """Settle a candidate once its window is full, or once it cannot win any more."""
+        left = max(0.0, self._window - candidate.judged)
+        hopeless = (candidate.right + left) / (candidate.judged + left) <= self._best.score
+        if left and not hopeless:
+            return
+        self.candidates += 1
+        self._trials.append(Trial(candidate.skip, candidate.score))
+        self._candidate = None
+        if hopeless:
+            self._failed += 1
+            return
+        self._trials.append(Trial(self._best.skip, self._best.score))
+        self._best, self._failed = candidate, 0
+
+    def _next(self) -> SkipSet:
+        """A random set, every 25th time one that the trials so far speak for; never the best one itself."""
+        found: SkipSet | None = None
+        if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
+            found = propose(self.space, self._trials, self._proposing, lambda mean, spread, _: mean + _KAPPA * spread)
+        while found is None or found == self._best.skip:
+            found = self.space.random(self._random)
+        return found
+
+
+@dataclass(slots=True)
+class Threshold:
+    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and falls again."""
+
+    value: float  # In 0..1
+    acceptance: float  # Running accepted / drafted, 0..1
+
+    def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
+        """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens, where `wanted` is the share to
+        aim at. With `whole` drafting was not stopped, so that a lower threshold would change nothing."""
+        self.acceptance = _RATE_MEMORY * self.acceptance + (1 - _RATE_MEMORY) * accepted / drafted
+        step = 0.0 if whole else -_STEP
+        if self.acceptance < wanted:
+            step = _STEP
+        self.value = min(1.0, max(0.0, self.value + (1 - _THRESHOLD_MEMORY) * step))
+
+
+@dataclass(slots=True)
+class _Record:
+    """How often a set's likeliest token was the target's."""
+
+    skip: SkipSet
+    right: float = 0.0
+    judged: float = 0.0
+
+    @property
+    def score(self) -> float:
+        return self.right / self.judged if self.judged else 0.0
+
+    def add(self, right: int, judged: int) -> None:
+        self.right += right
+        self.judged += judged

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,7 @@ def names(skip: Iterable[Sublayer]) -> list[str]:
 
 
 def parse(given: Iterable[str], layers: int) -> SkipSet:
-    """The set behind names such as ``"3.attn"``. ArgumentError: there is no such sub-layer, or nothing or everything is
-    named."""
+    """The set behind names such as ``"3.attn"``. ArgumentError: an unknown one is named, or nothing or everything."""
     known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
     chosen = list(given)
     for name in chosen:
@@ -60,7 +59,7 @@ def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
     chosen = list[Sublayer]()
     for part, share in zip(PARTS, ((count + 1) // 2, count // 2), strict=True):
         own = [sublayer for sublayer in allowed if sublayer[1] == part]
-        chosen += (own[(2 * place + 1) * len(own) // (2 * share)] for place in range(share))
+        chosen += (own[(2 * index + 1) * len(own) // (2 * share)] for index in range(share))
     return frozenset(chosen)
 
 
@@ -72,19 +71,24 @@ _ADDITIVE = (0.0, 0.5, 0.9)
 
 
 class GaussianProcess:
-    """A small Gaussian process over subsets, which are vectors of 0 and 1.
+    """A small Gaussian process over subsets, which are vectors of 0 and 1: `values` (n,) at `points` (n, d) are known,
+    with a variance of `noise` relative to that of all values.
 
-    Their likeness is a mixture of the share of entries in which they agree (effects that add up) and an exponential of
-    their Hamming distance (effects that do not); the mixture is the likeliest of a few. Of `points` (n, d) the `values`
-    (n,) are known, with a variance of `noise` relative to that of all values.
+    Their likeness mixes the share of entries in which they agree (effects that add up) and an exponential of their
+    Hamming distance (effects that do not); the mixture is the likeliest of a few.
     """
 
     def __init__(self, points: Floats, values: Floats, *, noise: float = NOISE) -> None:
         self._points = points
         self._mean, self._scale = float(values.mean()), float(values.std()) or 1.0
         scaled = (values - self._mean) / self._scale
-        fits = [self._fit(scaled, length, additive, noise) for length in _LENGTHS for additive in _ADDITIVE]
-        _, self._kernel, self._factor, self._weights = max(fits, key=lambda fit: fit[0])
+        best = -math.inf
+        for length, additive in itertools.product(_LENGTHS, _ADDITIVE):
+            factor = np.linalg.cholesky(_likeness(points, points, length, additive) + noise * np.eye(len(values)))
+            weights = np.linalg.solve(factor.T, np.linalg.solve(factor, scaled))
+            evidence = -0.5 * float(scaled @ weights) - float(np.log(np.diag(factor)).sum())
+            if evidence > best:
+                best, self._kernel, self._factor, self._weights = evidence, (length, additive), factor, weights
 
     def predict(self, points: Floats) -> tuple[Floats, Floats]:
         """Mean (m,) and standard deviation (m,) at `points` (m, d), in the units of the values."""
@@ -93,24 +97,13 @@ class GaussianProcess:
         spread = np.sqrt(np.clip(1.0 - (solved**2).sum(0), 1e-12, None))
         return cross @ self._weights * self._scale + self._mean, spread * self._scale
 
-    def _fit(
-        self, values: Floats, length: float, additive: float, noise: float
-    ) -> tuple[float, tuple[float, float], Floats, Floats]:
-        """(log evidence, kernel, Cholesky factor, weights)"""
-        likeness = _likeness(self._points, self._points, length, additive)
-        factor = np.linalg.cholesky(likeness + noise * np.eye(len(values)))
-        weights = np.linalg.solve(factor.T, np.linalg.solve(factor, values))
-        evidence = -0.5 * float(values @ weights) - float(np.log(np.diag(factor)).sum())
-        return evidence, (length, additive), factor, weights
-
 
 def expected_improvement(mean: Floats, spread: Floats, best: float) -> Floats:
     """(m,) how much better than `best` a value is expected to be, worse ones counted as 0."""
-    ahead = mean - best
-    scaled = ahead / spread
+    scaled = (mean - best) / spread
     above = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in scaled])
     density = np.exp(-0.5 * scaled**2) / math.sqrt(2 * math.pi)
-    improvement: Floats = ahead * above + spread * density
+    improvement: Floats = (mean - best) * above + spread * density
     return improvement
 
 
@@ -141,9 +134,8 @@ class Space:
     def __post_init__(self) -> None:
         least = 1 if self.size is None else self.size
         if not 1 <= least < len(self.allowed):
-            raise ArgumentError(
-                f"skip_layers: {least} of {len(self.allowed)} sub-layers that may be skipped leaves nothing to search"
-            )
+            count = len(self.allowed)
+            raise ArgumentError(f"skip_layers: to skip {least} of {count} sub-layers leaves nothing to search")
 
     def vector(self, skip: SkipSet) -> Floats:
         """(d,) of 0 and 1."""
@@ -152,7 +144,7 @@ class Space:
     def random(self, random: np.random.Generator) -> SkipSet:
         """Any subset; without a fixed size every size is equally likely."""
         size = int(random.integers(1, len(self.allowed))) if self.size is None else self.size
-        return frozenset(self.allowed[place] for place in random.permutation(len(self.allowed))[:size])
+        return frozenset(self.allowed[index] for index in random.permutation(len(self.allowed))[:size])
 
     def neighbour(self, skip: SkipSet, random: np.random.Generator) -> SkipSet:
         """One or two sub-layers exchanged; without a fixed size, one added or removed as well."""
@@ -174,8 +166,7 @@ class Space:
         return [frozenset(chosen) for size in sizes for chosen in itertools.combinations(self.allowed, size)]
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(NamedTuple):
     """One subset that was valued."""
 
     skip: SkipSet
@@ -186,15 +177,22 @@ def propose(
     space: Space, trials: Sequence[Trial], random: np.random.Generator, acquisition: Acquisition
 ) -> SkipSet | None:
     """The untried subset that is most worth trying by what a Gaussian process says; None if all were tried."""
+    if len(space.allowed) <= _ENUMERABLE:
+        pool = space.all()
+    else:
+        leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
+        pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
+        pool += [space.random(random) for _ in range(_POOL)]
     tried = {trial.skip for trial in trials}
-    pool = [skip for skip in _pool(space, trials, random) if skip not in tried]
+    pool = [skip for skip in dict.fromkeys(pool) if skip not in tried]
     if not pool:
         return None
-    known = _remembered(trials)
-    process = GaussianProcess(
-        np.stack([space.vector(trial.skip) for trial in known]), np.array([trial.value for trial in known])
-    )
-    mean, spread = process.predict(np.stack([space.vector(skip) for skip in pool]))
+    latest, known = trials[-_REMEMBERED // 2 :], trials
+    if len(trials) > _REMEMBERED:
+        best = sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)
+        known = [*best[: _REMEMBERED // 2], *latest]
+    points, values = np.stack([space.vector(trial.skip) for trial in known]), [trial.value for trial in known]
+    mean, spread = GaussianProcess(points, np.array(values)).predict(np.stack([space.vector(skip) for skip in pool]))
     return pool[int(acquisition(mean, spread, max(trial.value for trial in trials)).argmax())]
 
 
@@ -222,32 +220,9 @@ class Search:
         self.trials.append(Trial(skip, value))
 
 
-def _pool(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> list[SkipSet]:
-    if len(space.allowed) <= _ENUMERABLE:
-        return space.all()
-    leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
-    near = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
-    return list(dict.fromkeys([*near, *(space.random(random) for _ in range(_POOL))]))
-
-
-def _remembered(trials: Sequence[Trial]) -> list[Trial]:
-    if len(trials) <= _REMEMBERED:
-        return list(trials)
-    latest = list(trials[-_REMEMBERED // 2 :])
-    return sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)[: _REMEMBERED // 2] + latest
-
-
 FORMAT = "forerun-skip-layers"
-_STRUCTURE = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)
 """What makes a set of sub-layers transferable: two checkpoints that agree in these are taken for relatives."""
 
 
@@ -260,8 +235,7 @@ class SkipFile:
     structure: str  # `structure_hash` of the model
     skip: SkipSet
     num_speculative_tokens: int  # Length of the chain at which the set was the cheapest, tokens
-    measured: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of the set, of plain decoding, and the setting they hold for."""
+    measured: Mapping[str, Any] = field(default_factory=dict)  # Figures of the set, of plain decoding, and the setting
     trace: list[dict[str, Any]] = field(default_factory=list)  # Every set that was tried, in order
 
     def write(self, path: Path) -> None:

@@ -34,6 +34,187 @@ if TYPE_CHECKING:
     from forerun.model.target import Target
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedConfig:
+    """Options of `speed`."""
+
+    num_speculative_tokens: int = 8  # Most tokens that follow the root into the pipeline in one step
+
+    def __post_init__(self) -> None:
+        check_least("speed", self, num_speculative_tokens=1)
+
+
+class SpeedDrafter(Drafter):
+    """Drafts a chain in the pipeline of a decoder whose layers share their weights."""
+
+    name = "speed"
+    Config = SpeedConfig
+
+    def __init__(self, config: SpeedConfig, setup: DrafterSetup) -> None:
+        """UnsupportedModelError: no layers share their weights, or the logits do not come out the same."""
+        self.target = setup.target
+        self._pipeline = Pipeline(setup.target)
+        self._shape = Shape.regular((1,) * config.num_speculative_tokens)
+        compare(setup.target, _stream, (0, 1))
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        limits = [
+            self._shape.within(nodes, min(depth, self.target.max_length - len(tokens)))
+            for nodes, depth, tokens in zip(budget.nodes, budget.depth, context.tokens, strict=True)
+        ]
+        members = [index for index, limit in enumerate(limits) if limit > 0]
+        trees = context.trees()
+        if not members:
+            return trees
+        run = _Run(
+            members=members,
+            limits=[limits[index] for index in members],
+            ids=torch.zeros(len(members), 0, dtype=torch.int64, device=self.target.device),
+            confidence=[[] for _ in members],
+            finished=[],
+        )
+        self._stream(context, run)
+        states = torch.cat(run.finished, dim=1)
+        for entry, index in enumerate(members):
+            tree, limit, parent = trees[index], run.limits[entry], 0
+            for token, confidence in zip(run.ids[entry, :limit].tolist(), run.confidence[entry], strict=False):
+                parent = tree.add(token, parent, confidence=confidence)
+            if not self.target.buckets.nodes:  # reproducible bits need passes of one shape: everything runs again
+                stamp = self.target.writes[context.rows[index]]
+                begun = states[entry, : tree.size + 1]
+                tree.resume = Resume(boundary=self.target.num_layers, states=begun, stamp=stamp)
+        return trees
+
+    def _stream(self, context: DraftContext, run: _Run) -> None:
+        """Pass after pass of the shared block, until every node that is not flushed has left the last one."""
+        rows, roots = [context.rows[i] for i in run.members], [context.tokens[i][-1] for i in run.members]
+        depth, states, step = self._pipeline.depth, None, 0
+        while (first := len(run.finished)) <= max(run.limits):
+            last = min(step, max(run.limits))
+            parents, counts = self._shape.parents, run.limits
+            nodes = Nodes.of_levels(roots, run.ids[:, :last], parents, counts=counts, start=first)
+            blocks = [step - node for node in range(first, last + 1)]
+            held = None if states is None else states[:, : last + 1 - first]
+            states = self._pipeline.advance(rows, nodes, held, blocks)
+            if last == step and last < max(run.limits):
+                best = self._likeliest(context, run, self._logits(states[:, -1:]), last)
+                run.ids = torch.cat([run.ids, torch.tensor(best, device=run.ids.device).unsqueeze(1)], dim=1)
+            if blocks[0] == depth - 1:
+                run.finished.append(states[:, :1])
+                states = states[:, 1:] if last > first else None
+                if first < max(run.limits):
+                    self._flush(context, run, first)
+            step += 1
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self.target.lm_head(self.target.final_norm(states))[:, 0]
+
+    def _likeliest(self, context: DraftContext, run: _Run, logits: Tensor, node: int) -> list[int]:
+        """(A,) what follows `node` according to its logits (A, V)."""
+        best: list[int] = logits.argmax(-1).tolist()
+        for entry, index in enumerate(run.members):
+            if not context.samplers[index].neutral:
+                raw, output = logits[entry], self._output(context, run, entry, node)
+                best[entry] = int(attempt(raw, context.samplers[index].process, raw, output).argmax())
+        return best
+
+    def _flush(self, context: DraftContext, run: _Run, node: int) -> None:
+        """Node `node` is finished: rows whose next node is not what the whole model finds likeliest end there."""
+        logits = self._logits(run.finished[node])
+        right = self._likeliest(context, run, logits, node)
+        for entry, index in enumerate(run.members):
+            drafted, sampler = int(run.ids[entry, node]), context.samplers[index]
+            if drafted != right[entry]:
+                run.limits[entry] = min(run.limits[entry], node)
+            if sampler.greedy:
+                run.confidence[entry].append(1.0)
+                continue
+            output = self._output(context, run, entry, node)
+            probs = attempt(torch.zeros_like(logits[entry]), sampler.probs, logits[entry], output)
+            run.confidence[entry].append(float(probs[drafted]))
+
+    def _output(self, context: DraftContext, run: _Run, entry: int, node: int) -> list[int]:
+        index = run.members[entry]
+        return [*context.tokens[index][context.prompt_lengths[index] :], *run.ids[entry, :node].tolist()]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """One proposal under way, for A rows."""
+
+    members: Sequence[int]  # Indices in the context
+    limits: list[int]  # Per row the last node that may still be submitted; a flush lowers it
+    ids: Tensor  # (A, K) drafted tokens
+    confidence: list[list[float]]
+    finished: list[Tensor]  # (A, 1, H) at the last boundary, node by node
+
+
+class Pipeline:
+    """Runs the tokens of a chain through a shared block, each at its own depth and with its own layer in the cache: one
+    pass over token k at block d and token k + 1 at block d - 1 reads the weights once. Errors as `shared_block`."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.size = target, shared_block(target)
+        self.depth: int = target.num_layers // self.size  # Passes of the block that make the whole model
+
+    @torch.inference_mode()
+    def advance(self, rows: Sequence[int], nodes: Nodes, states: Tensor | None, blocks: Sequence[int]) -> Tensor:
+        """One pass: each of the last F nodes of a chain goes through its block; (B, F, H) behind their blocks.
+
+        Args:
+            nodes: the chains so far, from the first of the F on.
+            states: (B, F or F - 1, H) before their blocks; without those of the last node it enters the model now.
+            blocks: (F,) which of the model's `depth` blocks each node runs next.
+        """
+        target, count, batch = self.target, len(blocks), len(rows)
+        size = target._nodes(rows, nodes).ids.shape[1]
+        if states is None or states.shape[1] < count:
+            entering = target._place(rows, replace(nodes, start=size - 1), padded=False)
+            new = target._ranges.run(Plan(start=0, stop=0), entering, None)
+            states = new if states is None else torch.cat([states, new], dim=1)
+        inputs = target._place(rows, nodes, padded=False)
+        masks = inputs["attention_mask"]
+        lengths = torch.tensor([target.lengths[row] for row in rows]).unsqueeze(1)
+        slots = torch.where(nodes.real, lengths + torch.arange(size), target.cache.dump)[:, -count:]
+        width = next(iter(masks.values())).shape[-1] if isinstance(masks, dict) else masks.shape[-1]
+
+        def apart(mask: Tensor) -> Tensor:
+            return mask.transpose(1, 2).reshape(batch * count, 1, 1, width)
+
+        inputs |= {
+            "input_ids": inputs["input_ids"].reshape(-1, 1),
+            "position_ids": inputs["position_ids"].reshape(-1, 1),
+            "attention_mask": {k: apart(m) for k, m in masks.items()} if isinstance(masks, dict) else apart(masks),
+            "past_key_values": _Cache(self, rows, slots.to(target.device), width, blocks),
+        }
+        block = Plan(start=self.size, stop=2 * self.size)
+        return target._ranges.run(block, inputs, states.reshape(batch * count, 1, -1)).view(batch, count, -1)
+
+
+class _Cache:
+    """The target's cache for a batch of B * F tokens: token f of a row is at block ``blocks[f]``."""
+
+    is_compileable = False
+
+    def __init__(
+        self, pipeline: Pipeline, rows: Sequence[int], slots: Tensor, width: int, blocks: Sequence[int]
+    ) -> None:
+        self._cache, self._size = pipeline.target.cache, pipeline.size
+        self._rows, self._slots, self._width, self._blocks = rows, slots, width, blocks
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_args: object, **_kwargs: object) -> Any:
+        """As `SlotCache.update`, each token at its own layer."""
+        seen = []
+        for token, block in enumerate(self._blocks):
+            self._cache.begin(self._rows, self._slots[:, token : token + 1], self._width)
+            mine = [part.reshape(len(self._rows), -1, *part.shape[1:])[:, token] for part in (keys, values)]
+            seen.append(self._cache.update(mine[0], mine[1], block * self._size + layer % self._size))
+        return tuple(torch.stack(list(parts), dim=1).flatten(0, 1) for parts in zip(*seen, strict=True))
+
+
 def shared_block(target: Target) -> int:
     """How many layers the block has that a target repeats; UnsupportedModelError where each has weights of its own."""
     count = target.num_layers
@@ -53,84 +234,6 @@ def shared_block(target: Target) -> int:
     )
 
 
-class _Cache:
-    """The target's cache for a batch of B * F tokens: token f of a row is at block ``blocks[f]``."""
-
-    is_compileable = False
-
-    def __init__(self, target: Target, rows: Sequence[int], slots: Tensor, width: int) -> None:
-        self.blocks: list[int] = []
-        self.size = 0
-        self._cache, self._rows, self._slots, self._width = target.cache, rows, slots, width
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_args: object, **_kwargs: object) -> Any:
-        """As `SlotCache.update`, each token at its own layer."""
-        batch = len(self._rows)
-        seen = []
-        for place, block in enumerate(self.blocks):
-            self._cache.begin(self._rows, self._slots[:, place : place + 1], self._width)
-            mine = [part.reshape(batch, -1, *part.shape[1:])[:, place] for part in (keys, values)]
-            seen.append(self._cache.update(mine[0], mine[1], block * self.size + layer % self.size))
-        return tuple(torch.stack(list(parts), dim=1).flatten(0, 1) for parts in zip(*seen, strict=True))
-
-
-class Pipeline:
-    """Runs the tokens of a chain through a shared block, each at its own depth: where layer i + g has the weights of
-    layer i, one pass over token k at block d and token k + 1 at block d - 1 reads them once. Every token keeps its own
-    layer in the cache."""
-
-    def __init__(self, target: Target) -> None:
-        """Find the block; errors as `shared_block`."""
-        self.target, self.size = target, shared_block(target)
-        self.depth: int = target.num_layers // self.size  # Passes of the block that make the whole model
-
-    @classmethod
-    def proved(cls, target: Target) -> Pipeline:
-        """For a target whose logits come out the same; raises UnsupportedModelError, also where nothing is shared."""
-        pipeline = cls(target)
-        compare(target, _stream, (0, 1))
-        return pipeline
-
-    @torch.inference_mode()
-    def advance(self, rows: Sequence[int], nodes: Nodes, states: Tensor | None, blocks: Sequence[int]) -> Tensor:
-        """One pass: each of the last F nodes of a chain goes through its block; (B, F, H) behind their blocks.
-
-        Args:
-            nodes: the chains so far, from the first of the F on.
-            states: (B, F or F - 1, H) before their blocks; without those of the last node it enters the model now.
-            blocks: (F,) which of the model's `depth` blocks each node runs next.
-        """
-        target, count, batch = self.target, len(blocks), len(rows)
-        size = target._nodes(rows, nodes).ids.shape[1]
-        if states is None or states.shape[1] < count:
-            new = self._enter(rows, replace(nodes, start=size - 1))
-            states = new if states is None else torch.cat([states, new], dim=1)
-        inputs = target._place(rows, nodes, padded=False)
-        masks = inputs["attention_mask"]
-        lengths = torch.tensor([target.lengths[row] for row in rows]).unsqueeze(1)
-        slots = torch.where(nodes.real, lengths + torch.arange(size), target.cache.dump)[:, -count:]
-        width = next(iter(masks.values())).shape[-1] if isinstance(masks, dict) else masks.shape[-1]
-        cache = _Cache(target, rows, slots.to(target.device), width)
-        cache.blocks, cache.size = list(blocks), self.size
-
-        def apart(mask: Tensor) -> Tensor:
-            return mask.transpose(1, 2).reshape(batch * count, 1, 1, width)
-
-        inputs |= {
-            "input_ids": inputs["input_ids"].reshape(-1, 1),
-            "position_ids": inputs["position_ids"].reshape(-1, 1),
-            "attention_mask": {k: apart(m) for k, m in masks.items()} if isinstance(masks, dict) else apart(masks),
-            "past_key_values": cache,
-        }
-        block = Plan(start=self.size, stop=2 * self.size)
-        return target._ranges.run(block, inputs, states.reshape(batch * count, 1, -1)).view(batch, count, -1)
-
-    def _enter(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
-        """States (B, 1, H) of the last node before the first layer."""
-        inputs = self.target._place(rows, nodes, padded=False)
-        return self.target._ranges.run(Plan(start=0, stop=0), inputs, None)
-
-
 def _stream(target: Target, tree: TokenTree) -> Resume:
     """A whole chain through the pipeline, one token behind the other."""
     pipeline, states, finished = Pipeline(target), None, list[Tensor]()
@@ -142,125 +245,3 @@ def _stream(target: Target, tree: TokenTree) -> Resume:
             finished.append(states[:, :1])
             states = states[:, 1:]
     return Resume(boundary=target.num_layers, states=torch.cat(finished, dim=1)[0], stamp=target.writes[0])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedConfig:
-    """Options of `speed`."""
-
-    num_speculative_tokens: int = 8
-    """Most tokens that follow the root into the pipeline in one step."""
-
-    def __post_init__(self) -> None:
-        check_least("speed", self, num_speculative_tokens=1)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Run:
-    """One proposal under way, for A rows."""
-
-    members: Sequence[int]  # Indices in the context
-    limits: list[int]  # Per row the last node that may still be submitted; a flush lowers it
-    ids: Tensor  # (A, K) drafted tokens
-    confidence: list[list[float]]
-    finished: list[Tensor]  # (A, 1, H) at the last boundary, node by node
-
-
-class SpeedDrafter(Drafter):
-    """Drafts a chain in the pipeline of a decoder whose layers share their weights."""
-
-    name = "speed"
-    Config = SpeedConfig
-
-    def __init__(self, config: SpeedConfig, setup: DrafterSetup) -> None:
-        """Find the shared block; raises UnsupportedModelError where each layer has weights of its own."""
-        self.target = setup.target
-        self._pipeline = Pipeline.proved(setup.target)
-        self._shape = Shape.regular((1,) * config.num_speculative_tokens)
-
-    def kind(self, sampler: Sampler) -> DraftKind:
-        return DraftKind(chain=True)
-
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        limits = [
-            self._shape.within(nodes, min(depth, self.target.max_length - len(tokens)))
-            for nodes, depth, tokens in zip(budget.nodes, budget.depth, context.tokens, strict=True)
-        ]
-        members = [index for index, limit in enumerate(limits) if limit > 0]
-        if not members:
-            return context.trees()
-        run = _Run(
-            members=members,
-            limits=[limits[index] for index in members],
-            ids=torch.zeros(len(members), 0, dtype=torch.int64, device=self.target.device),
-            confidence=[[] for _ in members],
-            finished=[],
-        )
-        self._stream(context, run)
-        return self._draft(context, run)
-
-    def _stream(self, context: DraftContext, run: _Run) -> None:
-        """Pass after pass of the shared block, until every node that is not flushed has left the last one."""
-        rows, roots = [context.rows[i] for i in run.members], [context.tokens[i][-1] for i in run.members]
-        depth, states, step = self._pipeline.depth, None, 0
-        while (first := len(run.finished)) <= max(run.limits):
-            last = min(step, max(run.limits))
-            parents, counts = self._shape.parents, run.limits
-            nodes = Nodes.of_levels(roots, run.ids[:, :last], parents, counts=counts, start=first)
-            blocks = [step - node for node in range(first, last + 1)]
-            held = None if states is None else states[:, : last + 1 - first]
-            states = self._pipeline.advance(rows, nodes, held, blocks)
-            if last == step and last < max(run.limits):
-                best = self._likeliest(context, run, states[:, -1:], last)
-                run.ids = torch.cat([run.ids, torch.tensor(best, device=run.ids.device).unsqueeze(1)], dim=1)
-            if blocks[0] == depth - 1:
-                run.finished.append(states[:, :1])
-                states = states[:, 1:] if last > first else None
-                self._flush(context, run, first)
-            step += 1
-
-    def _likeliest(self, context: DraftContext, run: _Run, states: Tensor, node: int) -> list[int]:
-        """(A,) what follows `node` according to its states (A, 1, H)."""
-        logits = self._logits(states)
-        best: list[int] = logits.argmax(-1).tolist()
-        for place, index in enumerate(run.members):
-            if not context.samplers[index].neutral:
-                raw, output = logits[place], self._output(context, run, place, node)
-                best[place] = int(attempt(raw, context.samplers[index].process, raw, output).argmax())
-        return best
-
-    def _flush(self, context: DraftContext, run: _Run, node: int) -> None:
-        """Node `node` is finished: rows whose next node is not what the whole model finds likeliest end there."""
-        if node >= max(run.limits):
-            return
-        logits = self._logits(run.finished[node])
-        right = self._likeliest(context, run, run.finished[node], node)
-        for place, index in enumerate(run.members):
-            drafted, sampler = int(run.ids[place, node]), context.samplers[index]
-            if drafted != right[place]:
-                run.limits[place] = min(run.limits[place], node)
-            if sampler.greedy:
-                run.confidence[place].append(1.0)
-                continue
-            output = self._output(context, run, place, node)
-            probs = attempt(torch.zeros_like(logits[place]), sampler.probs, logits[place], output)
-            run.confidence[place].append(float(probs[drafted]))
-
-    def _logits(self, states: Tensor) -> Tensor:
-        return self.target.lm_head(self.target.final_norm(states))[:, 0]
-
-    def _output(self, context: DraftContext, run: _Run, place: int, node: int) -> list[int]:
-        index = run.members[place]
-        return [*context.tokens[index][context.prompt_lengths[index] :], *run.ids[place, :node].tolist()]
-
-    def _draft(self, context: DraftContext, run: _Run) -> list[TokenTree]:
-        trees, states = context.trees(), torch.cat(run.finished, dim=1)
-        for place, index in enumerate(run.members):
-            tree, limit, parent = trees[index], run.limits[place], 0
-            for token, confidence in zip(run.ids[place, :limit].tolist(), run.confidence[place], strict=False):
-                parent = tree.add(token, parent, confidence=confidence)
-            if not self.target.buckets.nodes:  # reproducible bits need passes of one shape: everything runs again
-                stamp = self.target.writes[context.rows[index]]
-                begun = states[place, : tree.size + 1]
-                tree.resume = Resume(boundary=self.target.num_layers, states=begun, stamp=stamp)
-        return trees

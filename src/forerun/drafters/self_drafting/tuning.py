@@ -1,9 +1,8 @@
 """Finds the set of skipped sub-layers that makes a token cheapest on given prompts: Draft & Verify's search.
 
-Bayesian optimisation of the 2L yes-or-no choices (arXiv 2309.08168) by expected improvement; what is optimised is the
-logarithm of the ms per token. Acceptance comes from decoding the same prompts with each set (`forerun.core.step`). Cost
-is measured once, for one sequence: a draft pass costs what is left of a pass after subtracting the sub-layers that it
-skips, which makes sets comparable although the machine does other work beside.
+Bayesian optimisation of the 2L yes-or-no choices (arXiv 2309.08168), of the logarithm of the ms per token. Acceptance
+comes from decoding the same prompts with each set. Cost is measured once, for one sequence, and the skipped sub-layers
+are subtracted: so sets are comparable although the machine does other work beside.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from statistics import median
 
 import torch
@@ -30,6 +30,66 @@ from forerun.model.inputs import Nodes
 from forerun.types import SamplingParams
 
 REPEATS = 15  # Times that every pass is put on the clock; the median counts
+ITERATIONS = 60  # Sets that are tried where neither a number nor a time is asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """What a search found."""
+
+    best: Worth
+    costs: Costs
+    trials: list[Worth]  # Every set that was tried, in order
+    seconds: float
+    interrupted: bool  # Ctrl-C ended it; the best so far is kept
+
+    @property
+    def plain_ms(self) -> float:
+        """A token decoded plainly."""
+        return self.costs.verify_ms[0]
+
+    @property
+    def speedup(self) -> float:
+        """Plain ms per token / the best set's, from measured acceptance and measured passes."""
+        return self.plain_ms / self.best.ms_per_token
+
+
+def tune(
+    probe: Probe,
+    layers: int,
+    *,
+    iterations: int | None = None,
+    budget_s: float | None = None,
+    seed: int = 0,
+    progress: Callable[[Worth, Worth], None] = lambda _tried, _best: None,
+) -> Tuned:
+    """Try sets of the model's `layers` until their number or the time is used up, every set has been tried, or Ctrl-C,
+    which is raised only before the first set was measured.
+
+    Args:
+        iterations: sets to try; None: `ITERATIONS`, or as many as fit `budget_s`.
+        budget_s: seconds; a set that was begun is finished.
+        progress: told the set just tried and the best one after each trial.
+    """
+    start, cheapest = time.perf_counter(), attrgetter("ms_per_token")
+    most = math.inf if iterations is None and budget_s is not None else iterations or ITERATIONS
+    search, trials, interrupted = Search(Space(allowed=every(layers)), seed=seed), list[Worth](), False
+    costs = probe.costs()
+    try:
+        while len(trials) < most and (budget_s is None or not trials or time.perf_counter() - start < budget_s):
+            skip = search.ask()
+            if skip is None:
+                break
+            found = worth(skip, probe.accepted(skip), costs, layers)
+            search.tell(skip, -math.log(found.ms_per_token))
+            trials.append(found)
+            progress(found, min(trials, key=cheapest))
+    except KeyboardInterrupt:
+        if not trials:
+            raise
+        interrupted = True
+    best, seconds = min(trials, key=cheapest), time.perf_counter() - start
+    return Tuned(best=best, costs=costs, trials=trials, seconds=seconds, interrupted=interrupted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,32 +124,25 @@ class Worth:
 def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> Worth:
     """The set at the length of the chain that makes a token cheapest. `accepted` are the drafted tokens that were
     accepted in each step, of chains as long as `costs` knows scoring passes for."""
-    draft_ms = costs.draft_ms(skip, layers)
-    found = []
+    draft_ms, found = costs.draft_ms(skip, layers), list[Worth]()
     for length in range(1, len(costs.verify_ms)):
         tokens = 1 + sum(min(count, length) for count in accepted) / len(accepted)
+        cost = (length * draft_ms + costs.verify_ms[length]) / tokens
         found.append(
             Worth(
                 skip=skip,
                 num_speculative_tokens=length,
-                ms_per_token=(length * draft_ms + costs.verify_ms[length]) / tokens,
+                ms_per_token=cost,
                 mean_acceptance_length=tokens,
                 draft_ms=draft_ms,
             )
         )
-    return min(found, key=lambda one: one.ms_per_token)
+    return min(found, key=attrgetter("ms_per_token"))
 
 
 class Probe:
-    """Prompts in the target's cache, decoded anew with every set.
-
-    Args:
-        target: with a row for each prompt and nothing in them.
-        prompts: token ids.
-        length: of the drafted chains.
-        tokens: to decode for each prompt.
-        params: resolved sampling parameters.
-    """
+    """Prompts (token ids) in the cache of a target that has a row for each and nothing in them, decoded anew with every
+    set: `tokens` of them in chains of `length`, with resolved sampling parameters."""
 
     def __init__(
         self, target: Target, prompts: Sequence[Sequence[int]], *, length: int, tokens: int, params: SamplingParams
@@ -105,15 +158,21 @@ class Probe:
         self._drafter = SkipLayersDrafter(config, setup)
 
     def accepted(self, skip: SkipSet) -> list[int]:
-        """How many drafted tokens were accepted in each step when `skip` drafts; ForerunError where nothing was
-        drafted."""
+        """Drafted tokens that were accepted in each step when `skip` drafts; ForerunError where fewer were drafted."""
         self._drafter.skip = skip
         rows = [self._row(row, list(tokens), prompt) for row, (tokens, prompt) in enumerate(self._beginnings)]
         ends = [len(row.tokens) + self._tokens for row in rows]
         found = list[int]()
         try:
             while running := [row for row, end in zip(rows, ends, strict=True) if len(row.tokens) < end]:
-                emitted = step(self._target, running, [self._group(len(running))])
+                group = Group(
+                    name=self._drafter.name,
+                    drafter=self._drafter,
+                    members=range(len(running)),
+                    depths=[self._length] * len(running),
+                    nodes=self._length,
+                )
+                emitted = step(self._target, running, [group])
                 if any(one.drafted < self._length for one in emitted):
                     raise ForerunError("skip_layers drafted less than was asked for; the log says why")
                 found += [len(one.tokens) - 1 for one in emitted]
@@ -125,31 +184,24 @@ class Probe:
     def costs(self, *, repeats: int = REPEATS) -> Costs:
         """Put the passes of the first prompt's row on the clock, all kinds in turns."""
         layers, root = self._target.num_layers, self._beginnings[0][0][-1]
+
+        def draft(skip: SkipSet) -> None:
+            self._drafter.skip = skip
+            self._drafter.logits([0], Nodes.of_trees([TokenTree(root)]))[0].argmax(-1).tolist()
+
+        def verify(chain: TokenTree) -> None:
+            self._target.score([0], [chain]).logits[0].argmax(-1).tolist()
+
         skips = [frozenset[Sublayer](), *(frozenset((layer, part) for layer in range(layers)) for part in PARTS)]
-        drafts = [partial(self._draft_pass, root, skip) for skip in skips]
-        scoring = [partial(self._scoring_pass, _chain(root, length)) for length in range(self._length + 1)]
-        times = _timed([*drafts, *scoring], repeats)
+        chains = [TokenTree(root) for _ in range(self._length + 1)]
+        for length, chain in enumerate(chains):
+            chain.add_path([root] * length)
+        passes = [*(partial(draft, skip) for skip in skips), *(partial(verify, chain) for chain in chains)]
+        whole, *times = _timed(passes, repeats)
         self._target.truncate([0], [self._target.lengths[0]])
-        whole = times[0]
-        sublayer = {part: max(0.0, (whole - less) / layers) for part, less in zip(PARTS, times[1:3], strict=True)}
+        sublayer = {part: max(0.0, (whole - less) / layers) for part, less in zip(PARTS, times, strict=False)}
         rest = max(0.0, whole - layers * sum(sublayer.values()))
-        return Costs(rest_ms=rest, sublayer_ms=sublayer, verify_ms=tuple(times[3:]))
-
-    def _draft_pass(self, root: int, skip: SkipSet) -> None:
-        self._drafter.skip = skip
-        self._drafter.logits([0], Nodes.of_trees([TokenTree(root)]))[0].argmax(-1).tolist()
-
-    def _scoring_pass(self, chain: TokenTree) -> None:
-        self._target.score([0], [chain]).logits[0].argmax(-1).tolist()
-
-    def _group(self, members: int) -> Group:
-        return Group(
-            name=self._drafter.name,
-            drafter=self._drafter,
-            members=range(members),
-            depths=[self._length] * members,
-            nodes=self._length,
-        )
+        return Costs(rest_ms=rest, sublayer_ms=sublayer, verify_ms=tuple(times[len(PARTS) :]))
 
     def _row(self, row: int, tokens: list[int], prompt_length: int) -> Row:
         return Row(
@@ -163,12 +215,6 @@ class Probe:
         )
 
 
-def _chain(token: int, length: int) -> TokenTree:
-    tree = TokenTree(token)
-    tree.add_path([token] * length)
-    return tree
-
-
 @torch.inference_mode()
 def _timed(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """The median ms of each, taken in turns after one warm-up."""
@@ -180,72 +226,3 @@ def _timed(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
             if lap:
                 own.append(1e3 * (time.perf_counter() - start))
     return [median(own) for own in times]
-
-
-ITERATIONS = 60  # Sets that are tried where neither a number nor a time is asked for
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuned:
-    """What a search found."""
-
-    best: Worth
-    costs: Costs
-    trials: list[Worth]  # Every set that was tried, in order
-    seconds: float
-    interrupted: bool  # Ctrl-C ended it; the best so far is kept
-
-    @property
-    def plain_ms(self) -> float:
-        """A token decoded plainly."""
-        return self.costs.verify_ms[0]
-
-    @property
-    def speedup(self) -> float:
-        """Plain ms per token / the best set's, from measured acceptance and measured passes."""
-        return self.plain_ms / self.best.ms_per_token
-
-
-def tune(
-    probe: Probe,
-    layers: int,
-    *,
-    iterations: int | None = None,
-    budget_s: float | None = None,
-    seed: int = 0,
-    progress: Callable[[Worth, Worth], None] = lambda _tried, _best: None,
-) -> Tuned:
-    """Try sets until their number or the time is used up, every set has been tried, or Ctrl-C, which is raised only
-    before the first set was measured.
-
-    Args:
-        probe: measures a set.
-        layers: of the model.
-        iterations: sets to try; None: `ITERATIONS`, or as many as fit `budget_s`.
-        budget_s: seconds; a set that was begun is finished.
-        progress: told the set just tried and the best one after each trial.
-    """
-    start = time.perf_counter()
-    most = math.inf if iterations is None and budget_s is not None else iterations or ITERATIONS
-    search, trials, interrupted = Search(Space(allowed=every(layers)), seed=seed), list[Worth](), False
-    costs = probe.costs()
-    try:
-        while len(trials) < most and (budget_s is None or not trials or time.perf_counter() - start < budget_s):
-            skip = search.ask()
-            if skip is None:
-                break
-            found = worth(skip, probe.accepted(skip), costs, layers)
-            search.tell(skip, -math.log(found.ms_per_token))
-            trials.append(found)
-            progress(found, _cheapest(trials))
-    except KeyboardInterrupt:
-        if not trials:
-            raise
-        interrupted = True
-    return Tuned(
-        best=_cheapest(trials), costs=costs, trials=trials, seconds=time.perf_counter() - start, interrupted=interrupted
-    )
-
-
-def _cheapest(trials: list[Worth]) -> Worth:
-    return min(trials, key=lambda trial: trial.ms_per_token)
