@@ -36,7 +36,7 @@ RETRAIN = "train the head without it"
 
 
 def adapted(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
-    """The head as `engine` wants it, and the keys of ``config.json`` that must be its own; None: as it is."""
+    """See `Engines.adapted`."""
     config = head.config
     if engine == "sglang" and config.generation == 1 and not config.fc_bias:
         # Its EAGLE-1 has a bias whatever the file says. It is not announced: "bias" means the attention's there.
@@ -63,10 +63,8 @@ def mismatches(
 ) -> Iterator[Finding]:
     """Tensors that `engine` (of `LOADERS`) cannot load, loses or leaves unfilled.
 
-    Args:
-        config: what keys and tensors mean.
-        keys: of ``config.json``, without nesting but for ``eagle_config``.
-        tensors: of the file, by canonical names; a norm above the first layer may have both of its names.
+    `keys` are those of ``config.json``, without nesting but for ``eagle_config``; `config` is what they mean; `tensors`
+    have canonical names, a norm above the first layer both of its own.
     """
     expected = LOADERS[engine](config, keys)
     given = {name: tensor for name, tensor in tensors.items() if name in expected or not SHARED.fullmatch(name)}
@@ -142,11 +140,8 @@ def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     return _hidden_norms(_without_fc(expected) if len(config.boundaries) == 1 else expected)
 
 
-LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "trtllm": _trtllm,
-}
+LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]]
+LOADERS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
 """Engine -> (what a head means, its keys) -> name and shape of every tensor that the engine wants of the file."""
 
 
@@ -197,7 +192,6 @@ def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 
 def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """The embeddings and hidden states that the head reads."""
     config, shown = head.config, list(head.config.boundaries)
     if config.hidden_size != config.target_hidden_size and not config.own_embedding:
         why = f"the head is {config.hidden_size} wide, the target's embeddings {config.target_hidden_size}"
@@ -255,7 +249,6 @@ def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 
 def _window(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """A sliding window that a sequence of the target can outgrow."""
     config, window = head.config, head.config.sliding_window
     if window is None or window >= target.max_position_embeddings:
         return
@@ -396,37 +389,27 @@ def _sglang_line(launch: Launch) -> str:
 def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
     """TensorRT-LLM's own file; strings as JSON, which YAML understands."""
     config = launch.head.config
-    lines = [
-        "speculative_config:",
-        "  decoding_type: Eagle3",
-        f"  max_draft_len: {DRAFTED}",
-        f"  speculative_model: {json.dumps(str(launch.directory))}",
-    ]
+    speculation: dict[str, Any] = {"decoding_type": "Eagle3", "max_draft_len": DRAFTED}
+    speculation["speculative_model"] = json.dumps(str(launch.directory))
     if config.generation == 3:
-        lines += [f"  eagle3_layers_to_capture: {to_outputs(config.boundaries)}"]
+        speculation["eagle3_layers_to_capture"] = to_outputs(config.boundaries)
     if config.num_hidden_layers > 1:
-        lines += [f"  num_eagle_layers: {config.num_hidden_layers}"]
-    return {TRTLLM: "\n".join(lines) + "\n"}
+        speculation["num_eagle_layers"] = config.num_hidden_layers
+    return {TRTLLM: "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in speculation.items())}
 
 
 DESTINATIONS: dict[str, Destination] = {
     "vllm": Destination(
-        title="vLLM",
-        format_name="flat",
-        engine="vllm",
-        command=_vllm_line,
-        counting="`num_speculative_tokens` counts drafted tokens.",
+        title="vLLM", engine="vllm", command=_vllm_line, counting="`num_speculative_tokens` counts drafted tokens."
     ),
     "sglang": Destination(
         title="SGLang",
-        format_name="flat",
         engine="sglang",
         command=_sglang_line,
         counting="`--speculative-num-draft-tokens` counts the last committed token too: one more than vLLM's number.",
     ),
     "trtllm": Destination(
         title="TensorRT-LLM",
-        format_name="flat",
         engine="trtllm",
         command=lambda launch: shlex.join(
             ["trtllm-serve", launch.target.name_or_path, "--config", str(launch.directory / TRTLLM)]

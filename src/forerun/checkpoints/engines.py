@@ -68,11 +68,11 @@ class Destination:
     """One value of ``--to``."""
 
     title: str
-    format_name: str | None  # None: the format in which heads of the kind are written
-    engine: str | None  # Whose findings count; None: nobody's
+    format_name: str | None = None  # None: the format in which heads of the kind are written
+    engine: str | None = None  # Whose findings count; None: nobody's
     command: Callable[[Launch], str]
     counting: str  # How this engine counts the tokens of a step
-    files: Callable[[Launch], Mapping[str, str]] | None = None  # Further files that the engine reads, name -> content
+    files: Callable[[Launch], Mapping[str, str]] = lambda launch: {}  # Further ones that the engine reads, by name
 
 
 class Engines:
@@ -99,8 +99,7 @@ class Engines:
 def engines_for(kind: str) -> Engines:
     """What is known of engines and heads of a kind."""
     path = FORMATS[format_for(kind)].engines
-    engines: Engines = named(path)() if path else Engines()
-    return engines
+    return named(path)() if path else Engines()
 
 
 def _forerun(launch: Launch) -> str:
@@ -108,13 +107,7 @@ def _forerun(launch: Launch) -> str:
     return shlex.join(["forerun", "generate", launch.target.name_or_path, *drafter, "--prompt", "def "])
 
 
-FORERUN = Destination(
-    title="forerun and trainers",
-    format_name=None,
-    engine=None,
-    command=_forerun,
-    counting="`-k` counts drafted tokens.",
-)
+FORERUN = Destination(title="forerun and trainers", command=_forerun, counting="`-k` counts drafted tokens.")
 
 
 def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
@@ -168,18 +161,13 @@ def export_head(
 
     Args:
         head_dir: directory or hub id of a head in any known format.
-        target: the model that it drafts for.
         to: hf, or an engine that reads such heads: of EAGLE's, vllm, sglang, trtllm or speculators.
         output: a new or empty directory, or a former export.
-        force: write also what the engine degrades or cannot load.
+        force: write also what the engine degrades or cannot load, instead of a CheckpointError.
 
-    Raises:
-        ArgumentError: `to` is unknown, or `output` holds other things or is `head_dir`.
-        CheckpointError: the head cannot be read, the engine would not serve it as trained, or what was written is
-            not what was read.
+    ArgumentError if `to` is unknown, or `output` holds other things or is `head_dir`.
     """
-    stored = read_files(head_dir)
-    directory = Path(output).expanduser().absolute()
+    stored, directory = read_files(head_dir), Path(output).expanduser().absolute()
     if directory.resolve() == stored.directory.resolve():
         raise ArgumentError(f"{directory} is the head itself; name another directory")
     head = parse(stored, num_layers=target.num_layers)
@@ -200,7 +188,7 @@ def export_head(
         )
     head, overrides = engines.adapted(head, destination.engine)
     launch = Launch(head=head, target=target, directory=directory)
-    texts = {README: _readme(launch, destination), **(destination.files(launch) if destination.files else {})}
+    texts = {README: _readme(launch, destination), **destination.files(launch)}
     write_head(head, directory, format_name, target, overrides=overrides, texts=texts)
     # Read back without a layer count, for the files must say themselves what the head reads.
     lost = differences(head, parse(read_files(directory)))
@@ -219,8 +207,8 @@ def export_head(
 
 def _readme(launch: Launch, destination: Destination) -> str:
     config = launch.head.config
-    whole = config.boundaries == (LAST_HIDDEN,)
-    reads = "the last hidden state" if whole else f"the boundaries {list(config.boundaries)}"
+    last = config.boundaries == (LAST_HIDDEN,)
+    reads = "the last hidden state" if last else f"the boundaries {list(config.boundaries)}"
     return f"""\
 # {kind_named(config.kind).title} head for {launch.target.name_or_path}
 
