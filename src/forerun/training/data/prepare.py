@@ -24,13 +24,9 @@ SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
-    "system": "system",
-    "developer": "developer",
+    **{"system": "system", "developer": "developer"},
 }
 """Who is meant by ShareGPT's ``from``, and by ``role``."""
-EXPECTED = (
-    "one of: 'messages' (role/content), 'conversations' (from/value), 'prompt' with 'completion' or 'response', 'text'"
-)
 EXAMPLES_KEPT = 5
 Made = TypeVar("Made")
 
@@ -88,8 +84,7 @@ def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
     entries = _parquet(path) if suffix == ".parquet" else (_json if suffix == ".json" else _json_lines)(path, bad)
     found, skipped_before = False, bad.count
     for name, number, value in entries:
-        found = True
-        where = f"{path}, {name}"
+        found, where = True, f"{path}, {name}"
         try:
             record = _record(value, where, f"{path.name}:{number}")
         except DataError as error:
@@ -117,14 +112,11 @@ Entry = tuple[str, int, Any]  # Name of the entry in an error ("line 3"), its nu
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[Entry]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                bad.report(f"{path}, line {number}: broken JSON ({_brief(error)})")
-                continue
-            yield f"line {number}", number, value
+            if line.strip():
+                try:
+                    yield f"line {number}", number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except (ValueError, RecursionError) as error:
+                    bad.report(f"{path}, line {number}: broken JSON ({_brief(error)})")
 
 
 def _json(path: Path, bad: BadRecords) -> Iterator[Entry]:
@@ -181,7 +173,10 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
         messages, pair = _from_pair(entry)
         return Record(**common, messages=messages, tools=tools, pair=pair)
     if "text" not in entry:
-        raise DataError(f"no usable key among {sorted(map(str, entry))}; expected {EXPECTED}")
+        raise DataError(
+            f"no usable key among {sorted(map(str, entry))}; expected one of: 'messages' (role/content), "
+            "'conversations' (from/value), 'prompt' with 'completion' or 'response', 'text'"
+        )
     text, count = entry["text"], entry.get("prompt_tokens", 0)
     if not isinstance(text, str) or not text:
         raise DataError(f"'text' must be a string that is not empty, got {type(text).__name__}")
@@ -231,7 +226,6 @@ def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str
 
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
 NO_TEMPLATE = "a conversation, but the tokenizer has no chat template; use plain text or another target"
 _REMEDY = "use a template that marks the assistant's words with {% generation %} ... {% endgeneration %}, or "
 
@@ -292,7 +286,7 @@ class Encoder:
         template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
         if self.last_turn_only or not MARKER.search(template):
             return self._by_prefixes(messages, turns[-1:] if self.last_turn_only else turns, record)
-        rendered = self._apply(messages, record, return_assistant_tokens_mask=True)
+        rendered = self._rendered(messages, record, return_assistant_tokens_mask=True)
         mask = [bool(counted) for counted in rendered["assistant_masks"]]
         if not any(mask):
             raise DataError(
@@ -302,16 +296,16 @@ class Encoder:
         return Encoded(list(rendered["input_ids"]), mask)
 
     def _by_prefixes(self, messages: Sequence[Message], turns: Iterable[int], record: Record) -> Encoded:
-        """Count, for each turn, what the rendered conversation has beyond the prompt for that turn."""
-        tokens = self._rendered(messages, record)
+        tokens = self._rendered(messages, record)["input_ids"]
         mask = [False] * len(tokens)
         for turn in turns:
             if turn == 0:
                 raise DataError("the conversation begins with the assistant, so its first answer has no prompt")
-            prompt = self._rendered(messages[:turn], record, add_generation_prompt=True)
-            answered = tokens if turn == len(messages) - 1 else self._rendered(messages[: turn + 1], record)
-            self._check_prefix(prompt, answered, f"the prompt for message {turn + 1}", f"messages 1 to {turn + 1}")
-            self._check_prefix(answered, tokens, f"messages 1 to {turn + 1}", "the whole conversation")
+            prompt = self._rendered(messages[:turn], record, add_generation_prompt=True)["input_ids"]
+            last, part = turn == len(messages) - 1, f"messages 1 to {turn + 1}"
+            answered = tokens if last else self._rendered(messages[: turn + 1], record)["input_ids"]
+            self._check_prefix(prompt, answered, f"the prompt for message {turn + 1}", part)
+            self._check_prefix(answered, tokens, part, "the whole conversation")
             for index in range(len(prompt), self._stop(tokens, len(prompt), len(answered))):
                 mask[index] = True
         if not any(mask):
@@ -340,10 +334,7 @@ class Encoder:
             return end
         return last + 1
 
-    def _rendered(self, messages: Sequence[Message], record: Record, **options: Any) -> list[int]:
-        return list(self._apply(messages, record, **options)["input_ids"])
-
-    def _apply(self, messages: Sequence[Message], record: Record, **options: Any) -> Any:
+    def _rendered(self, messages: Sequence[Message], record: Record, **options: Any) -> Any:
         return apply_template(self.tokenizer, messages, record.tools, tokenize=True, return_dict=True, **options)
 
     def _ids(self, text: str, *, special: bool = True) -> list[int]:
@@ -407,20 +398,13 @@ def prepare(
     name: str | None = None,
     on_record: Callable[[int], None] | None = None,
 ) -> Prepared:
-    """Turn data files into a prepared directory.
+    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`.
 
-    Args:
-        paths: JSONL, JSON, parquet or plain text files, in the order in which they shall stand.
-        tokenizer: the target's.
-        output: the directory to write; must not hold anything yet.
-        name: the target's name for the manifest; the tokenizer's own if None.
-        on_record: told the number of records read so far, after each.
-
-    Raises:
-        DataError: a file or record that cannot be used, or nothing left to learn from.
+    `name` is the target's for the manifest; `on_record` is told the number of records read so far, after each.
+    DataError for a file or record that cannot be used, or nothing left to learn from; ArgumentError if `output` holds
+    something.
     """
-    options = options or PrepareOptions()
-    files = [Path(path) for path in paths]
+    options, files = options or PrepareOptions(), [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
     for index, path in enumerate(files):
