@@ -29,8 +29,7 @@ class Sums:
     tokens: int = 0
     seconds: float = 0.0
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> (sum, count)
-    broken: list[tuple[int, int]] = field(default_factory=list)
-    """(position, rank) of the batches whose loss is not finite."""
+    broken: list[tuple[int, int]] = field(default_factory=list)  # (position, rank) of batches whose loss is not finite
 
     def add(self, other: Sums) -> None:
         """Add the sums of another step."""
@@ -52,12 +51,7 @@ class Sums:
 def backward(model: nn.Module, batches: Batches, position: int, settings: TrainSettings, parallel: Parallel) -> Sums:
     """Add the gradient of the summed losses of one step to the parameters, as a mean over processes.
 
-    Args:
-        model: what `spread` returned.
-        position: of the step's first batch.
-
-    Returns:
-        Sums over all processes, the same on each.
+    `model` is what `spread` returned, `position` that of the step's first batch; the sums are over all processes.
     """
     count, device = settings.accumulation, parallel.device
     broken = torch.zeros(parallel.world, count, dtype=torch.float64, device=device)
@@ -129,15 +123,9 @@ def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.o
     if settings.optimizer == "muon":
         matrices = [parameter for name, parameter in named if moved_by_muon(name, parameter)]
         named = [(name, parameter) for name, parameter in named if not moved_by_muon(name, parameter)]
-        if matrices:
-            muon = WholeMatrixMuon(
-                matrices,
-                lr=settings.muon_learning_rate,
-                weight_decay=settings.weight_decay,
-                momentum=settings.muon_momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
-            optimizers.append(muon)
+        options: dict[str, Any] = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
+        options |= {"lr": settings.muon_learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers += [WholeMatrixMuon(matrices, **options)] if matrices else []
     groups = []
     for pulled, decay in ((True, settings.weight_decay), (False, 0.0)):
         members = [parameter for name, parameter in named if decayed(name, parameter) == pulled]
