@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.bar import Bar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from forerun import demo as shipped
@@ -139,7 +139,6 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
 
 
 def _introduce(setting: _Setting, prompt: str) -> None:
-    """Show what is asked."""
     out = console.out()
     options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
     drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
@@ -150,7 +149,6 @@ def _introduce(setting: _Setting, prompt: str) -> None:
 
 
 def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-    """Show an arm's answer as it comes."""
     from forerun.cli.session import Printer
 
     out = console.out()
@@ -176,19 +174,15 @@ class Race:
         return self.parted is None and self.reproducible
 
     @property
-    def plain_speed(self) -> float:
-        """Tokens per second, the median of the timed runs."""
-        return _speed(self.plain)
-
-    @property
-    def speculative_speed(self) -> float:
-        """As `plain_speed`."""
-        return _speed(self.speculative)
+    def speeds(self) -> dict[str, float]:
+        """Tokens per second by arm, medians of the timed runs."""
+        return {"plain": _speed(self.plain), "speculative": _speed(self.speculative)}
 
     @property
     def speedup(self) -> float:
         """Speculative over plain."""
-        return self.speculative_speed / self.plain_speed if self.plain_speed else 0.0
+        speeds = self.speeds
+        return speeds["speculative"] / speeds["plain"] if speeds["plain"] else 0.0
 
 
 def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None) -> Race:
@@ -234,13 +228,16 @@ def _tokens(output: RequestOutput) -> list[int]:
 
 def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     out = console.out()
-    speeds = {"plain": found.plain_speed, "speculative": found.speculative_speed}
+    speeds = found.speeds
     per_pass = {"plain": 1.0, "speculative": found.speculative[0].outputs[0].speculation.mean_acceptance_length}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
-    table.add_column("", ratio=1)
-    table.add_column("per target pass", justify="right", no_wrap=True)
+    right: dict[str, Any] = {"justify": "right", "no_wrap": True}
+    columns = (
+        Column("", no_wrap=True),
+        Column("tokens/s", **right),
+        Column(ratio=1),
+        Column("per target pass", **right),
+    )
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     for arm, speed in speeds.items():
         bar = Bar(max(*speeds.values(), 1e-9), 0, speed, color="#3fa45b" if arm == "speculative" else "bright_black")
         table.add_row(Text(arm, "bold"), f"{speed:.1f}", bar, f"{per_pass[arm]:.2f}")
@@ -250,7 +247,7 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     style = "bold green" if found.speedup > 1 else "bold yellow"
     faster = Text("speed-up: ", "bold").append(f"{found.speedup:.2f} x", style)
     out.print(faster.append("   identical: ").append_text(_verdict(setting, found)))
-    tokens = found.plain[0].outputs[0].token_ids
+    tokens = _tokens(found.plain[0])
     details = (
         f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
         f"{len(found.plain) - 1} interleaved runs; {_dtype(llm)} on {llm.target.device}"
@@ -261,7 +258,6 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
 
 
 def _verdict(setting: _Setting, found: Race) -> Text:
-    """Whether the answers are identical, and why not."""
     parted = found.parted
     if found.identical:
         return Text("yes", "bold green").append(", token for token", "default")
@@ -285,8 +281,7 @@ def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
         "numeric_tie": None if found.parted is None else found.parted.tie,
         "speedup": round(found.speedup, 4),
         "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
-        "plain_tokens_per_second": round(found.plain_speed, 3),
-        "speculative_tokens_per_second": round(found.speculative_speed, 3),
+        **{f"{arm}_tokens_per_second": round(speed, 3) for arm, speed in found.speeds.items()},
         "drafter": setting.config.get("method", "draft_model"),
         "speculative_config": setting.config,
         "model": setting.model,

@@ -92,7 +92,6 @@ class PlanOptions:
 
     @property
     def given(self) -> bool:
-        """Whether acceptance was given as numbers."""
         return any(value is not None for value in (self.alpha, self.acceptance, self.rank_acceptance))
 
     @property
@@ -163,9 +162,6 @@ def plan(
     return 0
 
 
-# --- without a model --------------------------------------------------------------------------------------------------
-
-
 def on_paper(asked: PlanOptions) -> Shown:
     """Given or assumed acceptance, a roofline or free verification."""
     cost, notes = _cost(asked)
@@ -175,18 +171,14 @@ def on_paper(asked: PlanOptions) -> Shown:
 
 
 def _with_costs(asked: PlanOptions, cost: PassCost, notes: Sequence[str]) -> Shown:
-    """Given or assumed acceptance with passes that cost so much."""
     survival, assumed = _survival(asked)
     load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
     return _shown(asked, load, [*assumed, *notes])
 
 
 def _shown(asked: PlanOptions, load: Load, notes: Sequence[str], **more: Any) -> Shown:
-    found = make_plan(load, k=asked.k)
-    measured: Measured | None = more.get("measured")
-    tree = None
-    if asked.ranks is not None:
-        tree = plan_tree(load, asked.ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
+    found, measured, ranks = make_plan(load, k=asked.k), more.get("measured"), asked.ranks
+    tree = None if ranks is None else plan_tree(load, ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
     verdict = judge(found, load, drafter=measured.name if measured is not None else None, text=asked.text)
     return Shown(plan=found, load=load, verdict=verdict, notes=[*notes, *verdict.notes], tree=tree, **more)
 
@@ -275,9 +267,6 @@ def _draft(asked: PlanOptions, cost: PassCost) -> Any:
     return lambda rows: DraftCost(fixed_ms=0.0, level_ms=small.pass_ms(1, rows, 0))
 
 
-# --- on a model -------------------------------------------------------------------------------------------------------
-
-
 def on_model(asked: PlanOptions, model: str) -> Shown:
     """Measured passes; acceptance given, assumed, or measured on the user's prompts."""
     from forerun.cli import session
@@ -290,13 +279,11 @@ def on_model(asked: PlanOptions, model: str) -> Shown:
             return _measured(asked, llm, cost, tell)
     if asked.draft_params is not None:
         raise ArgumentError("--draft-params needs a roofline (--params); for a MODEL give --draft-cost")
-    free = asked.draft_cost is None
-    notes = ["drafting counts as free; --draft-cost says what it costs"] if free else []
+    notes = ["drafting counts as free; --draft-cost says what it costs"] if asked.draft_cost is None else []
     return _with_costs(asked, cost, [*notes, *_batch_note(asked)])
 
 
 def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
-    """Acceptance measured: of one drafter, or of candidate draft models, which are ranked."""
     from forerun.engine.config import SpeculativeConfig
     from forerun.plan import measured
 
@@ -325,8 +312,8 @@ def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown
 def _from_measured(asked: PlanOptions, cost: CostModel, found: Measured, notes: list[str], **more: Any) -> Shown:
     if found.trial.coverage < 1:
         notes.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
-    load = found.load(cost, rows=asked.batch)
-    return _shown(asked, load, [*notes, *_batch_note(asked)], measured=found, **more)
+    notes += _batch_note(asked)
+    return _shown(asked, found.load(cost, rows=asked.batch), notes, measured=found, **more)
 
 
 def _batch_note(asked: PlanOptions) -> list[str]:
@@ -364,8 +351,7 @@ class Shown:
 
     def record(self) -> dict[str, Any]:
         """As JSON knows it."""
-        asked, best = self.plan.asked, self.plan.best
-        depth = len(self.load.survival)
+        asked, best, depth = self.plan.asked, self.plan.best, len(self.load.survival)
         tokens = theory.tokens_of(self.load.survival)
         return {
             "expected_tokens_per_pass": asked.tokens_per_pass,
@@ -425,13 +411,18 @@ def show(shown: Shown) -> None:
             f"{shown.roofline.balance:.0f} tokens in a pass (peak figures); up to {found['free_nodes_per_row']} nodes "
             f"per row cost at most {assumptions.FREE_PASS:.2f} plain passes"
         )
-    if shown.tree is not None:
-        out.print(_about_tree(shown.tree))
-    k, most = shown.plan.asked.k or 1, shown.plan.break_even_batch
-    batches = (
-        f"up to a batch of {most}" if most else "at no batch" if most == 0 else f"at every batch up to {MOST_BATCH}"
-    )
-    out.print(f"K = {k} gains {batches}")
+    tree = shown.tree
+    if tree is not None and tree.parents:
+        out.print(
+            f"best tree: {len(tree.parents)} nodes, {tree.depth} levels, {tree.tokens:.3f} tokens per pass, "
+            f"{tree.speedup:.2f} x; parents {list(tree.parents)}"
+        )
+    elif tree is not None:
+        out.print("no tree is faster than plain decoding")
+    most = shown.plan.break_even_batch
+    batches = f"up to a batch of {most}" if most else "at no batch"
+    batches = f"at every batch up to {MOST_BATCH}" if most is None else batches
+    out.print(f"K = {shown.plan.asked.k or 1} gains {batches}")
     with_what = f"; draft with {verdict.method}" if verdict.method is not None else "; decode plainly"
     out.print(Text(verdict.words, "bold green" if verdict.worth_it else "bold yellow").append(with_what, ""))
     for note in shown.notes:
@@ -460,17 +451,8 @@ def _ranking_table(shown: Shown) -> Table:
             f"{first:.0%}",
             f"{one.trial.tokens_per_pass:.2f}",
             f"{cost:.3f}",
-            str(line.k),
+            f"{line.k}",
             f"{line.speedup:.2f}",
         )
         table.add_row(one.model or one.method, *figures)
     return table
-
-
-def _about_tree(tree: theory.TreeChoice) -> str:
-    if not tree.parents:
-        return "no tree is faster than plain decoding"
-    return (
-        f"best tree: {len(tree.parents)} nodes, {tree.depth} levels, {tree.tokens:.3f} tokens per pass, "
-        f"{tree.speedup:.2f} x; parents {list(tree.parents)}"
-    )

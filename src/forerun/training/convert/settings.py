@@ -144,32 +144,28 @@ class ConvertSettings:
     export_rope_scaling: Mapping[str, Any] | None
     """Written over a default rope when the head is exported; None: as it was trained."""
     draft_vocab_ids: tuple[int, ...] | None
-
     export_dtype: str
 
 
 def read_mode(mode: Any) -> ConvertSettings:
     """From what `convert` is given: ``[("eagle", config)]`` or ``{"algorithm": "eagle", "config": config}``."""
-    pairs = [mode] if isinstance(mode, Mapping) else mode
-    if not isinstance(pairs, Sequence) or isinstance(pairs, str) or len(pairs) != 1:
-        raise ArgumentError(f'convert: mode must be [("eagle", config)], one pair in a list; got {reprlib.repr(mode)}')
-    pair = pairs[0]
-    if isinstance(pair, Mapping) and set(pair) <= {"algorithm", "config"}:
-        pair = (pair.get("algorithm"), pair.get("config", {}))
-    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise ArgumentError(f'convert: mode must hold a pair ("eagle", config), got {reprlib.repr(pair)}')
-    name, config = pair
+    match [mode] if isinstance(mode, Mapping) else mode:
+        case [{**pair}] if pair.keys() <= {"algorithm", "config"}:
+            name, config = pair.get("algorithm"), pair.get("config", {})
+        case [[name, config]]:
+            pass
+        case _:
+            raise ArgumentError(
+                f'convert: mode must be [("eagle", config)], a pair in a list; got {reprlib.repr(mode)}'
+            )
     if name != "eagle":
         raise ArgumentError(f"convert: there is no mode {name!r}; heads of the kind 'eagle' can be attached")
     return read_settings({} if config is None else config)
 
 
 def read_settings(config: Any) -> ConvertSettings:
-    """A configuration, checked key by key; what is missing takes the value of `EAGLE3_DEFAULT_CFG`.
-
-    Raises:
-        ArgumentError: an unknown key (naming the nearest), a value of the wrong type, or one that is not supported.
-    """
+    """A configuration, checked key by key; what is missing takes the value of `EAGLE3_DEFAULT_CFG`. ArgumentError for
+    an unknown key (naming the nearest), a value of the wrong type, or one that is not supported."""
     found = _checked(config, KEYS, "")
     shape = _checked(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
     _check_kind(found, shape)
@@ -210,8 +206,7 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
         options["max_position_embeddings"] = shape["max_position_embeddings"]
     third = shape["use_aux_hidden_state"]
     if third:
-        layers = shape["eagle_aux_hidden_state_layer_ids"]
-        options["boundaries"] = _boundaries(layers, text.num_hidden_layers)
+        options["boundaries"] = _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)
     return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
 
@@ -231,16 +226,10 @@ def _checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]
 
 
 def _check_type(value: Any, default: Any, name: str) -> None:
-    kind = type(default)
-    if default is None:
-        if value is None or not name.startswith(ARCHITECTURE):
-            return
-        kind = int  # a size
-    if name.endswith("torch_dtype") or (kind is dict and value is None):
+    if (value is None and isinstance(default, dict | None)) or name.endswith(("torch_dtype", VOCABULARY_IDS)):
         return
+    kind = int if default is None else float if name.endswith("rope_theta") else type(default)
     wanted: Any = {float: (int, float), dict: Mapping, list: Sequence}.get(kind, kind)
-    if name.endswith("rope_theta"):
-        wanted = (int, float)
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
         raise ArgumentError(f"convert: {name} must be of the type {kind.__name__}, got {value!r}")
 
