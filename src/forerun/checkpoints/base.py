@@ -130,10 +130,8 @@ class Format:
         raise NotImplementedError
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        """The head in a file; CheckpointError if it is incomplete, contradictory or none of this kind.
-
-        `num_layers` of the target is needed where the file names no layers.
-        """
+        """The head in a file; CheckpointError if it is incomplete, contradictory or none of this kind. `num_layers` of
+        the target is needed where the file names no layers."""
         raise NotImplementedError
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:

@@ -64,9 +64,7 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
     """Tensors under the names of a file whose first layer is called `first`; EAGLE-3's norms above it under both names.
-
-    ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids.
-    """
+    ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids."""
     config = checkpoint.config
     tensors = dict(checkpoint.tensors)
     d2t = tensors.pop("d2t")
@@ -199,9 +197,7 @@ def make_head(
     tensors: Mapping[str, Tensor], notes: Mapping[str, bool], *, qk_norm: bool, **fields: Any
 ) -> HeadCheckpoint:
     """The head of a file's canonical tensors and the `fields` of its configuration, with the notes that apply.
-
-    CheckpointError where they contradict each other or nothing knows them.
-    """
+    CheckpointError where they contradict each other or nothing knows them."""
     found = with_vocabulary(tensors, fields["vocab_size"], fields["draft_vocab_size"])
     fields |= {"own_embedding": "embed_tokens.weight" in found, "own_lm_head": "lm_head.weight" in found}
     try:

@@ -25,11 +25,8 @@ BLOCK_ELEMENTS = 1 << 18
 
 
 class Divergence(StrEnum):
-    """How far the student's probabilities q are from the target's p.
-
-    KL and cross-entropy are infinite where q is 0 and p is not: they are taken against p renormalised over the
-    student's tokens. The acceptance a is of p as it is.
-    """
+    """How far the student's probabilities q are from the target's p. KL and cross-entropy are infinite where q is 0 and
+    p is not: they are taken against p renormalised over the student's tokens. The acceptance a is of p as it is."""
 
     CROSS_ENTROPY = "cross_entropy"  # ``-sum_v p log q``: forward KL up to a constant
     LK = "lk"
@@ -181,10 +178,8 @@ def _width(following: int, target: _Target) -> int:
 
 
 def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor:
-    """`logits` (n, G, V) of the groups `chosen` (n,) become the gradients of unweighted losses, block by block.
-
-    Returns (4, n, G) float32: losses, agreement, overlap, and 1 for what enters the loss.
-    """
+    """`logits` (n, G, V) of the groups `chosen` (n,) become the gradients of unweighted losses, block by block. Returns
+    (4, n, G) float32: losses, agreement, overlap, and 1 for what enters the loss."""
     size, group, vocabulary = logits.shape
     followed = target.teacher.logits(chosen) if target.teacher is not None else None
     ids = target.ids.view(-1, group)[chosen] if target.ids is not None else None
@@ -202,9 +197,7 @@ def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor
 
 def _loss_and_gradient(logits: Tensor, probs: _Probs | None, ids: Tensor | None, target: _Target) -> Tensor:
     """(4, n, G): losses, agreement, overlap, entering, of `logits` (n, G, V) float32, which become their gradient.
-
-    `probs` of the teacher (n, 1, V); `ids` (n, G), the true tokens.
-    """
+    `probs` of the teacher (n, 1, V); `ids` (n, G), the true tokens."""
     best = logits.argmax(-1, keepdim=True)
     losses = logits.gather(-1, best).squeeze(-1)
     if probs is not None:

@@ -168,10 +168,8 @@ class Run:
         }
 
     def fixed(self, parallel: Parallel) -> dict[str, Any]:
-        """What a resumed run must keep besides the settings of the loop, by key.
-
-        Directories count by what they hold, so that they may move.
-        """
+        """What a resumed run must keep besides the settings of the loop, by key. Directories count by what they hold,
+        so that they may move."""
         values = flat(self.recipe).items()
         found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
         contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
@@ -224,10 +222,8 @@ class Evaluation:
         self.model, self.prompts, self.settings = model, [list(prompt) for prompt in prompts], settings
 
     def __call__(self, head: Head) -> Mapping[str, float]:
-        """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included.
-
-        Also ``acceptance_0`` ...: how often the chain at temperature 0 got that far.
-        """
+        """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included. Also
+        ``acceptance_0`` ...: how often the chain at temperature 0 got that far."""
         from forerun import LLM
 
         drafting = copy.deepcopy(head).to(self.model.device, self.model.dtype).eval()

@@ -93,9 +93,7 @@ def convert(model: Any, mode: Any) -> Any:
 
 def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
     """Attach the head that was saved in `directory`, if any, to its base model; returns the same object.
-
-    CheckpointError for a head that is incomplete, or not this model's.
-    """
+    CheckpointError for a head that is incomplete, or not this model's."""
     loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
     if not isinstance(directory, str | Path):
         return model
@@ -339,10 +337,8 @@ def checked_ids(token_ids: Sequence[int] | Tensor, config: EagleConfig) -> Tenso
 
 @functools.cache
 def converted_class(base: type) -> type:
-    """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture.
-
-    ``forward`` takes what the base's takes, and ``loss_mask``.
-    """
+    """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture. ``forward``
+    takes what the base's takes, and ``loss_mask``."""
     plain = cast(Any, base).forward
     own = inspect.signature(plain)
     mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")

@@ -58,10 +58,8 @@ def write(
     sources: Sequence[Mapping[str, Any]] = (),
     tell: Tell = lambda words: None,
 ) -> layout.Manifest:
-    """A datastore directory from token ids; errors as `build`. It appears when it is complete, or not at all.
-
-    Sorting takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins.
-    """
+    """A datastore directory from token ids; errors as `build`. It appears when it is complete, or not at all. Sorting
+    takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins."""
     final = Path(output).expanduser().absolute()
     check_new(final)
     with written_folder(final) as folder:

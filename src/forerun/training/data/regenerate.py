@@ -151,9 +151,7 @@ def with_engine(todo: Plan, llm: LLM, generation: Generation, *, concurrency: in
 
 def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Plan:
     """Answer everything with an endpoint, `concurrency` records at a time; `transport` replaces httpx's, for tests.
-
-    EndpointError if it refuses everything, or cannot be reached any more; what is written stays.
-    """
+    EndpointError if it refuses everything, or cannot be reached any more; what is written stays."""
     asyncio.run(_ask_all(todo, endpoint, concurrency, transport))
     return todo
 
@@ -212,9 +210,7 @@ def _prompt(llm: LLM, question: Question) -> Any:
 @contextmanager
 def _appended(path: Path) -> Iterator[Write]:
     """A function that appends a JSON line, at once and as a whole; a last line cut short by a crash is removed first.
-
-    It raises OSError if the disk is full, and what was there is still whole.
-    """
+    It raises OSError if the disk is full, and what was there is still whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         with path.open("r+b") as lines:

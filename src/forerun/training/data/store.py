@@ -169,9 +169,7 @@ _BLOCK = 1 << 22
 
 def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
     """(V,) int64: how often each token counts, prompts and templates left out; V, `vocab_size`, is the target's.
-
-    ArgumentError if the data holds a token id of V or more.
-    """
+    ArgumentError if the data holds a token id of V or more."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, data.num_tokens, _BLOCK):
         tokens = data.tokens[start : start + _BLOCK]
@@ -186,10 +184,8 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """(size,) int64, ascending: the ids of the most frequent tokens by `counts` (V,), those of `token_counts`.
-
-    Of equally frequent tokens the lower id comes first. ArgumentError if `size` is below 1 or above V.
-    """
+    """(size,) int64, ascending: the ids of the most frequent tokens by `counts` (V,), those of `token_counts`. Of
+    equally frequent tokens the lower id comes first. ArgumentError if `size` is below 1 or above V."""
     if not 1 <= size <= len(counts):
         raise ArgumentError(f"the draft vocabulary must have 1 to {len(counts)} tokens (the target's), got {size}")
     # A stable sort keeps equals in ascending order of id, and tokens that never occur are equals, too.
@@ -272,10 +268,8 @@ class PackedWindows:
         return found
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        """One process's rows of a step, B = `rows`, S = `length`; ArgumentError for a negative step, or no such rank.
-
-        A segment's first token never counts: nothing before it may predict it.
-        """
+        """One process's rows of a step, B = `rows`, S = `length`; ArgumentError for a negative step, or no such rank. A
+        segment's first token never counts: nothing before it may predict it."""
         shape = (self.rows, self.length)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         mask, documents = np.zeros(shape, bool), np.full(shape, -1, np.int64)

@@ -62,10 +62,8 @@ class FeatureManifest:
         return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
 
     def refuse_other(self, wanted: FeatureManifest, directory: Path, *, reading: bool) -> None:
-        """DataError, naming each field with both values, if this stored manifest is not the one that is wanted.
-
-        With `reading` the stored dtype and source may be any; a resumed extraction must keep them.
-        """
+        """DataError, naming each field with both values, if this stored manifest is not the one that is wanted. With
+        `reading` the stored dtype and source may be any; a resumed extraction must keep them."""
         # A target's name may differ: a directory may have moved.
         ignored = ("target", "dtype", "source") if reading else ("target",)
         names = [item.name for item in fields(self) if item.name not in ignored]

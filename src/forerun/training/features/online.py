@@ -29,9 +29,7 @@ class OnlineFeatures:
 
     def __init__(self, model: Any, boundaries: Sequence[Boundary]) -> None:
         """Of a transformers causal LM, sharded or not; `boundaries` are 0 .. layers, `LAST_HIDDEN` is always added.
-
-        UnsupportedModelError for recurrent state, or a layer that is neither full, sliding nor chunked attention.
-        """
+        UnsupportedModelError for recurrent state, or a layer that is neither full, sliding nor chunked attention."""
         refuse_stateful(type(model), model.config.model_type)
         config = text_config(model)
         self.boundaries = check_boundaries(boundaries, config.num_hidden_layers)
@@ -219,10 +217,8 @@ def probe(model: Any, capture: Capture, documents: Sequence[Sequence[int]]) -> P
 
 @torch.no_grad()
 def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor]:
-    """Boundary 0 .. layers and `LAST_HIDDEN` -> (L, Ht) on the CPU, from ``output_hidden_states``.
-
-    transformers' last entry is the state after the final norm; the raw one before it comes from a hook.
-    """
+    """Boundary 0 .. layers and `LAST_HIDDEN` -> (L, Ht) on the CPU, from ``output_hidden_states``. transformers' last
+    entry is the state after the final norm; the raw one before it comes from a hook."""
     config = text_config(model)
     layers = layers_of(base_of(model), config.num_hidden_layers)[1]
     # A hook of its own: `captured` is what is under test.

@@ -48,10 +48,8 @@ class Shard:
 
 
 class FeatureWriter:
-    """Adds documents to a store, shard by shard; opening an unfinished one goes on with what no finished shard holds.
-
-    A context manager: leaving it, also by Ctrl-C, finishes the shard at the last whole document.
-    """
+    """Adds documents to a store, shard by shard; opening an unfinished one goes on with what no finished shard holds. A
+    context manager: leaving it, also by Ctrl-C, finishes the shard at the last whole document."""
 
     def __init__(self, directory: Path, manifest: FeatureManifest, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Start or resume; DataError if the directory holds other features, a broken shard, or something else."""
@@ -80,10 +78,8 @@ class FeatureWriter:
         return finished + sum(length for _, length, _ in self._open)
 
     def append(self, document: int, features: Mapping[Boundary, Tensor]) -> None:
-        """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`.
-
-        DataError if it is there already, its states do not fit the manifest, or the disk is full; NumericError for NaN.
-        """
+        """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`. DataError if
+        it is there already, its states do not fit the manifest, or the disk is full; NumericError for NaN."""
         if document in self.done:
             raise DataError(f"document {document} is in {self.directory} already")
         records = encode(features, self.manifest, f"document {document}")

@@ -36,9 +36,7 @@ class FinalNorm:
 
     def __init__(self, directory: Path, config: Any) -> None:
         """Find the norm in the skeleton of the model that `config` describes and load its weights from `directory`.
-
-        UnsupportedModelError if the module after the layers cannot be told, CheckpointError if its weights lack.
-        """
+        UnsupportedModelError if the module after the layers cannot be told, CheckpointError if its weights lack."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):

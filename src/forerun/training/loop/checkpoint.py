@@ -139,9 +139,7 @@ def load_weights(path: Path, module: nn.Module) -> None:
 
 def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, parallel: Parallel) -> None:
     """Fill the optimizers of `module`, already sharded; all processes must call it, the first one reads.
-
-    CheckpointError for a checkpoint of another optimizer or other parameters.
-    """
+    CheckpointError for a checkpoint of another optimizer or other parameters."""
     parameters = dict(module.named_parameters())
     by_parameter: dict[int, dict[str, Tensor]] = {}
     for name, value in _shared(path, parallel).items():

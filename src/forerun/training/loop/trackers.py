@@ -131,9 +131,7 @@ TRACKERS: dict[str, tuple[str, type[TensorBoard | Remote]]] = {
 
 def tracker(name: str, output: Path, config: Mapping[str, Any]) -> Tracker:
     """A tracker by name, for the `trackers` of `train`; `config` is shown beside the run, named as `output` is.
-
-    ArgumentError for an unknown name, or if its package is not installed.
-    """
+    ArgumentError for an unknown name, or if its package is not installed."""
     if name not in TRACKERS:
         hint = nearest(name, TRACKERS)
         raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(TRACKERS)}.{hint}")

@@ -296,10 +296,8 @@ def _due(step: int, every: int) -> bool:
 
 
 def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
-    """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`.
-
-    Linear warm-up; then from 1 at its end to `min_rate_share` at step `total`, one after the last.
-    """
+    """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`. Linear warm-up; then from 1
+    at its end to `min_rate_share` at step `total`, one after the last."""
     warmup = settings.warmup(total)
     if step < warmup:
         return (step + 1) / warmup

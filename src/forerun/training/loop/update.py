@@ -49,10 +49,8 @@ class Sums:
 
 
 def backward(model: nn.Module, batches: Batches, position: int, settings: TrainSettings, parallel: Parallel) -> Sums:
-    """Add the gradient of the summed losses of one step to the parameters, as a mean over processes.
-
-    `model` is what `spread` returned, `position` that of the step's first batch; the sums are over all processes.
-    """
+    """Add the gradient of the summed losses of one step to the parameters, as a mean over processes. `model` is what
+    `spread` returned, `position` that of the step's first batch; the sums are over all processes."""
     count, device = settings.accumulation, parallel.device
     broken = torch.zeros(parallel.world, count, dtype=torch.float64, device=device)
     sums: list[Tensor] = []
@@ -81,9 +79,7 @@ def backward(model: nn.Module, batches: Batches, position: int, settings: TrainS
 
 def scale(module: nn.Module, factor: float, clip: float) -> float:
     """Multiply the gradients by `factor`, shorten them to the norm `clip` (0: any), and return the norm before that.
-
-    Gradients are left alone if the norm is not finite.
-    """
+    Gradients are left alone if the norm is not finite."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     total = nn.utils.get_total_norm(gradients)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total) * factor
@@ -114,10 +110,8 @@ def decayed(name: str, parameter: Tensor) -> bool:
 
 
 def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """The optimizers of the trainable parameters of `module`; each group keeps its peak rate under "peak".
-
-    Sharded parameters (FSDP2) are taken as they are, so call this after sharding.
-    """
+    """The optimizers of the trainable parameters of `module`; each group keeps its peak rate under "peak". Sharded
+    parameters (FSDP2) are taken as they are, so call this after sharding."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon":

@@ -149,10 +149,8 @@ class Eagle3Objective(Objective):
             return self.target.embedding(ids)  # type: ignore[no-any-return]
 
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
-        """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht).
-
-        Arranged by the predicted token: there all steps follow the same distribution of the target.
-        """
+        """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht). Arranged
+        by the predicted token: there all steps follow the same distribution of the target."""
         teacher = self.target.teacher(last, self.head.token_ids if self.head.config.reduced_vocabulary else None)
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
         outputs = torch.stack([behind(step.output, step.step + 1) for step in steps], 2)
