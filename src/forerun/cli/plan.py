@@ -152,7 +152,7 @@ def plan(
     """
     check_plot(plot)
     asked.check(model)
-    shown = on_paper(asked) if model is None else on_model(asked, model)
+    shown = _with_costs(asked, *_cost(asked)) if model is None else on_model(asked, model)
     if plot is not None:
         draw_plan(shown.plan, plot, shown.title)
     if json:
@@ -162,16 +162,11 @@ def plan(
     return 0
 
 
-def on_paper(asked: PlanOptions) -> Shown:
-    """Given or assumed acceptance, a roofline or free verification."""
-    cost, notes = _cost(asked)
-    if asked.draft_cost is None and asked.draft_params is None:
-        notes.append("drafting counts as free; --draft-cost or --draft-params say what it costs")
-    return _with_costs(asked, cost, notes)
-
-
-def _with_costs(asked: PlanOptions, cost: PassCost, notes: Sequence[str]) -> Shown:
+def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
+    """Given or assumed acceptance with passes that cost so much."""
     survival, assumed = _survival(asked)
+    if asked.draft_cost is None and asked.draft_params is None:
+        notes.append("drafting counts as free; --draft-cost says what it costs")
     load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
     return _shown(asked, load, [*assumed, *notes])
 
@@ -189,10 +184,9 @@ def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
     if asked.acceptance is not None:
         return theory.survival_of(numbers(asked.acceptance, "--acceptance", float)), []
     if asked.alpha is not None:
-        extra = []
-        if asked.text is not None or asked.temperature is not None:
-            extra = ["--alpha is taken as measured on this text and at this temperature; neither changes it"]
-        return theory.geometric(asked.alpha, length), extra
+        note = "--alpha is taken as measured on this text and at this temperature; neither changes it"
+        described = asked.text is not None or asked.temperature is not None
+        return theory.geometric(asked.alpha, length), [note] if described else []
     if asked.ranks is not None:
         theory.check_ranks(asked.ranks)
         return theory.survival_of([line[0] for line in asked.ranks]), ["the chain drafts the first rank of each depth"]
@@ -230,10 +224,10 @@ def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
 
 
 def _roofline(asked: PlanOptions, size: Size) -> Roofline:
-    layers, kv_heads, head_dim, kv = asked.layers, asked.kv_heads, asked.head_dim, None
-    if layers is not None and kv_heads is not None and head_dim is not None:
-        kv = KeyValues(layers=layers, kv_heads=kv_heads, head_dim=head_dim, heads=asked.heads)
-    elif (layers, kv_heads, head_dim) != (None, None, None):
+    kv, shape = None, {name: getattr(asked, name) for name in ("layers", "kv_heads", "head_dim")}
+    if None not in shape.values():
+        kv = KeyValues(**shape, heads=asked.heads)
+    elif any(value is not None for value in shape.values()):
         raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
     dtype = assumptions.dtype_named(asked.loading.dtype)
     return Roofline(device=_device(asked), size=size, dtype=dtype, tp=asked.tp, kv=kv)
@@ -279,8 +273,7 @@ def on_model(asked: PlanOptions, model: str) -> Shown:
             return _measured(asked, llm, cost, tell)
     if asked.draft_params is not None:
         raise ArgumentError("--draft-params needs a roofline (--params); for a MODEL give --draft-cost")
-    notes = ["drafting counts as free; --draft-cost says what it costs"] if asked.draft_cost is None else []
-    return _with_costs(asked, cost, [*notes, *_batch_note(asked)])
+    return _with_costs(asked, cost, _batch_note(asked))
 
 
 def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
@@ -288,10 +281,8 @@ def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown
     from forerun.plan import measured
 
     assert asked.prompts is not None
-    prompts = measured.read_prompts(asked.prompts)
-    answers = measured.Answers.of(
-        llm, prompts, temperature=asked.temperature, max_tokens=asked.max_tokens, limit=asked.limit
-    )
+    how: dict[str, Any] = {"temperature": asked.temperature, "max_tokens": asked.max_tokens, "limit": asked.limit}
+    answers = measured.Answers.of(llm, measured.read_prompts(asked.prompts), **how)
     if not asked.choose_draft:
         config = SpeculativeConfig.parse(asked.speculation.config())
         assert config is not None
@@ -317,12 +308,11 @@ def _from_measured(asked: PlanOptions, cost: CostModel, found: Measured, notes: 
 
 
 def _batch_note(asked: PlanOptions) -> list[str]:
-    if asked.batch == 1:
-        return []
-    return [
+    note = (
         f"passes were measured with one row; one over {asked.batch} rows of n nodes counts as one over "
         f"{asked.batch} n nodes, and drafting grows as the target's plain pass does"
-    ]
+    )
+    return [note] if asked.batch > 1 else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -447,12 +437,6 @@ def _ranking_table(shown: Shown) -> Table:
     for one, line in shown.ranking:
         first = one.trial.survival[0] if one.trial.survival else 0.0
         cost = one.draft.level_ms / shown.load.cost.pass_ms(1, 1, one.trial.context)
-        figures = (
-            f"{first:.0%}",
-            f"{one.trial.tokens_per_pass:.2f}",
-            f"{cost:.3f}",
-            f"{line.k}",
-            f"{line.speedup:.2f}",
-        )
-        table.add_row(one.model or one.method, *figures)
+        measured = (f"{first:.0%}", f"{one.trial.tokens_per_pass:.2f}", f"{cost:.3f}")
+        table.add_row(one.model or one.method, *measured, str(line.k), f"{line.speedup:.2f}")
     return table
