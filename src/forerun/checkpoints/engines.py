@@ -6,6 +6,7 @@ trainers alone. What an engine would silently degrade is refused. No engine is r
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,13 +46,16 @@ def worst(findings: Sequence[Finding], engine: str) -> Severity:
     return SEVERITIES[max(severities, default=0)]
 
 
-def found(severity: Severity, engines: str, what: str, why: str, remedy: str = "") -> Iterator[Finding]:
+def _found(severity: Severity, engines: str, what: str, why: str, remedy: str = "") -> Iterator[Finding]:
     """The same finding for each of these engines, whose names are separated by blanks."""
     for engine in engines.split():
         yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
 
 
-DRAFTED = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft
+ok, check, degrades, fails = (functools.partial(_found, severity) for severity in SEVERITIES)
+
+
+TOKENS = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +93,7 @@ class Engines:
         title = kind_named(head.config.kind).title
         why = "nothing is known here of how it reads such heads"
         remedy = "try it there, and compare the acceptance with forerun's"
-        return found("check", EVERY, f"a {title} head", why, remedy)
+        return check(EVERY, f"a {title} head", why, remedy)
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         """What would go wrong if an engine were given these files; `head` is what they mean."""
@@ -116,10 +120,10 @@ def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
     for key in head.unknown:
         why = "nothing is known of it: the engine may compute something else by it"
         remedy = "find out what it means; remove it if it means nothing"
-        findings += found("check", EVERY, f"the key {key}", why, remedy)
+        findings += check(EVERY, f"the key {key}", why, remedy)
     known = {finding.engine for finding in findings}
     silent = " ".join(engine for engine in ENGINES if engine not in known)
-    return [*findings, *found("ok", silent, "everything in this head", "read as it was trained")]
+    return [*findings, *ok(silent, "everything in this head", "read as it was trained")]
 
 
 def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
@@ -135,12 +139,10 @@ def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         ("a vocabulary", config.vocab_size, target.vocab_size),
     ):
         if ours != theirs:
-            why = f"the target has {theirs}"
-            yield from found("fails", EVERY, f"made for {name} of {ours}", why, "name the right target")
+            yield from fails(EVERY, f"made for {name} of {ours}", f"the target has {theirs}", "name the right target")
     broken = [name for name, tensor in head.tensors.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
-        what = f"NaN or infinity in {broken[0]}"
-        yield from found("fails", EVERY, what, "every draft becomes noise", "train it again")
+        yield from fails(EVERY, f"NaN or infinity in {broken[0]}", "every draft becomes noise", "train it again")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

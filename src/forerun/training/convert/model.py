@@ -205,16 +205,14 @@ class EagleModel:
         if options.get("push_to_hub"):
             raise ArgumentError("save_pretrained: save first, then upload the folder: push_to_hub would omit the head")
         self._check_ready()
-        whole = cast(Any, self).state_dict() if state_dict is None else state_dict
-        prefix = f"{HEAD}."
-        if not any(name.startswith(prefix) for name in whole):
-            whole = {**whole, **self.eagle_module.state_dict(prefix=prefix)}
+        whole, prefix = cast(Any, self).state_dict() if state_dict is None else state_dict, f"{HEAD}."
         base = {name: tensor for name, tensor in whole.items() if not name.startswith(prefix)}
         cast(Any, super()).save_pretrained(save_directory, is_main_process=is_main_process, state_dict=base, **options)
         if not is_main_process:
             return
-        head = {name.removeprefix(prefix): whole[name] for name in whole if name.startswith(prefix)}
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in head.items()}
+        head = {name: tensor for name, tensor in whole.items() if name.startswith(prefix)}
+        head = head or self.eagle_module.state_dict(prefix=prefix)
+        tensors = {name.removeprefix(prefix): tensor.detach().cpu().clone() for name, tensor in head.items()}
         checkpoint, directory = HeadCheckpoint(config=self.eagle_module.config, tensors=tensors), Path(save_directory)
         write_head(checkpoint, directory / FOLDER, "flat", self._facts(str(directory.absolute())))
         record = {"algorithm": "eagle", "config": self._eagle_settings.given}
