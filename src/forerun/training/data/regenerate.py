@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import itertools
 import json
-import math
 import os
 import random
 from collections import Counter, deque
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.errors import ArgumentError, DataError, ForerunError
 from forerun.training.data.prepare import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
+from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,8 +111,6 @@ def plan(
 
 def with_engine(todo: Plan, llm: LLM, generation: Generation, *, concurrency: int = 8) -> Plan:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
-    from forerun.types import SamplingParams
-
     waiting, running = deque(todo.records), dict[str, tuple[Record, Script]]()
 
     def advance(record: Record, script: Script, answer: Answer | None) -> None:
@@ -254,10 +252,7 @@ class Generation:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ArgumentError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ArgumentError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ArgumentError(f"top_p must be in (0, 1], got {self.top_p}")
+        SamplingParams(**asdict(self))  # checks the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
