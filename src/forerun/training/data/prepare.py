@@ -32,6 +32,103 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """How records become documents."""
+
+    max_length: int = 2048
+    """Tokens of the longest document; what is beyond is cut off."""
+    split_long: bool = False
+    """Keep what is beyond as further documents instead."""
+    skip_bad: bool = False
+    last_turn_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ArgumentError(f"max_length must be at least 2 tokens, got {self.max_length}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """The prepared data, and why records were left out."""
+
+    data: PreparedData
+    complaints: list[str]
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and provenance for people and for JSON."""
+        manifest = self.data.manifest
+        return {
+            "output": str(self.data.folder),
+            **manifest["counts"],
+            "max_length": manifest["max_length"],
+            "tokenizer": manifest["tokenizer"]["name"],
+            "hash": self.data.hash,
+        }
+
+
+def prepare(
+    paths: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    output: str | Path,
+    *,
+    options: PrepareOptions | None = None,
+    name: str | None = None,
+    on_record: Callable[[int], None] = lambda count: None,
+) -> Prepared:
+    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`.
+
+    `name` is the target's for the manifest; `on_record` is told the number of records read so far, after each.
+    DataError for a file or record that cannot be used, or nothing left to learn from; ArgumentError if `output` holds
+    something.
+    """
+    options, files = options or PrepareOptions(), [Path(path) for path in paths]
+    if not files:
+        raise DataError("no data file was named")
+    for index, path in enumerate(files):
+        if path.resolve() in {other.resolve() for other in files[:index]}:
+            raise DataError(f"data file {path} is named twice")
+    encoder, bad = Encoder(tokenizer, last_turn_only=options.last_turn_only), BadRecords(skip=options.skip_bad)
+    # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
+    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
+    sources: list[dict[str, Any]] = []
+
+    def documents() -> Iterator[Encoded]:
+        for path in files:
+            before = counts["records"]
+            for record, encoded in usable_records(path, bad, encoder.encode):
+                counts["records"] += 1
+                counts["conversations"] += bool(record.messages)
+                yield from _cut(encoded, options, counts)
+                on_record(counts["records"])
+            sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
+
+    def about(documents: int) -> dict[str, Any]:
+        if not documents:
+            reasons = f"{bad.count} records were skipped as bad, {counts['dropped']} documents had no token that counts"
+            first = f"; the first: {bad.examples[0]}" if bad.examples else ""
+            where = files[0] if len(files) == 1 else f"{len(files)} files"
+            raise DataError(f"nothing to learn from in {where}: {reasons}{first}")
+        counted = {**counts, "skipped": bad.count}
+        return {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counted}
+
+    data = write_prepared(Path(output), documents(), TokenizerIdentity.of(tokenizer, name), about)
+    return Prepared(data=data, complaints=bad.examples)
+
+
+def _cut(encoded: Encoded, options: PrepareOptions, counts: dict[str, int]) -> Iterator[Encoded]:
+    length = options.max_length
+    counts["cut"] += len(encoded.tokens) > length
+    ends = len(encoded.tokens) if options.split_long else min(length, len(encoded.tokens))
+    for start in range(0, ends, length):
+        tokens, mask = encoded.tokens[start : start + length], encoded.mask[start : start + length]
+        # The first token of a document follows nothing, so it cannot be learned.
+        if any(mask[1:]):
+            yield Encoded(tokens, mask)
+        else:
+            counts["dropped"] += 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """One entry of an input file. Exactly one of `messages` and `text` is filled."""
 
@@ -352,101 +449,3 @@ def apply_template(
         return tokenizer.apply_chat_template(list(messages), tools=tools or None, **options)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"the chat template refuses the conversation: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
-    """How records become documents."""
-
-    max_length: int = 2048
-    """Tokens of the longest document; what is beyond is cut off."""
-    split_long: bool = False
-    """Keep what is beyond as further documents instead."""
-    skip_bad: bool = False
-    last_turn_only: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ArgumentError(f"max_length must be at least 2 tokens, got {self.max_length}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """The prepared data, and why records were left out."""
-
-    data: PreparedData
-    complaints: list[str] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        """Counts and provenance for people and for JSON."""
-        manifest = self.data.manifest
-        return {
-            "output": str(self.data.folder),
-            **manifest["counts"],
-            "max_length": manifest["max_length"],
-            "tokenizer": manifest["tokenizer"]["name"],
-            "hash": self.data.hash,
-        }
-
-
-def prepare(
-    paths: Sequence[str | Path],
-    tokenizer: PreTrainedTokenizerBase,
-    output: str | Path,
-    *,
-    options: PrepareOptions | None = None,
-    name: str | None = None,
-    on_record: Callable[[int], None] | None = None,
-) -> Prepared:
-    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`.
-
-    `name` is the target's for the manifest; `on_record` is told the number of records read so far, after each.
-    DataError for a file or record that cannot be used, or nothing left to learn from; ArgumentError if `output` holds
-    something.
-    """
-    options, files = options or PrepareOptions(), [Path(path) for path in paths]
-    if not files:
-        raise DataError("no data file was named")
-    for index, path in enumerate(files):
-        if path.resolve() in {other.resolve() for other in files[:index]}:
-            raise DataError(f"data file {path} is named twice")
-    encoder, bad = Encoder(tokenizer, last_turn_only=options.last_turn_only), BadRecords(skip=options.skip_bad)
-    # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
-    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
-    sources: list[dict[str, Any]] = []
-
-    def documents() -> Iterator[Encoded]:
-        for path in files:
-            before = counts["records"]
-            for record, encoded in usable_records(path, bad, encoder.encode):
-                counts["records"] += 1
-                counts["conversations"] += bool(record.messages)
-                yield from _cut(encoded, options, counts)
-                if on_record is not None:
-                    on_record(counts["records"])
-            sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
-
-    def about(documents: int) -> dict[str, Any]:
-        if not documents:
-            reasons = f"{bad.count} records were skipped as bad, {counts['dropped']} documents had no token that counts"
-            first = f"; the first: {bad.examples[0]}" if bad.examples else ""
-            where = files[0] if len(files) == 1 else f"{len(files)} files"
-            raise DataError(f"nothing to learn from in {where}: {reasons}{first}")
-        counted = {**counts, "skipped": bad.count}
-        return {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counted}
-
-    data = write_prepared(Path(output), documents(), TokenizerIdentity.of(tokenizer, name), about)
-    return Prepared(data=data, complaints=bad.examples)
-
-
-def _cut(encoded: Encoded, options: PrepareOptions, counts: dict[str, int]) -> Iterator[Encoded]:
-    length = options.max_length
-    counts["cut"] += len(encoded.tokens) > length
-    ends = len(encoded.tokens) if options.split_long else min(length, len(encoded.tokens))
-    for start in range(0, ends, length):
-        tokens, mask = encoded.tokens[start : start + length], encoded.mask[start : start + length]
-        # The first token of a document follows nothing, so it cannot be learned.
-        if any(mask[1:]):
-            yield Encoded(tokens, mask)
-        else:
-            counts["dropped"] += 1

@@ -56,29 +56,6 @@ class Saved:
     recipe: Mapping[str, Any] | None  # What decided what was trained, by key; none in checkpoints of an older forerun
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A detached, full, contiguous copy on the CPU. All processes must call it if sharded."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    # Views of one storage, which safetensors refuses, become tensors of their own.
-    return tensor.cpu().contiguous().clone()
-
-
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """name -> full tensor on the CPU, of parameters and persistent buffers; tied ones once, by their first name."""
-    state = module.state_dict(keep_vars=True)
-    first_names = {id(tensor): name for name, tensor in reversed(state.items())}
-    return {name: whole(state[name]) for name in first_names.values()}
-
-
-def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """``<parameter>|<kind>`` -> full tensor on the CPU."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    states = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
-    return {f"{name}|{kind}": whole(value) for name, state in states for kind, value in sorted(state.items())}
-
-
 def save(
     output: Path,
     module: nn.Module,
@@ -109,6 +86,29 @@ def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapp
             (fresh / name).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     return write_directory(folder, fill)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A detached, full, contiguous copy on the CPU. All processes must call it if sharded."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    # Views of one storage, which safetensors refuses, become tensors of their own.
+    return tensor.cpu().contiguous().clone()
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """name -> full tensor on the CPU, of parameters and persistent buffers; tied ones once, by their first name."""
+    state = module.state_dict(keep_vars=True)
+    first_names = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: whole(state[name]) for name in first_names.values()}
+
+
+def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """``<parameter>|<kind>`` -> full tensor on the CPU."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    states = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
+    return {f"{name}|{kind}": whole(value) for name, state in states for kind, value in sorted(state.items())}
 
 
 def read(path: Path) -> Saved:
