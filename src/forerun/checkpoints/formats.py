@@ -32,7 +32,6 @@ class Entry:
     """One line of the registry."""
 
     path: str  # ``module:Class``, imported when the format is used
-    summary: str
     kinds: tuple[str, ...]
     engines: str = ""
     """``module:Class``, an `engines.Engines`, where heads of the kinds are written in this format: what serving engines
@@ -40,24 +39,11 @@ class Entry:
 
 
 FORMATS: dict[str, Entry] = {
-    "speculators": Entry(
-        path="forerun.checkpoints.speculators:SpeculatorsFormat",
-        summary="speculators_config and a nested transformer_layer_config; vLLM serves the directory by itself",
-        kinds=("eagle3",),
-    ),
-    "modelopt": Entry(
-        path="forerun.checkpoints.modelopt:ModelOptFormat",
-        summary="NVIDIA ModelOpt's export: eagle_config with its layer norms, tensors named layers.0.*",
-        kinds=("eagle3",),
-    ),
-    "medusa": Entry(
-        path="forerun.checkpoints.medusa:MedusaFormat",
-        summary="Medusa: medusa_lm_head.safetensors beside three keys; the sizes are those of the tensors",
-        kinds=("medusa",),
-    ),
+    "speculators": Entry(path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3",)),
+    "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
+    "medusa": Entry(path="forerun.checkpoints.medusa:MedusaFormat", kinds=("medusa",)),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",
-        summary="EAGLE and SpecForge: one flat configuration, tensors named midlayer.*; every engine reads it",
         kinds=("eagle3", "eagle"),
         engines="forerun.checkpoints.eagle_engines:EagleEngines",
     ),
