@@ -196,7 +196,7 @@ def test_nothing_to_draft_from_is_refused_and_leaves_nothing(tmp_path: Path, doc
 
 
 def test_nothing_is_overwritten(folder: Path) -> None:
-    with pytest.raises(ArgumentError, match="holds something already"):
+    with pytest.raises(ArgumentError, match="is not empty"):
         write([[1, 2]], IDENTITY, folder)
     assert Datastore.open(folder).manifest.documents == 2
 

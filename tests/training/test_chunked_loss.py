@@ -124,21 +124,14 @@ def test_rows_that_follow_the_same_state_share_its_distribution(divergence: Dive
 
 
 @pytest.mark.usefixtures("chunk")
-def test_hard_loss_is_cross_entropy_with_a_share_for_the_teacher() -> None:
+def test_hard_loss_is_cross_entropy() -> None:
     hidden, weight = drawn(ROWS, HIDDEN, seed=0).requires_grad_(), drawn(SIZE, HIDDEN, seed=1).requires_grad_()
     ids = torch.arange(ROWS) % SIZE
-    teacher = Teacher(hidden=drawn(ROWS, 6, seed=2), weight=drawn(SIZE, 6, seed=3))
-    logits = hidden @ weight.T
-    weights = torch.full((ROWS,), 1 / ROWS)
-    probs = (teacher.hidden @ teacher.weight.T).softmax(-1)
-    expected = 0.3 * functional.cross_entropy(logits, ids) + 0.7 * functional.cross_entropy(logits, probs)
-    found = hard_loss(hidden, weight, weights, ids, teacher, 0.7).loss
+    expected = functional.cross_entropy(hidden @ weight.T, ids)
+    found = hard_loss(hidden, weight, torch.full((ROWS,), 1 / ROWS), ids).loss
     wanted = torch.autograd.grad(expected, (hidden, weight))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, (hidden, weight)), wanted, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(
-        hard_loss(hidden, weight, weights, ids).loss, functional.cross_entropy(hidden @ weight.T, ids)
-    )
 
 
 def test_agreement_and_overlap_are_counted_by_row_and_skipped_rows_are_zero() -> None:

@@ -22,100 +22,12 @@ Config = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # Keys of ``config.json``, and tensors
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTEGERS = (torch.int64, torch.int32, torch.int16)
-
-
-def expected_shapes(config: HeadConfig) -> dict[str, Shape]:
-    """Name -> shape of every tensor of such a head, ``d2t`` included."""
-    with torch.device("meta"):
-        head = kind_named(config.kind).head(config)
-    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-
-
-def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError, naming them, for tensors that are missing, unknown, misshapen or of a wrong dtype."""
-    expected = expected_shapes(config)
-    common = sorted(expected.keys() & tensors.keys())
-    misshapen = [name for name in common if tuple(tensors[name].shape) != expected[name]]
-    odd = [name for name in common if tensors[name].dtype not in ((torch.int64,) if name == "d2t" else FLOATS)]
-    complaints = {
-        "missing": sorted(expected.keys() - tensors.keys()),
-        "unknown": sorted(tensors.keys() - expected.keys()),
-        "of the wrong shape": [f"{name} {tuple(tensors[name].shape)}, expected {expected[name]}" for name in misshapen],
-        "of the wrong dtype": [f"{name} ({str(tensors[name].dtype).removeprefix('torch.')})" for name in odd],
-    }
-    found = [f"{what}: {some(names)}" for what, names in complaints.items() if names]
-    if found:
-        raise CheckpointError(
-            f"the head's tensors are not those that its config.json announces. {'. '.join(found)}. "
-            "The checkpoint is incomplete, quantised, or of another kind than its config.json says."
-        )
-    if "d2t" in tensors:
-        token_ids(tensors["d2t"], config.vocab_size)
-
-
-def token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
-    """(Vd,) the target's id of each draft token, from the offsets ``d2t`` (Vd,); CheckpointError for wrong offsets."""
-    ids = torch.arange(len(d2t)) + d2t
-    outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
-    if len(outside):
-        entry = int(outside[0])
-        raise CheckpointError(
-            f"d2t is out of range: entry {entry} is the offset {int(d2t[entry])}, so token {int(ids[entry])} of a "
-            f"vocabulary of {vocab_size}; d2t holds offsets (target id = entry + offset), not ids"
-        )
-    ordered = ids.sort().values
-    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(repeated):
-        token = int(repeated[0])
-        entries = (ids == token).nonzero().flatten().tolist()
-        raise CheckpointError(f"d2t maps entries {entries[0]} and {entries[1]} to the same token {token}")
-    return ids
-
-
-def target_mask(d2t: Tensor, vocab_size: int) -> Tensor:
-    """``t2d`` (V,) bool: which tokens of the target the head can propose. Errors as `token_ids`."""
-    mask = torch.zeros(vocab_size, dtype=torch.bool)
-    mask[token_ids(d2t, vocab_size)] = True
-    return mask
-
-
-def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_size: int) -> dict[str, Tensor]:
-    """With ``d2t`` as int64 (the identity if an unreduced head has none), without ``t2d``, which must agree."""
-    found = dict(tensors)
-    t2d = found.pop("t2d", None)
-    if "d2t" not in found and draft_vocab_size == vocab_size:
-        found["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)
-    d2t = found.get("d2t")
-    if d2t is None or d2t.dim() != 1 or d2t.dtype not in INTEGERS:
-        return found  # check_tensors will say so
-    found["d2t"] = d2t = d2t.long()
-    if t2d is None:
-        return found
-    if tuple(t2d.shape) != (vocab_size,):
-        raise CheckpointError(f"t2d {tuple(t2d.shape)} is of the wrong shape, expected {(vocab_size,)}")
-    wrong = (t2d.bool() != target_mask(d2t, vocab_size)).nonzero().flatten()
-    if len(wrong):
-        raise CheckpointError(
-            f"t2d and d2t disagree about {len(wrong)} tokens, first about token {int(wrong[0])}; they are from "
-            "different vocabularies: write t2d again from d2t, or export the head again"
-        )
-    return found
-
-
-def some(names: list[str], most: int = 6) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeadCheckpoint:
-    """A head as it is stored; complete and consistent, or it cannot be made.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown or misshapen, or ``d2t`` is no map into the target's vocabulary.
-    """
+    """A head as it is stored; CheckpointError where tensors are missing, unknown, misshapen, or ``d2t`` is no map into
+    the target's vocabulary."""
 
     config: Any
     tensors: Mapping[str, Tensor]
@@ -218,16 +130,97 @@ class Format:
         raise NotImplementedError
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        """From a file's keys and tensors; `num_layers` of the target is needed where the file names no layers.
-
-        Raises:
-            CheckpointError: what is stored is incomplete, contradicts itself, or is no head of this kind.
-        """
+        """The head in a file; CheckpointError if it is incomplete, contradictory or none of this kind. `num_layers` of
+        the target is needed where the file names no layers."""
         raise NotImplementedError
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """What the files hold; CheckpointError if the format has no words for this head."""
         raise NotImplementedError
+
+
+def expected_shapes(config: HeadConfig) -> dict[str, Shape]:
+    """Name -> shape of every tensor of such a head, ``d2t`` included."""
+    with torch.device("meta"):
+        head = kind_named(config.kind).head(config)
+    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+
+
+def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError, naming them, for tensors that are missing, unknown, misshapen or of a wrong dtype."""
+    expected = expected_shapes(config)
+    common = sorted(expected.keys() & tensors.keys())
+    misshapen = [name for name in common if tuple(tensors[name].shape) != expected[name]]
+    odd = [name for name in common if tensors[name].dtype not in ((torch.int64,) if name == "d2t" else FLOATS)]
+    complaints = {
+        "missing": sorted(expected.keys() - tensors.keys()),
+        "unknown": sorted(tensors.keys() - expected.keys()),
+        "of the wrong shape": [f"{name} {tuple(tensors[name].shape)}, expected {expected[name]}" for name in misshapen],
+        "of the wrong dtype": [f"{name} ({str(tensors[name].dtype).removeprefix('torch.')})" for name in odd],
+    }
+    found = [f"{what}: {some(names)}" for what, names in complaints.items() if names]
+    if found:
+        raise CheckpointError(
+            f"the head's tensors are not those that its config.json announces. {'. '.join(found)}. "
+            "The checkpoint is incomplete, quantised, or of another kind than its config.json says."
+        )
+    if "d2t" in tensors:
+        token_ids(tensors["d2t"], config.vocab_size)
+
+
+def token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
+    """(Vd,) the target's id of each draft token, from the offsets ``d2t`` (Vd,); CheckpointError for wrong offsets."""
+    ids = torch.arange(len(d2t)) + d2t
+    outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
+    if len(outside):
+        entry = int(outside[0])
+        raise CheckpointError(
+            f"d2t is out of range: entry {entry} is the offset {int(d2t[entry])}, so token {int(ids[entry])} of a "
+            f"vocabulary of {vocab_size}; d2t holds offsets (target id = entry + offset), not ids"
+        )
+    ordered = ids.sort().values
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(repeated):
+        token = int(repeated[0])
+        entries = (ids == token).nonzero().flatten().tolist()
+        raise CheckpointError(f"d2t maps entries {entries[0]} and {entries[1]} to the same token {token}")
+    return ids
+
+
+def target_mask(d2t: Tensor, vocab_size: int) -> Tensor:
+    """``t2d`` (V,) bool: which tokens of the target the head can propose. Errors as `token_ids`."""
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[token_ids(d2t, vocab_size)] = True
+    return mask
+
+
+def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_size: int) -> dict[str, Tensor]:
+    """With ``d2t`` as int64 (the identity if an unreduced head has none), without ``t2d``, which must agree."""
+    found = dict(tensors)
+    t2d = found.pop("t2d", None)
+    if "d2t" not in found and draft_vocab_size == vocab_size:
+        found["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)
+    d2t = found.get("d2t")
+    if d2t is None or d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32, torch.int16):
+        return found  # check_tensors will say so
+    found["d2t"] = d2t = d2t.long()
+    if t2d is None:
+        return found
+    if tuple(t2d.shape) != (vocab_size,):
+        raise CheckpointError(f"t2d {tuple(t2d.shape)} is of the wrong shape, expected {(vocab_size,)}")
+    wrong = (t2d.bool() != target_mask(d2t, vocab_size)).nonzero().flatten()
+    if len(wrong):
+        raise CheckpointError(
+            f"t2d and d2t disagree about {len(wrong)} tokens, first about token {int(wrong[0])}; they are from "
+            "different vocabularies: write t2d again from d2t, or export the head again"
+        )
+    return found
+
+
+def some(names: list[str], most: int = 6) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

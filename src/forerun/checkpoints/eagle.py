@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from forerun.checkpoints.base import HeadCheckpoint, target_mask
+from forerun.checkpoints.base import HeadCheckpoint, target_mask, with_vocabulary
 from forerun.checkpoints.keys import NESTED, Keys
 from forerun.drafters.heads.eagle import EagleConfig, Rotary, default_boundaries
 from forerun.errors import ArgumentError, CheckpointError
@@ -64,9 +64,7 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
     """Tensors under the names of a file whose first layer is called `first`; EAGLE-3's norms above it under both names.
-
-    ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids.
-    """
+    ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids."""
     config = checkpoint.config
     tensors = dict(checkpoint.tensors)
     d2t = tensors.pop("d2t")
@@ -157,29 +155,23 @@ def read_layers(keys: Keys) -> dict[str, Any]:
         raise CheckpointError(f"num_attention_heads must be at least 1, got {heads}")
     if keys.get("quantization_config"):
         raise CheckpointError("config.json has a quantization_config; only heads in floating point are supported")
-    theta, scaling = _read_rope(keys)
-    layers = keys.integer("num_hidden_layers", 1)
-    window, full_layers = _read_window(keys, layers)
     for name in ("model_type", "torch_dtype", "dtype"):
         keys.get(name)  # said again when written, from what the head is
+    layers = keys.integer("num_hidden_layers", 1)
     return {
         "hidden_size": size,
-        "intermediate_size": keys.integer("intermediate_size"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
+        **{name: keys.integer(name) for name in ("intermediate_size", "vocab_size")},
         "num_key_value_heads": keys.integer("num_key_value_heads", heads),
         "head_dim": keys.integer("head_dim", size // heads),
         "hidden_act": keys.text("hidden_act", "silu"),
         "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
-        "vocab_size": keys.integer("vocab_size"),
         "max_position_embeddings": keys.integer("max_position_embeddings", 2048),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "sliding_window": window,
-        "full_layers": full_layers,
-        "attention_bias": keys.flag("attention_bias"),
-        "mlp_bias": keys.flag("mlp_bias"),
+        **{name: keys.flag(name) for name in ("attention_bias", "mlp_bias")},
         "initializer_range": keys.number("initializer_range", 0.02),
+        **_read_rope(keys),
+        **_read_window(keys, layers),
     }
 
 
@@ -201,20 +193,26 @@ def write_layers(config: EagleConfig) -> dict[str, Any]:
     }
 
 
-def make_config(**fields: Any) -> EagleConfig:
-    """`EagleConfig` of what a file says; CheckpointError where its keys contradict each other or nothing knows them."""
+def make_head(
+    tensors: Mapping[str, Tensor], notes: Mapping[str, bool], *, qk_norm: bool, **fields: Any
+) -> HeadCheckpoint:
+    """The head of a file's canonical tensors and the `fields` of its configuration, with the notes that apply.
+    CheckpointError where they contradict each other or nothing knows them."""
+    found = with_vocabulary(tensors, fields["vocab_size"], fields["draft_vocab_size"])
+    fields |= {"own_embedding": "embed_tokens.weight" in found, "own_lm_head": "lm_head.weight" in found}
     try:
-        config = EagleConfig(**fields)
+        config = EagleConfig(qk_norm=qk_norm or "layers.0.self_attn.q_norm.weight" in found, **fields)
         Rotary(config)
     except (ArgumentError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
     if config.hidden_act not in ACT2FN:
         raise CheckpointError(f"hidden_act of config.json is {config.hidden_act!r}; expected {', '.join(ACT2FN)}")
-    return config
+    told = tuple(note for note, applies in notes.items() if applies)
+    return HeadCheckpoint(config=config, tensors=found, notes=told)
 
 
-def _read_window(keys: Keys, layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """``sliding_window`` and ``full_layers`` of the head, None and () where no layer has a window."""
+def _read_window(keys: Keys, layers: int) -> dict[str, Any]:
+    """``sliding_window`` and ``full_layers`` of the head, nothing where no layer has a window."""
     stated = None if keys.get("sliding_window") is None else keys.integer("sliding_window")
     switched, first = keys.flag("use_sliding_window", True), keys.get("max_window_layers")
     window = stated if switched else None
@@ -225,24 +223,23 @@ def _read_window(keys: Keys, layers: int) -> tuple[int | None, tuple[int, ...]]:
                 f"sliding_window is {window} and max_window_layers {first!r}, which not every engine counts alike; say "
                 f'which of the {layers} layers slide as layer_types: ["{SLIDING}"] for one layer that does'
             )
-        return window, ()
+        return {"sliding_window": window}
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise CheckpointError(f"layer_types must be {layers} of {FULL} and {SLIDING}, one a layer, got {kinds!r}")
     if SLIDING not in kinds:
-        return None, ()
+        return {"sliding_window": None}
     if window is None:
         raise CheckpointError(
             f"layer_types has {SLIDING}, but sliding_window is {stated!r} and use_sliding_window {switched!r}; name "
             "the window that the head was trained with, or make its layers full_attention"
         )
-    return window, tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    full_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    return {"sliding_window": window, "full_layers": full_layers}
 
 
-def _read_rope(keys: Keys) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
-
-    Keys of a scaling that transformers does not know stay in it.
-    """
+def _read_rope(keys: Keys) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling``, from these or ``rope_parameters`` (transformers 5); keys of a scaling that
+    transformers does not know stay in it."""
     theta = keys.number("rope_theta", 10_000.0)
     older, newer = keys.nested("rope_scaling"), keys.nested("rope_parameters")
     rope = newer.rest() or older.rest()
@@ -255,4 +252,4 @@ def _read_rope(keys: Keys) -> tuple[float, dict[str, Any] | None]:
     rope = {"rope_type": rope.pop("rope_type", kind or "default"), **rope}
     if rope["rope_type"] not in ROPE_KINDS:
         raise CheckpointError(f"rope_type is {rope['rope_type']!r}; expected {', '.join(ROPE_KINDS)}")
-    return theta, None if rope == {"rope_type": "default"} else rope
+    return {"rope_theta": theta, "rope_scaling": None if rope == {"rope_type": "default"} else rope}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
 from forerun.checkpoints.eagle import IDS, canonical_names, is_default, to_file, to_outputs
-from forerun.checkpoints.engines import DRAFTED, EVERY, Destination, Engines, Finding, Launch, Severity, found
+from forerun.checkpoints.engines import EVERY, TOKENS, Destination, Engines, Finding, Launch, check, degrades, fails, ok
 from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA, POST_NORM, write_flat
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.speculators import KIND, LAYERS
@@ -36,7 +36,7 @@ RETRAIN = "train the head without it"
 
 
 def adapted(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
-    """The head as `engine` wants it, and the keys of ``config.json`` that must be its own; None: as it is."""
+    """See `Engines.adapted`."""
     config = head.config
     if engine == "sglang" and config.generation == 1 and not config.fc_bias:
         # Its EAGLE-1 has a bias whatever the file says. It is not announced: "bias" means the attention's there.
@@ -63,10 +63,8 @@ def mismatches(
 ) -> Iterator[Finding]:
     """Tensors that `engine` (of `LOADERS`) cannot load, loses or leaves unfilled.
 
-    Args:
-        config: what keys and tensors mean.
-        keys: of ``config.json``, without nesting but for ``eagle_config``.
-        tensors: of the file, by canonical names; a norm above the first layer may have both of its names.
+    `keys` are those of ``config.json``, without nesting but for ``eagle_config``; `config` is what they mean; `tensors`
+    have canonical names, a norm above the first layer both of its own.
     """
     expected = LOADERS[engine](config, keys)
     given = {name: tensor for name, tensor in tensors.items() if name in expected or not SHARED.fullmatch(name)}
@@ -79,15 +77,15 @@ def mismatches(
         and (not name.endswith(".bias") or bool(given[name].any()))
     )
     stopping = [name for name in lost if engine == "vllm" and not name.endswith(".bias")]
-    complaints: tuple[tuple[list[str], Severity, str], ...] = (
-        (odd, "fails", f"expects {some([f'{name} {expected[name]}' for name in odd])}"),
-        (stopping, "fails", "has no place for it and stops"),
-        ([name for name in lost if name not in stopping], "degrades", "does not use it, without a message"),
-        (sorted(expected.keys() - given.keys()), "degrades", "makes room for it, and nothing in the file fills it"),
+    complaints = (
+        (odd, fails, f"expects {some([f'{name} {expected[name]}' for name in odd])}"),
+        (stopping, fails, "has no place for it and stops"),
+        ([name for name in lost if name not in stopping], degrades, "does not use it, without a message"),
+        (sorted(expected.keys() - given.keys()), degrades, "makes room for it, and nothing in the file fills it"),
     )
-    for names, severity, why in complaints:
+    for names, judged, why in complaints:
         if names:
-            yield from found(severity, engine, some(names), why, RETRAIN)
+            yield from judged(engine, some(names), why, RETRAIN)
 
 
 def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
@@ -142,11 +140,8 @@ def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     return _hidden_norms(_without_fc(expected) if len(config.boundaries) == 1 else expected)
 
 
-LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "trtllm": _trtllm,
-}
+LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]]
+LOADERS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
 """Engine -> (what a head means, its keys) -> name and shape of every tensor that the engine wants of the file."""
 
 
@@ -197,30 +192,28 @@ def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 
 def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """The embeddings and hidden states that the head reads."""
     config, shown = head.config, list(head.config.boundaries)
     if config.hidden_size != config.target_hidden_size and not config.own_embedding:
         why = f"the head is {config.hidden_size} wide, the target's embeddings {config.target_hidden_size}"
-        yield from found("fails", EVERY, "no embedding of its own", why, "store embed_tokens.weight with the head")
+        yield from fails(EVERY, "no embedding of its own", why, "store embed_tokens.weight with the head")
     if config.generation == 1:
         return
     if max(shown) > target.num_layers:
         why = f"the target has {target.num_layers} layers"
         remedy = "name the right target; or the ids in eagle_config are boundaries, not layers counted from 0"
-        yield from found("fails", EVERY, f"reads boundaries {shown}", why, remedy)
+        yield from fails(EVERY, f"reads boundaries {shown}", why, remedy)
     elif LAST_HIDDEN in shown:
         why = "EAGLE-3 layer ids cannot name the state after the final norm"
-        yield from found("fails", EVERY, "reads the target's normed output", why, "train on boundaries")
+        yield from fails(EVERY, "reads the target's normed output", why, "train on boundaries")
     elif not is_default(shown, target.num_layers):
         why = f"its converter always takes {[2, target.num_layers // 2, target.num_layers - 3]}"
-        yield from found("fails", "llama.cpp", f"reads boundaries {shown}", why, "train on the default boundaries")
+        yield from fails("llama.cpp", f"reads boundaries {shown}", why, "train on the default boundaries")
         if len(shown) != 3:
-            yield from found("degrades", "lmdeploy", f"reads {len(shown)} boundaries", UNKNOWN, "train on three")
+            yield from degrades("lmdeploy", f"reads {len(shown)} boundaries", UNKNOWN, "train on three")
     if 0 in shown:
         what, remedy = "reads the embeddings (boundary 0)", "train on boundaries from 1"
-        why = "counts layers from 0, so the id -1 is written; not tried"
-        yield from found("degrades", "sglang", what, why, remedy)
-        yield from found("fails", "trtllm", what, "counts layers from 0, and takes -1 for the last layer", remedy)
+        yield from degrades("sglang", what, "counts layers from 0, so the id -1 is written; not tried", remedy)
+        yield from fails("trtllm", what, "counts layers from 0, and takes -1 for the last layer", remedy)
 
 
 def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -228,50 +221,48 @@ def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     unread = [flag for flag in UNKNOWN_VARIANTS if getattr(config, flag)]
     bias = head.tensors.get("fc.bias")
     for what in unread + (["fc.bias"] if bias is not None and bool(bias.any()) else []):
-        yield from found("degrades", "llama.cpp lmdeploy", what, UNKNOWN, RETRAIN)
+        yield from degrades("llama.cpp lmdeploy", what, UNKNOWN, RETRAIN)
     if config.norm_before_residual:
         why = "ignores the flag and adds the un-normed feature"
-        yield from found("degrades", "sglang trtllm lmdeploy", "norm_before_residual", why, RETRAIN)
+        yield from degrades("sglang trtllm lmdeploy", "norm_before_residual", why, RETRAIN)
     if config.qk_norm:
-        why = "has no EAGLE-3 architecture with norms of queries and keys"
-        yield from found("fails", "sglang", "qk_norm", why, RETRAIN)
+        yield from fails("sglang", "qk_norm", "has no EAGLE-3 architecture with norms of queries and keys", RETRAIN)
     if config.hidden_act != "silu":
         what, remedy = f"the activation {config.hidden_act}", "train the head with silu"
-        yield from found("fails", "vllm sglang", what, "has heads with silu only", remedy)
-        yield from found("degrades", "trtllm", what, "computes silu in its place", remedy)
-        yield from found("degrades", "llama.cpp lmdeploy", what, UNKNOWN, remedy)
+        yield from fails("vllm sglang", what, "has heads with silu only", remedy)
+        yield from degrades("trtllm", what, "computes silu in its place", remedy)
+        yield from degrades("llama.cpp lmdeploy", what, UNKNOWN, remedy)
     if config.fc_norm and config.norm_before_fc:
         what, remedy = "fc_norm together with norm_before_fc", "train with one of them"
         why = "applies norm_before_fc first, the head was trained the other way round"
-        yield from found("degrades", "vllm", what, why, remedy)
-        yield from found("degrades", "sglang", what, "applies both; the order is not known to be ours", remedy)
-        yield from found("degrades", "trtllm", what, "applies fc_norm alone", remedy)
+        yield from degrades("vllm", what, why, remedy)
+        yield from degrades("sglang", what, "applies both; the order is not known to be ours", remedy)
+        yield from degrades("trtllm", what, "applies fc_norm alone", remedy)
     if layers > 1:
         what = f"{layers} layers"
-        yield from found("fails", "llama.cpp", what, "its converter takes heads of one layer", "train one layer")
-        yield from found("degrades", "lmdeploy", what, "is not known to run more than one", "train one layer")
+        yield from fails("llama.cpp", what, "its converter takes heads of one layer", "train one layer")
+        yield from degrades("lmdeploy", what, "is not known to run more than one", "train one layer")
         why = "reads hidden_norm above the first layer; an export writes that norm under both names"
-        yield from found("ok", "sglang trtllm", what, why)
+        yield from ok("sglang trtllm", what, why)
 
 
 def _window(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """A sliding window that a sequence of the target can outgrow."""
     config, window = head.config, head.config.sliding_window
     if window is None or window >= target.max_position_embeddings:
         return
     what, remedy = f"a sliding window of {window} positions", "train the head without a window"
     why = "has no window for draft heads: each layer looks back to the beginning"
-    yield from found("degrades", "trtllm llama.cpp", what, why, remedy)
-    yield from found("degrades", "lmdeploy", what, UNKNOWN, remedy)
+    yield from degrades("trtllm llama.cpp", what, why, remedy)
+    yield from degrades("lmdeploy", what, UNKNOWN, remedy)
     if config.generation == 1:
-        yield from found("fails", "vllm", what, "looks for layer_types behind those of the target, and stops", remedy)
+        yield from fails("vllm", what, "looks for layer_types behind those of the target, and stops", remedy)
     option = sglang_window(config)
     if option:
         why = f"reads no window from the file: its command line must have {option}"
-        yield from found("check", "sglang", what, why, "forerun export --to sglang")
+        yield from check("sglang", what, why, "forerun export --to sglang")
     else:
         why = "has one window, of at least 2, for all layers, of EAGLE-3 heads only"
-        yield from found("degrades", "sglang", what, why, remedy)
+        yield from degrades("sglang", what, why, remedy)
 
 
 def _vocabulary(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -279,34 +270,32 @@ def _vocabulary(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     config = head.config
     if config.own_embedding and config.hidden_size == config.target_hidden_size:
         why = "takes the target's embedding for a head of the same width; right only if both are equal"
-        remedy = "train with the target's embedding frozen"
-        yield from found("degrades", "sglang trtllm", "an embedding of its own", why, remedy)
+        yield from degrades("sglang trtllm", "an embedding of its own", why, "train with the target's embedding frozen")
     if config.generation == 1 and config.own_lm_head:
         why = "takes the target's output head for EAGLE-1; right only if both are equal"
-        yield from found("degrades", "sglang", "an output head of its own", why, "train with the target's output head")
+        yield from degrades("sglang", "an output head of its own", why, "train with the target's output head")
     if config.generation == 3 and not config.own_lm_head:
         why, remedy = "needs draft_vocab_size and an output head in the checkpoint", "copy the target's head into it"
-        yield from found("fails", "llama.cpp", "no output head of its own", why, remedy)
+        yield from fails("llama.cpp", "no output head of its own", why, remedy)
     if not config.reduced_vocabulary and bool(head.tensors["d2t"].any()):
         why = "reads d2t only for a reduced vocabulary; the order is lost"
-        yield from found("degrades", "trtllm", "a vocabulary in another order", why, "sort the vocabulary")
+        yield from degrades("trtllm", "a vocabulary in another order", why, "sort the vocabulary")
     if config.generation == 1 and config.reduced_vocabulary:
         what, remedy = "EAGLE-1 with d2t", "train on the whole vocabulary"
-        yield from found("fails", "vllm sglang lmdeploy", what, "reads no d2t for EAGLE-1", remedy)
+        yield from fails("vllm sglang lmdeploy", what, "reads no d2t for EAGLE-1", remedy)
 
 
 def _generation(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     if head.config.generation == 1:
         remedy = "train an EAGLE-3 head"
-        yield from found("fails", "trtllm", "EAGLE-1", "the PyTorch backend loads EAGLE-3 only", remedy)
-        yield from found("fails", "llama.cpp", "EAGLE-1", "converts EAGLE-3 only", remedy)
+        yield from fails("trtllm", "EAGLE-1", "the PyTorch backend loads EAGLE-3 only", remedy)
+        yield from fails("llama.cpp", "EAGLE-1", "converts EAGLE-3 only", remedy)
         if "fc.bias" not in head.tensors:
-            why = "would invent a random one; an export for SGLang writes zeros"
-            yield from found("ok", "sglang", "no fc.bias", why)
+            yield from ok("sglang", "no fc.bias", "would invent a random one; an export for SGLang writes zeros")
     ours, theirs = head.config.max_position_embeddings, target.max_position_embeddings
     if ours < theirs:
         what = f"made for {ours} positions, the target has {theirs}"
-        yield from found("ok", EVERY, what, "beyond them drafts get worse or stop; answers stay right")
+        yield from ok(EVERY, what, "beyond them drafts get worse or stop; answers stay right")
 
 
 # What would go wrong if an engine were given the files as they lie: the remedy is to write them again.
@@ -320,9 +309,8 @@ def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> 
     if KIND in keys:
         engines, keys = ["vllm"], {**keys[LAYERS], **keys}
     for engine in engines:
-        for other in mismatches(engine, head.config, keys, canonical_names(stored.tensors)):
-            if (engine, other.what) not in known:
-                yield from _as_stored(other.severity, engine, other.what, other.why)
+        others = mismatches(engine, head.config, keys, canonical_names(stored.tensors))
+        yield from (other for other in others if (engine, other.what) not in known)
 
 
 def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
@@ -330,18 +318,18 @@ def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
     architectures = config.get("architectures") or []
     known = LLAMA if head.config.generation == 3 else FIRST_GENERATION
     if known not in architectures and not head.config.qk_norm:
-        yield from _as_stored("fails", "sglang", f"architectures {architectures}", f"loads {known} only")
+        yield from fails("sglang", f"architectures {architectures}", f"loads {known} only")
     if "draft_vocab_size" not in config and head.config.generation == 3:
-        yield from _as_stored("fails", "sglang llama.cpp", "no draft_vocab_size", "needs the key, if only as null")
+        yield from fails("sglang llama.cpp", "no draft_vocab_size", "needs the key, if only as null")
     if config.get("tie_word_embeddings") and head.config.own_lm_head:
         why = "puts the embedding in place of the head's lm_head"
-        yield from _as_stored("degrades", "vllm sglang lmdeploy", "tie_word_embeddings", why)
+        yield from degrades("vllm sglang lmdeploy", "tie_word_embeddings", why)
     yield from _windows(config, head)
     if head.config.norm_output:
         if not config.get("norm_output"):
-            yield from _as_stored("degrades", "vllm sglang", f"only {POST_NORM}", "looks for norm_output at the top")
+            yield from degrades("vllm sglang", f"only {POST_NORM}", "looks for norm_output at the top")
         if not (config.get(NESTED) or {}).get(POST_NORM):
-            yield from _as_stored("degrades", "trtllm", "only norm_output", f"looks for {POST_NORM} in {NESTED}")
+            yield from degrades("trtllm", "only norm_output", f"looks for {POST_NORM} in {NESTED}")
 
 
 def _windows(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Finding]:
@@ -349,10 +337,9 @@ def _windows(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Findin
         return
     if not config.get("layer_types"):
         why = "applies a window only where layer_types names it"
-        yield from _as_stored("degrades", "vllm", "sliding_window without layer_types", why)
+        yield from degrades("vllm", "sliding_window without layer_types", why)
     if config.get("model_type") == "qwen3" and not config.get("use_sliding_window"):
-        why = "loses the window: Qwen3's configuration forgets it"
-        yield from _as_stored("degrades", "vllm", "no use_sliding_window", why)
+        yield from degrades("vllm", "no use_sliding_window", "loses the window: Qwen3's configuration forgets it")
 
 
 def _layer_ids(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -361,25 +348,19 @@ def _layer_ids(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -
         return  # as those of EAGLE-1
     if not config.get(IDS):
         why = f"looks for {IDS} at the top and takes its default layers; the older runner reads them one layer early"
-        yield from _as_stored("degrades", "vllm", f"layer ids only in {NESTED}", why)
+        yield from degrades("vllm", f"layer ids only in {NESTED}", why)
     if not (config.get(NESTED) or {}).get(IDS):
-        yield from _as_stored("degrades", "sglang", f"no {NESTED}.{IDS}", "takes its default layers")
+        yield from degrades("sglang", f"no {NESTED}.{IDS}", "takes its default layers")
     if not (stored.directory / TRTLLM).is_file():
         why = f"needs eagle3_layers_to_capture: {to_outputs(boundaries)} in its YAML, or takes its default layers"
-        yield from _as_stored("degrades", "trtllm", "layer ids in config.json", why)
-
-
-def _as_stored(severity: Severity, engines: str, what: str, why: str) -> Iterator[Finding]:
-    for engine in engines.split():
-        remedy = f"forerun export --to {engine if engine in DESTINATIONS else 'hf'}"
-        yield from found(severity, engine, f"{what} (as the files are)", why, remedy)
+        yield from degrades("trtllm", "layer ids in config.json", why)
 
 
 # How an engine is started.
 
 
 def _vllm_line(launch: Launch) -> str:
-    speculation = {"method": launch.head.config.kind, "model": str(launch.directory), "num_speculative_tokens": DRAFTED}
+    speculation = {"method": launch.head.config.kind, "model": str(launch.directory), "num_speculative_tokens": TOKENS}
     return shlex.join(["vllm", "serve", launch.target.name_or_path, "--speculative-config", json.dumps(speculation)])
 
 
@@ -388,7 +369,7 @@ def _sglang_line(launch: Launch) -> str:
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(launch.target.name_or_path)} "
         f"--speculative-algorithm {algorithm} --speculative-draft-model-path {shlex.quote(str(launch.directory))} "
-        f"--speculative-num-steps {DRAFTED} --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFTED + 1} "
+        f"--speculative-num-steps {TOKENS} --speculative-eagle-topk 1 --speculative-num-draft-tokens {TOKENS + 1} "
         f"{sglang_window(launch.head.config)}"
     ).strip()
 
@@ -396,37 +377,27 @@ def _sglang_line(launch: Launch) -> str:
 def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
     """TensorRT-LLM's own file; strings as JSON, which YAML understands."""
     config = launch.head.config
-    lines = [
-        "speculative_config:",
-        "  decoding_type: Eagle3",
-        f"  max_draft_len: {DRAFTED}",
-        f"  speculative_model: {json.dumps(str(launch.directory))}",
-    ]
+    speculation: dict[str, Any] = {"decoding_type": "Eagle3", "max_draft_len": TOKENS}
+    speculation["speculative_model"] = json.dumps(str(launch.directory))
     if config.generation == 3:
-        lines += [f"  eagle3_layers_to_capture: {to_outputs(config.boundaries)}"]
+        speculation["eagle3_layers_to_capture"] = to_outputs(config.boundaries)
     if config.num_hidden_layers > 1:
-        lines += [f"  num_eagle_layers: {config.num_hidden_layers}"]
-    return {TRTLLM: "\n".join(lines) + "\n"}
+        speculation["num_eagle_layers"] = config.num_hidden_layers
+    return {TRTLLM: "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in speculation.items())}
 
 
 DESTINATIONS: dict[str, Destination] = {
     "vllm": Destination(
-        title="vLLM",
-        format_name="flat",
-        engine="vllm",
-        command=_vllm_line,
-        counting="`num_speculative_tokens` counts drafted tokens.",
+        title="vLLM", engine="vllm", command=_vllm_line, counting="`num_speculative_tokens` counts drafted tokens."
     ),
     "sglang": Destination(
         title="SGLang",
-        format_name="flat",
         engine="sglang",
         command=_sglang_line,
         counting="`--speculative-num-draft-tokens` counts the last committed token too: one more than vLLM's number.",
     ),
     "trtllm": Destination(
         title="TensorRT-LLM",
-        format_name="flat",
         engine="trtllm",
         command=lambda launch: shlex.join(
             ["trtllm-serve", launch.target.name_or_path, "--config", str(launch.directory / TRTLLM)]
@@ -454,17 +425,22 @@ class EagleEngines(Engines):
         return adapted(head, engine)
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        for check in (_inputs, loading, _layers, _window, _vocabulary, _generation):
-            yield from check(head, target)
+        for part in (_inputs, loading, _layers, _window, _vocabulary, _generation):
+            yield from part(head, target)
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        yield from _tensors(stored, head, target)
-        if KIND not in stored.config:
-            yield from _keys(stored, head)
-            yield from _layer_ids(stored, head, target)
-            return
-        yield from _as_stored("fails", "sglang trtllm lmdeploy", "speculators format", "reads the flat format only")
-        yield from _windows(stored.config[LAYERS], head)
-        if stored.config.get("norm_before_residual") is None:
-            why = "takes it for true, speculators means false"
-            yield from _as_stored("degrades", "vllm", "no norm_before_residual", why)
+        for finding in _as_stored(stored, head, target):
+            remedy = f"forerun export --to {finding.engine if finding.engine in DESTINATIONS else 'hf'}"
+            yield dataclasses.replace(finding, what=f"{finding.what} (as the files are)", remedy=remedy)
+
+
+def _as_stored(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    yield from _tensors(stored, head, target)
+    if KIND not in stored.config:
+        yield from _keys(stored, head)
+        yield from _layer_ids(stored, head, target)
+        return
+    yield from fails("sglang trtllm lmdeploy", "speculators format", "reads the flat format only")
+    yield from _windows(stored.config[LAYERS], head)
+    if stored.config.get("norm_before_residual") is None:
+        yield from degrades("vllm", "no norm_before_residual", "takes it for true, speculators means false")

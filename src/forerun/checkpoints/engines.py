@@ -6,6 +6,7 @@ trainers alone. What an engine would silently degrade is refused. No engine is r
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,13 +46,16 @@ def worst(findings: Sequence[Finding], engine: str) -> Severity:
     return SEVERITIES[max(severities, default=0)]
 
 
-def found(severity: Severity, engines: str, what: str, why: str, remedy: str = "") -> Iterator[Finding]:
+def _found(severity: Severity, engines: str, what: str, why: str, remedy: str = "") -> Iterator[Finding]:
     """The same finding for each of these engines, whose names are separated by blanks."""
     for engine in engines.split():
         yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
 
 
-DRAFTED = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft
+ok, check, degrades, fails = (functools.partial(_found, severity) for severity in SEVERITIES)
+
+
+TOKENS = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +72,11 @@ class Destination:
     """One value of ``--to``."""
 
     title: str
-    format_name: str | None  # None: the format in which heads of the kind are written
-    engine: str | None  # Whose findings count; None: nobody's
+    format_name: str | None = None  # None: the format in which heads of the kind are written
+    engine: str | None = None  # Whose findings count; None: nobody's
     command: Callable[[Launch], str]
     counting: str  # How this engine counts the tokens of a step
-    files: Callable[[Launch], Mapping[str, str]] | None = None  # Further files that the engine reads, name -> content
+    files: Callable[[Launch], Mapping[str, str]] = lambda launch: {}  # Further ones that the engine reads, by name
 
 
 class Engines:
@@ -89,7 +93,7 @@ class Engines:
         title = kind_named(head.config.kind).title
         why = "nothing is known here of how it reads such heads"
         remedy = "try it there, and compare the acceptance with forerun's"
-        return found("check", EVERY, f"a {title} head", why, remedy)
+        return check(EVERY, f"a {title} head", why, remedy)
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         """What would go wrong if an engine were given these files; `head` is what they mean."""
@@ -99,8 +103,7 @@ class Engines:
 def engines_for(kind: str) -> Engines:
     """What is known of engines and heads of a kind."""
     path = FORMATS[format_for(kind)].engines
-    engines: Engines = named(path)() if path else Engines()
-    return engines
+    return named(path)() if path else Engines()
 
 
 def _forerun(launch: Launch) -> str:
@@ -108,13 +111,7 @@ def _forerun(launch: Launch) -> str:
     return shlex.join(["forerun", "generate", launch.target.name_or_path, *drafter, "--prompt", "def "])
 
 
-FORERUN = Destination(
-    title="forerun and trainers",
-    format_name=None,
-    engine=None,
-    command=_forerun,
-    counting="`-k` counts drafted tokens.",
-)
+FORERUN = Destination(title="forerun and trainers", command=_forerun, counting="`-k` counts drafted tokens.")
 
 
 def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
@@ -123,10 +120,10 @@ def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
     for key in head.unknown:
         why = "nothing is known of it: the engine may compute something else by it"
         remedy = "find out what it means; remove it if it means nothing"
-        findings += found("check", EVERY, f"the key {key}", why, remedy)
+        findings += check(EVERY, f"the key {key}", why, remedy)
     known = {finding.engine for finding in findings}
     silent = " ".join(engine for engine in ENGINES if engine not in known)
-    return [*findings, *found("ok", silent, "everything in this head", "read as it was trained")]
+    return [*findings, *ok(silent, "everything in this head", "read as it was trained")]
 
 
 def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
@@ -142,12 +139,10 @@ def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         ("a vocabulary", config.vocab_size, target.vocab_size),
     ):
         if ours != theirs:
-            why = f"the target has {theirs}"
-            yield from found("fails", EVERY, f"made for {name} of {ours}", why, "name the right target")
+            yield from fails(EVERY, f"made for {name} of {ours}", f"the target has {theirs}", "name the right target")
     broken = [name for name, tensor in head.tensors.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
-        what = f"NaN or infinity in {broken[0]}"
-        yield from found("fails", EVERY, what, "every draft becomes noise", "train it again")
+        yield from fails(EVERY, f"NaN or infinity in {broken[0]}", "every draft becomes noise", "train it again")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,18 +163,13 @@ def export_head(
 
     Args:
         head_dir: directory or hub id of a head in any known format.
-        target: the model that it drafts for.
         to: hf, or an engine that reads such heads: of EAGLE's, vllm, sglang, trtllm or speculators.
         output: a new or empty directory, or a former export.
-        force: write also what the engine degrades or cannot load.
+        force: write also what the engine degrades or cannot load, instead of a CheckpointError.
 
-    Raises:
-        ArgumentError: `to` is unknown, or `output` holds other things or is `head_dir`.
-        CheckpointError: the head cannot be read, the engine would not serve it as trained, or what was written is
-            not what was read.
+    ArgumentError if `to` is unknown, or `output` holds other things or is `head_dir`.
     """
-    stored = read_files(head_dir)
-    directory = Path(output).expanduser().absolute()
+    stored, directory = read_files(head_dir), Path(output).expanduser().absolute()
     if directory.resolve() == stored.directory.resolve():
         raise ArgumentError(f"{directory} is the head itself; name another directory")
     head = parse(stored, num_layers=target.num_layers)
@@ -200,7 +190,7 @@ def export_head(
         )
     head, overrides = engines.adapted(head, destination.engine)
     launch = Launch(head=head, target=target, directory=directory)
-    texts = {README: _readme(launch, destination), **(destination.files(launch) if destination.files else {})}
+    texts = {README: _readme(launch, destination), **destination.files(launch)}
     write_head(head, directory, format_name, target, overrides=overrides, texts=texts)
     # Read back without a layer count, for the files must say themselves what the head reads.
     lost = differences(head, parse(read_files(directory)))
@@ -219,8 +209,8 @@ def export_head(
 
 def _readme(launch: Launch, destination: Destination) -> str:
     config = launch.head.config
-    whole = config.boundaries == (LAST_HIDDEN,)
-    reads = "the last hidden state" if whole else f"the boundaries {list(config.boundaries)}"
+    last = config.boundaries == (LAST_HIDDEN,)
+    reads = "the last hidden state" if last else f"the boundaries {list(config.boundaries)}"
     return f"""\
 # {kind_named(config.kind).title} head for {launch.target.name_or_path}
 

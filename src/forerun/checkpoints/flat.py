@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from forerun.checkpoints import eagle
-from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, with_vocabulary
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.keys import NESTED, Keys
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
@@ -44,11 +44,9 @@ class FlatFormat(Format):
         return "hidden_size" in config and not any("dflash" in key for key in config)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        """See `Format.read`; ``midlayer.*`` and ``layers.0.*`` are the same."""
         return read_flat(config, tensors, num_layers)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
-        """See `Format.write`. Nothing of the target is repeated in this format."""
         config = checkpoint.config
         single = config.generation == 3 and config.num_hidden_layers == 1
         return write_flat(checkpoint), eagle.to_file(checkpoint, first=eagle.MIDLAYER if single else eagle.FIRST)
@@ -57,34 +55,30 @@ class FlatFormat(Format):
 def read_flat(config: Config, tensors: Tensors, num_layers: int | None) -> HeadCheckpoint:
     """A head whose configuration is flat; errors as `Format.read`."""
     keys, found = Keys(config), eagle.to_canonical(tensors)
-    nested = keys.nested(NESTED)
-    generation = _generation(keys, found)
-    fields = eagle.read_layers(keys)
+    nested, generation, fields = keys.nested(NESTED), _generation(keys, found), eagle.read_layers(keys)
     fields |= _read_features(keys, nested, fields["hidden_size"])
     top, inner, count = keys.integers(eagle.IDS), nested.integers(eagle.IDS), keys.get("num_aux_hidden_states")
-    if generation == 1:
-        fields["boundaries"] = (LAST_HIDDEN,)
-    else:
+    if generation == 3:
         fields["boundaries"] = eagle.agreed(top, inner, count=count, num_layers=num_layers)
-    draft_vocab_size = keys.integer("draft_vocab_size", fields["vocab_size"])
-    found = with_vocabulary(found, fields["vocab_size"], draft_vocab_size)
-    declared_bias, tied = keys.get("bias"), keys.flag("tie_word_embeddings")
-    architectures = keys.get("architectures") or []
-    rest = nested.rest()
-    head = eagle.make_config(
+    else:
+        fields["boundaries"] = (LAST_HIDDEN,)
+    declared_bias, rest = keys.get("bias"), nested.rest()
+    notes = {
+        FEEDBACK_NOTE: fields["norm_output"],
+        TIED_NOTE: keys.flag("tie_word_embeddings"),
+        COUNTED_NOTE: generation == 3 and top is None and inner is not None,
+        eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None,
+    }
+    return eagle.make_head(
+        found,
+        notes,
         **fields,
         generation=generation,
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=keys.integer("draft_vocab_size", fields["vocab_size"]),
         fc_bias="fc.bias" in found if declared_bias is None else bool(declared_bias),
-        qk_norm=QWEN3 in architectures or "layers.0.self_attn.q_norm.weight" in found,
-        own_embedding="embed_tokens.weight" in found,
-        own_lm_head="lm_head.weight" in found,
+        qk_norm=QWEN3 in (keys.get("architectures") or []),
         extra=keys.rest() | ({NESTED: rest} if rest else {}),
     )
-    counted = generation == 3 and top is None and inner is not None
-    unlisted = head.sliding_window is not None and keys.get("layer_types") is None
-    notes = {FEEDBACK_NOTE: head.norm_output, TIED_NOTE: tied, COUNTED_NOTE: counted, eagle.WINDOW_NOTE: unlisted}
-    return HeadCheckpoint(config=head, tensors=found, notes=tuple(note for note, applies in notes.items() if applies))
 
 
 def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:

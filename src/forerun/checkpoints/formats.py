@@ -32,7 +32,6 @@ class Entry:
     """One line of the registry."""
 
     path: str  # ``module:Class``, imported when the format is used
-    summary: str
     kinds: tuple[str, ...]
     engines: str = ""
     """``module:Class``, an `engines.Engines`, where heads of the kinds are written in this format: what serving engines
@@ -40,24 +39,11 @@ class Entry:
 
 
 FORMATS: dict[str, Entry] = {
-    "speculators": Entry(
-        path="forerun.checkpoints.speculators:SpeculatorsFormat",
-        summary="speculators_config and a nested transformer_layer_config; vLLM serves the directory by itself",
-        kinds=("eagle3",),
-    ),
-    "modelopt": Entry(
-        path="forerun.checkpoints.modelopt:ModelOptFormat",
-        summary="NVIDIA ModelOpt's export: eagle_config with its layer norms, tensors named layers.0.*",
-        kinds=("eagle3",),
-    ),
-    "medusa": Entry(
-        path="forerun.checkpoints.medusa:MedusaFormat",
-        summary="Medusa: medusa_lm_head.safetensors beside three keys; the sizes are those of the tensors",
-        kinds=("medusa",),
-    ),
+    "speculators": Entry(path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3",)),
+    "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
+    "medusa": Entry(path="forerun.checkpoints.medusa:MedusaFormat", kinds=("medusa",)),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",
-        summary="EAGLE and SpecForge: one flat configuration, tensors named midlayer.*; every engine reads it",
         kinds=("eagle3", "eagle"),
         engines="forerun.checkpoints.eagle_engines:EagleEngines",
     ),
@@ -69,8 +55,7 @@ def format_named(name: str) -> Format:
     """The format behind a registered name; ArgumentError, naming the nearest, if there is none."""
     if name not in FORMATS:
         raise ArgumentError(f"unknown format {name!r}; there are {', '.join(FORMATS)}.{nearest(name, FORMATS)}")
-    found: Format = named(FORMATS[name].path)()
-    return found
+    return named(FORMATS[name].path)()  # type: ignore[no-any-return]
 
 
 def format_for(kind: str) -> str:
@@ -112,7 +97,7 @@ def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpo
     """
     found = parse(read_files(path), num_layers=num_layers)
     if found.unknown:
-        log.warning("%s: %s", path, UNKNOWN_NOTE.format(", ".join(found.unknown)))
+        log.warning("%s: %s", path, found.notes[-1])
     return found
 
 
@@ -165,18 +150,12 @@ def write_head(
 ) -> Path:
     """Write a head in one of the `FORMATS`, readable by everybody; a reader never sees half of it.
 
-    Args:
-        directory: made anew; a former head there is replaced, anything else is left alone.
-        overrides: keys that take the place of the format's own in ``config.json``.
-        texts: further files, name -> content.
-
-    Raises:
-        ArgumentError: no such format, or `directory` holds other things than a head.
-        CheckpointError: the format has no words for this head.
+    A former head in `directory` is replaced. `overrides` take the place of the format's own keys in ``config.json``;
+    `texts` are further files, name -> content. ArgumentError for no such format, or if `directory` holds other things;
+    CheckpointError if the format has no words for this head.
     """
-    final = Path(directory).expanduser().absolute()
+    final, chosen = Path(directory).expanduser().absolute(), format_named(format_name)
     _refuse_foreign(final)
-    chosen = format_named(format_name)
     config, tensors = chosen.write(checkpoint, target)
     with written_folder(final) as folder:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}

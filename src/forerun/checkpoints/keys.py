@@ -59,7 +59,7 @@ OBJECTS: dict[str, Container[str]] = {"rope_scaling": ROPE, NESTED: MEANINGLESS,
 
 
 class Keys:
-    """The keys of a JSON object. A key that is absent and one that is null are the same."""
+    """The keys of a JSON object, absent and null being the same; CheckpointError for a value of another type."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self._values, self._where = dict(values), where
@@ -71,21 +71,18 @@ class Keys:
         return self._values.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; CheckpointError if it is none, or it is absent and there is no default."""
+        """A whole number; CheckpointError, too, if it is absent and there is no default."""
         if self.get(name) is None and default is None:
             raise CheckpointError(f"{self._where} has no {name}; a head's configuration needs it")
         return int(self._typed(name, default, int, "a whole number"))
 
     def number(self, name: str, default: float) -> float:
-        """A number; CheckpointError if it is none."""
         return float(self._typed(name, default, int | float, "a number"))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false; CheckpointError if it is neither."""
         return bool(self._typed(name, default, bool, "true or false"))
 
     def text(self, name: str, default: str) -> str:
-        """A string; CheckpointError if it is none."""
         return str(self._typed(name, default, str, "a string"))
 
     def _typed(self, name: str, default: Any, kind: Any, wanted: str) -> Any:
@@ -97,7 +94,7 @@ class Keys:
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        """A list of whole numbers, None if it is absent or empty; CheckpointError if it is something else."""
+        """A list of whole numbers, None if it is absent or empty."""
         value = self.get(name)
         if value is None or value == []:
             return None
@@ -106,7 +103,7 @@ class Keys:
         return tuple(value)
 
     def nested(self, name: str) -> Keys:
-        """An object inside, empty if it is absent; CheckpointError if it is something else."""
+        """An object inside, empty if it is absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")

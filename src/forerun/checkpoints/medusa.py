@@ -25,11 +25,9 @@ class MedusaFormat(Format):
     weights = "medusa_lm_head.safetensors"
 
     def recognises(self, config: Config) -> bool:
-        """By the number of heads."""
         return HEADS in config
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        """See `Format.read`; nothing of the target's layers is needed."""
         keys = Keys(config)
         heads, layers = keys.integer(HEADS), keys.integer(LAYERS, 1)
         keys.get(TARGET)  # said again when written

@@ -35,7 +35,6 @@ class ModelOptFormat(Format):
         return isinstance(nested, Mapping) and any(key in nested for key in LAYER_NORMS)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        """See `Format.read`; ``d2t`` may be in any order."""
         nested = dict(config[NESTED])
         for key, needed in LAYER_NORMS.items():
             found = nested.pop(key, None)
@@ -47,7 +46,7 @@ class ModelOptFormat(Format):
         return read_flat({**config, NESTED: nested}, tensors, num_layers)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
-        """See `Format.write`. Like ModelOpt without ``t2d``; nothing of the target is repeated."""
+        # Like ModelOpt, without ``t2d``.
         if checkpoint.config.generation != 3:
             raise CheckpointError("ModelOpt's format is written for EAGLE-3 heads only; use flat for EAGLE-1 and -2")
         keys = write_flat(checkpoint)

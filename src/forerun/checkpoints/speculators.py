@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.checkpoints import eagle
-from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, with_vocabulary
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
 from forerun.errors import CheckpointError
 
@@ -31,7 +31,6 @@ class SpeculatorsFormat(Format):
     mark = "eagle"
 
     def recognises(self, config: Config) -> bool:
-        """By the key that names the kind of speculator."""
         return KIND in config
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
@@ -40,30 +39,27 @@ class SpeculatorsFormat(Format):
         if kind != "eagle3":
             raise CheckpointError(f"{KIND} is {kind!r}; of this format eagle3 is supported")
         layers, whole = keys.nested(LAYERS), keys.nested(WHOLE)
-        qwen3 = layers.get("model_type") == "qwen3"
-        fields = eagle.read_layers(layers)
-        draft_vocab_size = keys.integer("draft_vocab_size", fields["vocab_size"])
-        found = with_vocabulary(eagle.to_canonical(tensors), fields["vocab_size"], draft_vocab_size)
+        fields, found = eagle.read_layers(layers), eagle.to_canonical(tensors)
         for stated in ("architectures", "torch_dtype", "dtype", "tie_word_embeddings"):
             keys.get(stated), layers.get(stated)  # said again when written
-        head = eagle.make_config(
+        notes = {
+            RESIDUAL_NOTE: keys.get("norm_before_residual") is None,
+            eagle.WINDOW_NOTE: fields["sliding_window"] is not None and layers.get("layer_types") is None,
+        }
+        return eagle.make_head(
+            found,
+            notes,
             **fields,
             target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
-            draft_vocab_size=draft_vocab_size,
+            draft_vocab_size=keys.integer("draft_vocab_size", fields["vocab_size"]),
             boundaries=eagle.agreed(
                 keys.integers(eagle.IDS), None, count=layers.get("num_aux_hidden_states"), num_layers=num_layers
             ),
             fc_bias="fc.bias" in found,
-            qk_norm=qwen3 or "layers.0.self_attn.q_norm.weight" in found,
+            qk_norm=layers.get("model_type") == "qwen3",
             **{flag: keys.flag(flag) for flag in eagle.FLAGS},
-            own_embedding="embed_tokens.weight" in found,
-            own_lm_head="lm_head.weight" in found,
             extra=_extra(layers, keys, whole),
         )
-        unlisted = head.sliding_window is not None and layers.get("layer_types") is None
-        notes = {RESIDUAL_NOTE: config.get("norm_before_residual") is None, eagle.WINDOW_NOTE: unlisted}
-        told = tuple(note for note, applies in notes.items() if applies)
-        return HeadCheckpoint(config=head, tensors=found, notes=told)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """See `Format.write`; the target is named, because vLLM starts it from here."""
@@ -106,11 +102,7 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 def _extra(layers: Keys, top: Keys, whole: Keys) -> dict[str, Any]:
-    """Keys that nobody read; `WHOLE`, by which vLLM knows this format, under another name and only if it says more.
-
-    Raises:
-        CheckpointError: an unknown key is there twice, with two values, or how to draft is said in no way we know.
-    """
+    """Keys that nobody read; `WHOLE`, by which vLLM knows this format, under another name and only if it says more."""
     for said_again in ("algorithm", "default_proposal_method", "verifier"):
         whole.get(said_again)
     stated, inner, outer = whole.rest(), layers.rest(), top.rest()

@@ -118,12 +118,11 @@ def show_cost(cost: CostModel, where: str, config: SpeculativeConfig | None) -> 
             table.add_row(str(nodes), *(f"{figure:.2f}" for figure in figures))
         out.print(table)
     chosen = {key: draft for key, draft in cost.drafts.items() if config is None or key == config.key}
-    if not chosen:
-        return
     titles = ["drafter", "fixed, ms", "per level, ms", "c = level / T(1)"]
     table = console.table(*titles, title="drafters, per proposal for one row", numbers_from=1)
     table.columns[0].no_wrap = False
     for key, draft in chosen.items():
         share = draft.level_ms / cost.pass_ms(1)
         table.add_row(key, f"{draft.fixed_ms:.2f}", f"{draft.level_ms:.3f}", f"{share:.3f}")
-    out.print(table)
+    if chosen:
+        out.print(table)

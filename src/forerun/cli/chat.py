@@ -10,10 +10,10 @@ from rich.text import Text
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, LoadOptions, SamplingOptions, SpeculationOptions
 from forerun.errors import ArgumentError, ForerunError, nearest
+from forerun.types import SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.types import SamplingParams
 
 HELP = """\
 /help               this list
@@ -46,8 +46,6 @@ def chat(
         Colour every token by its source.
     """
     config, params = speculation.config(), sampling.params()
-    from forerun.cli import session
-
     llm = session.load(model, loading, config, max_num_seqs=1)
     talk = Conversation(llm, params, config, system=system, show_draft=show_draft)
     log = console.log()
@@ -78,8 +76,6 @@ class Conversation:
     def __init__(
         self, llm: LLM, params: SamplingParams, config: dict[str, Any] | None, *, system: str | None, show_draft: bool
     ) -> None:
-        from forerun.types import SpeculationStats
-
         self.llm, self.params, self.config, self.show_draft = llm, params, config, show_draft
         self.speculating = config is not None
         self.beginning = [{"role": "system", "content": system}] if system else []
@@ -110,13 +106,11 @@ class Conversation:
         return True
 
     def _answer(self, message: str) -> None:
-        from forerun.cli.session import Printer
-
         messages = [*self.messages, {"role": "user", "content": message}]
         speculative: Any = self.config if self.speculating else False
         chunks = self.llm.stream_chat(messages, self.params, speculative=speculative)
         try:
-            output = Printer(console.out(), show_draft=self.show_draft).run(chunks)
+            output = session.Printer(console.out(), show_draft=self.show_draft).run(chunks)
         except KeyboardInterrupt:
             console.log().print(Text("\nstopped; the answer is forgotten", "dim"))
             return

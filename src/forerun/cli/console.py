@@ -31,12 +31,10 @@ def log() -> Console:
 
 
 def report_error(message: str) -> None:
-    """One clear red line on stderr."""
     log().print(Text("error: ", style="bold red").append(message, style="red"), soft_wrap=True)
 
 
 def warn(message: str) -> None:
-    """One yellow line on stderr."""
     log().print(Text(message, style="yellow"), soft_wrap=True)
 
 

@@ -14,7 +14,7 @@ from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, S
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from forerun.training.data.regenerate import Regenerated
+    from forerun.training.data.regenerate import Plan
 
 LOCAL_CONCURRENCY, ENDPOINT_CONCURRENCY = 8, 32
 
@@ -168,7 +168,7 @@ def regenerate(
     director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, seed=asked.seed)
     with console.progress_bar("regenerating") as update:
 
-        def tell(progress: Regenerated) -> None:
+        def tell(progress: Plan) -> None:
             update(completed=progress.done, total=progress.total)
 
         todo = plan(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
@@ -181,22 +181,20 @@ def regenerate(
                 llm = session.load(str(asked.target), loading, speculation.config(), max_num_seqs=rows)
                 with_engine(todo, llm, generation, concurrency=rows)
         except BaseException:
-            if todo.progress.written:
-                console.warn(f"{todo.progress.written:,} records are safe in {asked.output}; run again to go on")
+            if todo.written:
+                console.warn(f"{todo.written:,} records are safe in {asked.output}; run again to go on")
             raise
-    _report(todo.progress, as_json=json)
-    return 1 if todo.progress.failed else 0
+    _report(todo, as_json=json)
+    return 1 if todo.failed else 0
 
 
-def _report(progress: Regenerated, *, as_json: bool) -> None:
-    for complaint in progress.complaints:
+def _report(found: Plan, *, as_json: bool) -> None:
+    for complaint in found.complaints:
         console.warn(f"left out: {complaint}")
     if as_json:
-        console.out().file.write(dumps(progress.summary(), ensure_ascii=False) + "\n")
+        console.out().file.write(dumps(found.summary(), ensure_ascii=False) + "\n")
         return
-    earlier = f", {progress.resumed:,} were there already" if progress.resumed else ""
-    console.out().print(
-        f"{progress.output}: {progress.written:,} records written with {progress.answers:,} answers{earlier}"
-    )
-    if progress.failed or progress.skipped:
-        console.out().print(f"{progress.failed:,} records failed, {progress.skipped:,} bad entries skipped")
+    earlier = f", {found.resumed:,} were there already" if found.resumed else ""
+    console.out().print(f"{found.output}: {found.written:,} records written with {found.answers:,} answers{earlier}")
+    if found.failed or found.skipped:
+        console.out().print(f"{found.failed:,} records failed, {found.skipped:,} bad entries skipped")

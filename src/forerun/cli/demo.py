@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.bar import Bar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from forerun import demo as shipped
@@ -30,6 +30,7 @@ DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
 DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of the held-out file is the question; about 300 tokens
 SHOWN_LINES = 6
+ARMS = ("plain", "speculative")
 Show = Callable[[str, Any], "RequestOutput"]
 
 
@@ -139,7 +140,6 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
 
 
 def _introduce(setting: _Setting, prompt: str) -> None:
-    """Show what is asked."""
     out = console.out()
     options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
     drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
@@ -150,7 +150,6 @@ def _introduce(setting: _Setting, prompt: str) -> None:
 
 
 def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-    """Show an arm's answer as it comes."""
     from forerun.cli.session import Printer
 
     out = console.out()
@@ -165,8 +164,7 @@ def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
 class Race:
     """One prompt, answered by both arms several times."""
 
-    plain: list[RequestOutput]  # The first is the warm-up run and is not timed
-    speculative: list[RequestOutput]
+    runs: Mapping[str, Sequence[RequestOutput]]  # By arm; the first is the warm-up run and is not timed
     parted: Difference | None  # Where the two answers part; None if they are the same
     reproducible: bool  # Whether every run of either arm gave the same tokens as its first
 
@@ -176,19 +174,17 @@ class Race:
         return self.parted is None and self.reproducible
 
     @property
-    def plain_speed(self) -> float:
-        """Tokens per second, the median of the timed runs."""
-        return _speed(self.plain)
+    def speeds(self) -> dict[str, float]:
+        """Tokens per second by arm, medians of the timed runs."""
+        from forerun.cli.session import tokens_per_second
 
-    @property
-    def speculative_speed(self) -> float:
-        """As `plain_speed`."""
-        return _speed(self.speculative)
+        return {arm: median(tokens_per_second(run) or 0.0 for run in runs[1:]) for arm, runs in self.runs.items()}
 
     @property
     def speedup(self) -> float:
         """Speculative over plain."""
-        return self.speculative_speed / self.plain_speed if self.plain_speed else 0.0
+        speeds = self.speeds
+        return speeds["speculative"] / speeds["plain"] if speeds["plain"] else 0.0
 
 
 def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None) -> Race:
@@ -201,31 +197,23 @@ def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: S
 
     numbers = itertools.count()
 
-    def run(speculative: bool, show: Show | None = None) -> RequestOutput:
+    def run(arm: str, show: Show | None = None) -> RequestOutput:
         # A domain of its own for each run, or drafters that remember answers would copy the run before.
-        options: dict[str, Any] = {"speculative": None if speculative else False, "cache_salt": f"run {next(numbers)}"}
+        options: dict[str, Any] = {"speculative": None if arm == "speculative" else False}
+        options["cache_salt"] = f"run {next(numbers)}"
         if show is None:
             return llm.generate([prompt], params, **options)[0]
-        return show("speculative" if speculative else "plain", llm.stream(prompt, params, **options))
+        return show(arm, llm.stream(prompt, params, **options))
 
     # The first run of an arm pays for what is made once and for the printing, so it is not timed.
-    runs = {speculative: [run(speculative, show)] for speculative in (False, True)}
+    runs = {arm: [run(arm, show)] for arm in ARMS}
     for turn in range(repeats):
-        for speculative in (False, True) if turn % 2 == 0 else (True, False):
-            runs[speculative].append(run(speculative))
-    answers = (_tokens(runs[False][0]), _tokens(runs[True][0]))
-    return Race(
-        plain=runs[False],
-        speculative=runs[True],
-        parted=difference(llm, runs[False][0].prompt_token_ids, answers, 0),
-        reproducible=all(_tokens(one) == _tokens(arm[0]) for arm in runs.values() for one in arm),
-    )
-
-
-def _speed(runs: list[RequestOutput]) -> float:
-    from forerun.cli.session import tokens_per_second
-
-    return median([speed for run in runs[1:] if (speed := tokens_per_second(run)) is not None] or [0.0])
+        for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
+            runs[arm].append(run(arm))
+    plain, speculative = (_tokens(runs[arm][0]) for arm in ARMS)
+    parted = difference(llm, runs["plain"][0].prompt_token_ids, (plain, speculative), 0)
+    reproducible = all(_tokens(one) == _tokens(arm[0]) for arm in runs.values() for one in arm)
+    return Race(runs=runs, parted=parted, reproducible=reproducible)
 
 
 def _tokens(output: RequestOutput) -> list[int]:
@@ -234,13 +222,17 @@ def _tokens(output: RequestOutput) -> list[int]:
 
 def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     out = console.out()
-    speeds = {"plain": found.plain_speed, "speculative": found.speculative_speed}
-    per_pass = {"plain": 1.0, "speculative": found.speculative[0].outputs[0].speculation.mean_acceptance_length}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
-    table.add_column("", ratio=1)
-    table.add_column("per target pass", justify="right", no_wrap=True)
+    speeds = found.speeds
+    accepted = found.runs["speculative"][0].outputs[0].speculation.mean_acceptance_length
+    per_pass = {"plain": 1.0, "speculative": accepted}
+    right: dict[str, Any] = {"justify": "right", "no_wrap": True}
+    columns = (
+        Column("", no_wrap=True),
+        Column("tokens/s", **right),
+        Column(ratio=1),
+        Column("per target pass", **right),
+    )
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     for arm, speed in speeds.items():
         bar = Bar(max(*speeds.values(), 1e-9), 0, speed, color="#3fa45b" if arm == "speculative" else "bright_black")
         table.add_row(Text(arm, "bold"), f"{speed:.1f}", bar, f"{per_pass[arm]:.2f}")
@@ -250,10 +242,10 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     style = "bold green" if found.speedup > 1 else "bold yellow"
     faster = Text("speed-up: ", "bold").append(f"{found.speedup:.2f} x", style)
     out.print(faster.append("   identical: ").append_text(_verdict(setting, found)))
-    tokens = found.plain[0].outputs[0].token_ids
+    tokens = _tokens(found.runs["plain"][0])
     details = (
         f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
-        f"{len(found.plain) - 1} interleaved runs; {_dtype(llm)} on {llm.target.device}"
+        f"{len(found.runs['plain']) - 1} interleaved runs; {_dtype(llm)} on {llm.target.device}"
     )
     out.print(Text(details, "dim"))
     if (share := _repetition(tokens)) > 0.25:
@@ -261,7 +253,6 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
 
 
 def _verdict(setting: _Setting, found: Race) -> Text:
-    """Whether the answers are identical, and why not."""
     parted = found.parted
     if found.identical:
         return Text("yes", "bold green").append(", token for token", "default")
@@ -277,16 +268,14 @@ def _verdict(setting: _Setting, found: Race) -> Text:
 
 def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
     """What ``demo --json`` prints."""
-    stats = found.speculative[0].outputs[0].speculation
-    tokens = found.plain[0].outputs[0].token_ids
+    tokens, answer = _tokens(found.runs["plain"][0]), found.runs["speculative"][0].outputs[0]
     return {
         "identical": found.identical,
         "first_difference": None if found.parted is None else found.parted.position,
         "numeric_tie": None if found.parted is None else found.parted.tie,
         "speedup": round(found.speedup, 4),
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
-        "plain_tokens_per_second": round(found.plain_speed, 3),
-        "speculative_tokens_per_second": round(found.speculative_speed, 3),
+        "mean_acceptance_length": round(answer.speculation.mean_acceptance_length, 4),
+        **{f"{arm}_tokens_per_second": round(speed, 3) for arm, speed in found.speeds.items()},
         "drafter": setting.config.get("method", "draft_model"),
         "speculative_config": setting.config,
         "model": setting.model,
@@ -296,10 +285,10 @@ def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
         "temperature": setting.params.temperature,
         "seed": setting.params.seed,
         "repetition": round(_repetition(tokens), 4),
-        "runs": len(found.plain) - 1,
+        "runs": len(found.runs["plain"]) - 1,
         "dtype": _dtype(llm),
         "device": str(llm.target.device),
-        "text": found.speculative[0].outputs[0].text,
+        "text": answer.text,
     }
 
 

@@ -84,16 +84,14 @@ def features(
     from forerun.training.features.manifest import human
     from forerun.training.features.store import FeatureStore
 
-    store = FeatureStore.open(asked.output, run.manifest)
+    store, size = FeatureStore.open(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
     if json:
         checks = None if report is None else [asdict(check) for check in report.checks]
-        facts = {"directory": str(asked.output), "bytes": store.nbytes(), **asdict(run.manifest), "probe": checks}
-        console.write_json(facts)
+        console.write_json({"directory": str(asked.output), "bytes": size, **asdict(run.manifest), "probe": checks})
         return 0
     for check in () if report is None else report.checks:
         console.log().print(check.summary, markup=False)
-    tokens, size = run.manifest.tokens, human(store.nbytes())
-    console.out().print(f"{asked.output}: {len(store)} documents, {tokens} tokens, {size}")
+    console.out().print(f"{asked.output}: {len(store)} documents, {run.manifest.tokens} tokens, {human(size)}")
     return 0
 
 
@@ -117,11 +115,8 @@ def _look(asked: FeatureOptions) -> _Run:
     config = read_config(demo.resolve(asked.target), LoadOptions())
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
-    if given is None:
-        wanted: Sequence[int] = default_boundaries(layers)
-    else:
-        wanted = () if given == "none" else numbers(given, "--boundaries", int)
-    boundaries = check_boundaries(wanted, layers)
+    wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
+    boundaries = check_boundaries(default_boundaries(layers) if given is None else wanted, layers)
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
     longest = context_length(text) - (2 if asked.source == "vllm" else 0)
     manifests.check_lengths(prepared.lengths.tolist(), longest)
@@ -143,13 +138,9 @@ def _agreed(run: _Run, *, yes: bool) -> bool:
     ids = ", ".join(map(str, manifest.boundaries))
     read = f"boundaries {ids} and the last state" if ids else "the last state"
     already = f", {human(present)} of it are there" if present else ""
-    console.log().print(
-        f"{manifest.documents} documents, {manifest.tokens} tokens x {human(manifest.record_bytes)} "
-        f"({read}, {manifest.dtype}) = {human(total)}{already}; "
-        f"{human(free)} free in {output}",
-        soft_wrap=True,
-        markup=False,
-    )
+    size = f"{manifest.documents} documents, {manifest.tokens} tokens x {human(manifest.record_bytes)}"
+    told = f"{size} ({read}, {manifest.dtype}) = {human(total)}{already}; {human(free)} free in {output}"
+    console.log().print(told, soft_wrap=True, markup=False)
     if yes or not (sys.stdin is not None and sys.stdin.isatty() and console.log().is_terminal):
         return True
     console.log().print("Write them? [y/N] ", end="", markup=False)
@@ -168,11 +159,7 @@ def _extract(run: _Run) -> ProbeReport | None:
                 report.require()
             try:
                 with console.progress_bar("tokens", manifest.tokens, writer.tokens) as update:
-
-                    def tell(count: int) -> None:
-                        update(advance=count)
-
-                    extract(source, run.prepared, writer, batch_tokens=asked.batch_tokens, progress=tell)
+                    extract(source, run.prepared, writer, batch_tokens=asked.batch_tokens, progress=update)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import Json
-from forerun.drafters.heads.catalogue import KnownHead, known_heads, suggest
+from forerun.drafters.heads.catalogue import known_heads, suggest
 
 
 def heads(target: str | None = None, /, *, json: Json = False) -> int:
@@ -19,7 +19,10 @@ def heads(target: str | None = None, /, *, json: Json = False) -> int:
     target
         Hub id, directory or part of the name of a target; all targets if not given.
     """
-    found = list(known_heads()) if target is None else suggest(target) or _containing(target)
+    found = list(known_heads())
+    if target is not None:
+        part = target.rsplit("/", 1)[-1].casefold()
+        found = suggest(target) or [head for head in found if part in head.target.casefold()]
     if json:
         console.write_json([asdict(head) for head in found])
         return 0
@@ -38,8 +41,3 @@ def heads(target: str | None = None, /, *, json: Json = False) -> int:
     if target is not None and loadable is not None:
         console.out().print(f"--drafter {loadable.drafter} --drafter-model {loadable.model}")
     return 0
-
-
-def _containing(part: str) -> list[KnownHead]:
-    wanted = part.rsplit("/", 1)[-1].casefold()
-    return [head for head in known_heads() if wanted in head.target.casefold()]

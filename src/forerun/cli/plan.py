@@ -92,7 +92,6 @@ class PlanOptions:
 
     @property
     def given(self) -> bool:
-        """Whether acceptance was given as numbers."""
         return any(value is not None for value in (self.alpha, self.acceptance, self.rank_acceptance))
 
     @property
@@ -153,7 +152,7 @@ def plan(
     """
     check_plot(plot)
     asked.check(model)
-    shown = on_paper(asked) if model is None else on_model(asked, model)
+    shown = _with_costs(asked, *_cost(asked)) if model is None else on_model(asked, model)
     if plot is not None:
         draw_plan(shown.plan, plot, shown.title)
     if json:
@@ -163,30 +162,18 @@ def plan(
     return 0
 
 
-# --- without a model --------------------------------------------------------------------------------------------------
-
-
-def on_paper(asked: PlanOptions) -> Shown:
-    """Given or assumed acceptance, a roofline or free verification."""
-    cost, notes = _cost(asked)
-    if asked.draft_cost is None and asked.draft_params is None:
-        notes.append("drafting counts as free; --draft-cost or --draft-params say what it costs")
-    return _with_costs(asked, cost, notes)
-
-
-def _with_costs(asked: PlanOptions, cost: PassCost, notes: Sequence[str]) -> Shown:
+def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
     """Given or assumed acceptance with passes that cost so much."""
     survival, assumed = _survival(asked)
+    if asked.draft_cost is None and asked.draft_params is None:
+        notes.append("drafting counts as free; --draft-cost says what it costs")
     load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
     return _shown(asked, load, [*assumed, *notes])
 
 
 def _shown(asked: PlanOptions, load: Load, notes: Sequence[str], **more: Any) -> Shown:
-    found = make_plan(load, k=asked.k)
-    measured: Measured | None = more.get("measured")
-    tree = None
-    if asked.ranks is not None:
-        tree = plan_tree(load, asked.ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
+    found, measured, ranks = make_plan(load, k=asked.k), more.get("measured"), asked.ranks
+    tree = None if ranks is None else plan_tree(load, ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
     verdict = judge(found, load, drafter=measured.name if measured is not None else None, text=asked.text)
     return Shown(plan=found, load=load, verdict=verdict, notes=[*notes, *verdict.notes], tree=tree, **more)
 
@@ -197,10 +184,9 @@ def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
     if asked.acceptance is not None:
         return theory.survival_of(numbers(asked.acceptance, "--acceptance", float)), []
     if asked.alpha is not None:
-        extra = []
-        if asked.text is not None or asked.temperature is not None:
-            extra = ["--alpha is taken as measured on this text and at this temperature; neither changes it"]
-        return theory.geometric(asked.alpha, length), extra
+        note = "--alpha is taken as measured on this text and at this temperature; neither changes it"
+        described = asked.text is not None or asked.temperature is not None
+        return theory.geometric(asked.alpha, length), [note] if described else []
     if asked.ranks is not None:
         theory.check_ranks(asked.ranks)
         return theory.survival_of([line[0] for line in asked.ranks]), ["the chain drafts the first rank of each depth"]
@@ -238,10 +224,10 @@ def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
 
 
 def _roofline(asked: PlanOptions, size: Size) -> Roofline:
-    layers, kv_heads, head_dim, kv = asked.layers, asked.kv_heads, asked.head_dim, None
-    if layers is not None and kv_heads is not None and head_dim is not None:
-        kv = KeyValues(layers=layers, kv_heads=kv_heads, head_dim=head_dim, heads=asked.heads)
-    elif (layers, kv_heads, head_dim) != (None, None, None):
+    kv, shape = None, {name: getattr(asked, name) for name in ("layers", "kv_heads", "head_dim")}
+    if None not in shape.values():
+        kv = KeyValues(**shape, heads=asked.heads)
+    elif any(value is not None for value in shape.values()):
         raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
     dtype = assumptions.dtype_named(asked.loading.dtype)
     return Roofline(device=_device(asked), size=size, dtype=dtype, tp=asked.tp, kv=kv)
@@ -275,9 +261,6 @@ def _draft(asked: PlanOptions, cost: PassCost) -> Any:
     return lambda rows: DraftCost(fixed_ms=0.0, level_ms=small.pass_ms(1, rows, 0))
 
 
-# --- on a model -------------------------------------------------------------------------------------------------------
-
-
 def on_model(asked: PlanOptions, model: str) -> Shown:
     """Measured passes; acceptance given, assumed, or measured on the user's prompts."""
     from forerun.cli import session
@@ -290,21 +273,16 @@ def on_model(asked: PlanOptions, model: str) -> Shown:
             return _measured(asked, llm, cost, tell)
     if asked.draft_params is not None:
         raise ArgumentError("--draft-params needs a roofline (--params); for a MODEL give --draft-cost")
-    free = asked.draft_cost is None
-    notes = ["drafting counts as free; --draft-cost says what it costs"] if free else []
-    return _with_costs(asked, cost, [*notes, *_batch_note(asked)])
+    return _with_costs(asked, cost, _batch_note(asked))
 
 
 def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
-    """Acceptance measured: of one drafter, or of candidate draft models, which are ranked."""
     from forerun.engine.config import SpeculativeConfig
     from forerun.plan import measured
 
     assert asked.prompts is not None
-    prompts = measured.read_prompts(asked.prompts)
-    answers = measured.Answers.of(
-        llm, prompts, temperature=asked.temperature, max_tokens=asked.max_tokens, limit=asked.limit
-    )
+    how: dict[str, Any] = {"temperature": asked.temperature, "max_tokens": asked.max_tokens, "limit": asked.limit}
+    answers = measured.Answers.of(llm, measured.read_prompts(asked.prompts), **how)
     if not asked.choose_draft:
         config = SpeculativeConfig.parse(asked.speculation.config())
         assert config is not None
@@ -325,17 +303,16 @@ def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown
 def _from_measured(asked: PlanOptions, cost: CostModel, found: Measured, notes: list[str], **more: Any) -> Shown:
     if found.trial.coverage < 1:
         notes.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
-    load = found.load(cost, rows=asked.batch)
-    return _shown(asked, load, [*notes, *_batch_note(asked)], measured=found, **more)
+    notes += _batch_note(asked)
+    return _shown(asked, found.load(cost, rows=asked.batch), notes, measured=found, **more)
 
 
 def _batch_note(asked: PlanOptions) -> list[str]:
-    if asked.batch == 1:
-        return []
-    return [
+    note = (
         f"passes were measured with one row; one over {asked.batch} rows of n nodes counts as one over "
         f"{asked.batch} n nodes, and drafting grows as the target's plain pass does"
-    ]
+    )
+    return [note] if asked.batch > 1 else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,8 +341,7 @@ class Shown:
 
     def record(self) -> dict[str, Any]:
         """As JSON knows it."""
-        asked, best = self.plan.asked, self.plan.best
-        depth = len(self.load.survival)
+        asked, best, depth = self.plan.asked, self.plan.best, len(self.load.survival)
         tokens = theory.tokens_of(self.load.survival)
         return {
             "expected_tokens_per_pass": asked.tokens_per_pass,
@@ -425,13 +401,18 @@ def show(shown: Shown) -> None:
             f"{shown.roofline.balance:.0f} tokens in a pass (peak figures); up to {found['free_nodes_per_row']} nodes "
             f"per row cost at most {assumptions.FREE_PASS:.2f} plain passes"
         )
-    if shown.tree is not None:
-        out.print(_about_tree(shown.tree))
-    k, most = shown.plan.asked.k or 1, shown.plan.break_even_batch
-    batches = (
-        f"up to a batch of {most}" if most else "at no batch" if most == 0 else f"at every batch up to {MOST_BATCH}"
-    )
-    out.print(f"K = {k} gains {batches}")
+    tree = shown.tree
+    if tree is not None and tree.parents:
+        out.print(
+            f"best tree: {len(tree.parents)} nodes, {tree.depth} levels, {tree.tokens:.3f} tokens per pass, "
+            f"{tree.speedup:.2f} x; parents {list(tree.parents)}"
+        )
+    elif tree is not None:
+        out.print("no tree is faster than plain decoding")
+    most = shown.plan.break_even_batch
+    batches = f"up to a batch of {most}" if most else "at no batch"
+    batches = f"at every batch up to {MOST_BATCH}" if most is None else batches
+    out.print(f"K = {shown.plan.asked.k or 1} gains {batches}")
     with_what = f"; draft with {verdict.method}" if verdict.method is not None else "; decode plainly"
     out.print(Text(verdict.words, "bold green" if verdict.worth_it else "bold yellow").append(with_what, ""))
     for note in shown.notes:
@@ -456,21 +437,6 @@ def _ranking_table(shown: Shown) -> Table:
     for one, line in shown.ranking:
         first = one.trial.survival[0] if one.trial.survival else 0.0
         cost = one.draft.level_ms / shown.load.cost.pass_ms(1, 1, one.trial.context)
-        figures = (
-            f"{first:.0%}",
-            f"{one.trial.tokens_per_pass:.2f}",
-            f"{cost:.3f}",
-            str(line.k),
-            f"{line.speedup:.2f}",
-        )
-        table.add_row(one.model or one.method, *figures)
+        measured = (f"{first:.0%}", f"{one.trial.tokens_per_pass:.2f}", f"{cost:.3f}")
+        table.add_row(one.model or one.method, *measured, str(line.k), f"{line.speedup:.2f}")
     return table
-
-
-def _about_tree(tree: theory.TreeChoice) -> str:
-    if not tree.parents:
-        return "no tree is faster than plain decoding"
-    return (
-        f"best tree: {len(tree.parents)} nodes, {tree.depth} levels, {tree.tokens:.3f} tokens per pass, "
-        f"{tree.speedup:.2f} x; parents {list(tree.parents)}"
-    )

@@ -55,14 +55,10 @@ def tokens_per_second(output: RequestOutput) -> float | None:
 
 def statistics_line(output: RequestOutput) -> Text:
     """Tokens, speed and acceptance of one finished request."""
-    answer = output.outputs[0]
-    parts = [f"{len(answer.token_ids)} tokens"]
-    speed = tokens_per_second(output)
-    if speed is not None:
-        parts.append(f"{speed:.1f} tokens/s")
-    if output.time_to_first_token_s is not None:
-        parts.append(f"first after {output.time_to_first_token_s * 1000:.0f} ms")
-    stats = answer.speculation
+    answer, speed, first = output.outputs[0], tokens_per_second(output), output.time_to_first_token_s
+    stats, parts = answer.speculation, [f"{len(answer.token_ids)} tokens"]
+    parts += [] if speed is None else [f"{speed:.1f} tokens/s"]
+    parts += [] if first is None else [f"first after {first * 1000:.0f} ms"]
     if stats.num_spec_steps:
         parts.append(f"{stats.mean_acceptance_length:.2f} tokens per target pass")
         parts.append(f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted")
@@ -92,8 +88,7 @@ def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]
         "tokens_per_second": None if speed is None else round(speed, 3),
     }
     if with_tokens:
-        tokens = answer.tokens
-        record["tokens"] = [{"id": one.id, "text": one.text, "source": str(one.source)} for one in tokens]
+        record["tokens"] = [{"id": one.id, "text": one.text, "source": str(one.source)} for one in answer.tokens]
     return record
 
 

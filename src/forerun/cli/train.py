@@ -86,7 +86,6 @@ def train(
 
 
 def _split(words: tuple[str, ...]) -> tuple[Path | None, list[str]]:
-    """The recipe file, if the first word is one, and the assignments."""
     if words and "=" not in words[0]:
         path = Path(words[0])
         if not path.is_file():
@@ -96,7 +95,6 @@ def _split(words: tuple[str, ...]) -> tuple[Path | None, list[str]]:
 
 
 def _show(outcome: dict[str, Any], *, dry_run: bool, json: bool) -> None:
-    """What was done, or with `dry_run` what would be."""
     if json:
         console.write_json(outcome)
         return

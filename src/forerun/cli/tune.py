@@ -70,16 +70,15 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
         )
     from forerun.cli import session
     from forerun.drafters.self_drafting import tuning
-    from forerun.drafters.self_drafting.tuning import Probe
     from forerun.types import SamplingParams
 
     questions = [] if asked.prompts is None else _questions(asked.prompts, asked.limit)
     llm = session.load(model, loading, None, max_num_seqs=len(questions) or asked.limit)
     params = SamplingParams(temperature=asked.temperature, seed=asked.seed, top_k=0)
     found = _tokens(llm, questions, asked)
-    probe = Probe(llm.target, found, length=asked.num_speculative_tokens, tokens=asked.tokens, params=params)
+    probe = tuning.Probe(llm.target, found, length=asked.num_speculative_tokens, tokens=asked.tokens, params=params)
     limits: dict[str, Any] = {"iterations": asked.iterations, "budget_s": asked.budget_s, "seed": asked.seed}
-    sets = None if asked.iterations is None and asked.budget_s else asked.iterations or tuning.ITERATIONS
+    sets = asked.iterations or (None if asked.budget_s else tuning.ITERATIONS)
     with console.progress_bar("sets", sets) as update:
 
         def progress(_tried: Worth, best: Worth) -> None:
@@ -164,13 +163,11 @@ def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
     if tuned.interrupted:
         console.warn(f"stopped after {len(tuned.trials)} sets; the best of them is kept")
     if tuned.speedup <= 1:
-        console.warn(
-            "no set that was tried is faster than plain decoding: this model needs its layers, or is too small"
-        )
+        console.warn("no set that was tried is faster than plain decoding: the model needs its layers, or is too small")
     if json:
         facts = {"output": str(output), "model": found.model, "num_layers": found.num_layers, "skip": skip}
-        measured = {"num_speculative_tokens": found.num_speculative_tokens, "measured": dict(found.measured)}
-        console.write_json({**facts, **measured})
+        facts |= {"num_speculative_tokens": found.num_speculative_tokens, "measured": dict(found.measured)}
+        console.write_json(facts)
         return
     best = tuned.best
     console.out().print(

@@ -12,11 +12,6 @@ from torch import Tensor, nn
 from forerun.types import Boundary
 
 
-def working_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of matrix products on `device`: autocast's where one is open, `otherwise` where not."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else otherwise
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
     """Packed windows: B rows of S tokens. A row may hold several documents and end in padding."""
@@ -75,8 +70,10 @@ class Batches(Protocol):
     steps_per_epoch: int  # Batches in one pass over the data; `batch` goes on beyond it (next epoch, another order)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
-        """The share of process `rank` of `world` in batch number `step`, from 0.
+        """The share of process `rank` of `world` in batch number `step`, from 0: a function of its arguments alone. The
+        shares of all ranks together are the same batch for every `world`, and so is what is trained."""
 
-        A function of its arguments alone (no global random state). The shares of all ranks together are the same batch
-        for every `world`: that makes training independent of the number of processes.
-        """
+
+def working_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of matrix products on `device`: autocast's where one is open, `otherwise` where not."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else otherwise

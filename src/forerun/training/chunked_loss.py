@@ -25,16 +25,56 @@ BLOCK_ELEMENTS = 1 << 18
 
 
 class Divergence(StrEnum):
-    """How far the student's probabilities q are from the target's p.
-
-    KL and cross-entropy are infinite where q is 0 and p is not: they are taken against p renormalised over the
-    student's tokens. The acceptance a is of p as it is.
-    """
+    """How far the student's probabilities q are from the target's p. KL and cross-entropy are infinite where q is 0 and
+    p is not: they are taken against p renormalised over the student's tokens. The acceptance a is of p as it is."""
 
     CROSS_ENTROPY = "cross_entropy"  # ``-sum_v p log q``: forward KL up to a constant
     LK = "lk"
     """``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)`` held constant (2602.23881)."""
     LK_LOG = "lk_log"  # ``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)
+
+
+def soft_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    row_weights: Tensor,
+    teacher: Teacher,
+    divergence: Divergence = Divergence.CROSS_ENTROPY,
+    decay: float = 3.0,
+    *,
+    skip_unknown: bool = False,
+) -> VocabularyLoss:
+    """``sum_r row_weights[r] * divergence(teacher probs of row r, student probs of row r)`` in nats.
+
+    Args:
+        hidden: (R, H), the student's states as its head reads them.
+        weight: (V, H), the student's head; gets a gradient if it asks for one.
+        row_weights: (R,) float32; rows of weight 0 cost nothing.
+        teacher: gives the target probabilities of every row, or of every G rows.
+        decay: of the KL share of `Divergence.LK`, per unit of acceptance.
+        skip_unknown: leave rows out of the loss whose likeliest token the student does not know.
+    """
+    unknown = teacher.unknown() if skip_unknown else None
+    target = _Target(weights=row_weights, teacher=teacher, divergence=divergence, decay=decay, unknown=unknown)
+    return VocabularyLoss(*_ChunkedLoss.apply(hidden, weight, target))  # type: ignore[no-untyped-call]
+
+
+def hard_loss(hidden: Tensor, weight: Tensor, row_weights: Tensor, ids: Tensor) -> VocabularyLoss:
+    """``sum_r row_weights[r] * -log student(ids[r])`` in nats, of the true tokens `ids` (R,) int64; as `soft_loss`."""
+    target = _Target(weights=row_weights, ids=ids)
+    return VocabularyLoss(*_ChunkedLoss.apply(hidden, weight, target))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyLoss:
+    """The loss, and how well student and target agree, row by row; 0 for rows of weight 0."""
+
+    loss: Tensor
+    weights: Tensor  # (R,) float32: the given weights, 0 for rows that were left out
+    agrees: Tensor
+    """(R,) float32, as the rows: 1 where both have the same likeliest token, of all that the teacher knows; 0 for hard
+    targets that it misses."""
+    overlap: Tensor  # (R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,71 +123,16 @@ class _Probs:
     renormalised: Tensor  # (.., V) float32, over the student's tokens alone
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyLoss:
-    """The loss, and how well student and target agree, row by row; 0 for rows of weight 0."""
-
-    loss: Tensor
-    weights: Tensor  # (R,) float32: the given weights, 0 for rows that were left out
-    agrees: Tensor
-    """(R,) float32, as the rows: 1 where both have the same likeliest token, of all that the teacher knows; 0 for hard
-    targets that it misses."""
-    overlap: Tensor  # (R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is accepted
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """The targets of the rows and how the distance to them is measured."""
+    """The targets of the rows, a teacher's probabilities or `ids`, and how the distance to them is measured."""
 
     weights: Tensor
-    teacher: Teacher | None
+    teacher: Teacher | None = None
     ids: Tensor | None = None
-    share: float = 1.0  # Of the mass that follows the teacher; `ids` have the rest
     divergence: Divergence = Divergence.CROSS_ENTROPY
     decay: float = 0.0
     unknown: Tensor | None = None  # (Vt,) bool: a row is left out where one of these is the teacher's likeliest token
-
-
-def soft_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    row_weights: Tensor,
-    teacher: Teacher,
-    divergence: Divergence = Divergence.CROSS_ENTROPY,
-    decay: float = 3.0,
-    *,
-    skip_unknown: bool = False,
-) -> VocabularyLoss:
-    """``sum_r row_weights[r] * divergence(teacher probs of row r, student probs of row r)`` in nats.
-
-    Args:
-        hidden: (R, H), the student's states as its head reads them.
-        weight: (V, H), the student's head; gets a gradient if it asks for one.
-        row_weights: (R,) float32; rows of weight 0 cost nothing.
-        teacher: gives the target probabilities of every row, or of every G rows.
-        decay: of the KL share of `Divergence.LK`, per unit of acceptance.
-        skip_unknown: leave rows out of the loss whose likeliest token the student does not know.
-    """
-    unknown = teacher.unknown() if skip_unknown else None
-    target = _Target(weights=row_weights, teacher=teacher, divergence=divergence, decay=decay, unknown=unknown)
-    return _apply(hidden, weight, target)
-
-
-def hard_loss(
-    hidden: Tensor, weight: Tensor, row_weights: Tensor, ids: Tensor, teacher: Teacher | None = None, share: float = 0.0
-) -> VocabularyLoss:
-    """``sum_r row_weights[r] * -log student(ids[r])`` in nats; `share` of the target mass follows `teacher` instead.
-
-    Args:
-        hidden: (R, H); weight: (V, H); row_weights: (R,) float32; ids: (R,) int64, the true tokens.
-        teacher: with `share` in (0, 1], the distribution that takes that share of the one-hot target's mass.
-    """
-    share = share if teacher is not None else 0.0
-    return _apply(hidden, weight, _Target(weights=row_weights, teacher=teacher, ids=ids, share=share))
-
-
-def _apply(hidden: Tensor, weight: Tensor, target: _Target) -> VocabularyLoss:
-    return VocabularyLoss(*_ChunkedLoss.apply(hidden, weight, target))  # type: ignore[no-untyped-call]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -193,12 +178,10 @@ def _width(following: int, target: _Target) -> int:
 
 
 def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor:
-    """`logits` (n, G, V) of the groups `chosen` (n,) become the gradients of unweighted losses, block by block.
-
-    Returns (4, n, G) float32: losses, agreement, overlap, and 1 for what enters the loss.
-    """
+    """`logits` (n, G, V) of the groups `chosen` (n,) become the gradients of unweighted losses, block by block. Returns
+    (4, n, G) float32: losses, agreement, overlap, and 1 for what enters the loss."""
     size, group, vocabulary = logits.shape
-    followed = target.teacher.logits(chosen) if target.teacher is not None and target.share else None
+    followed = target.teacher.logits(chosen) if target.teacher is not None else None
     ids = target.ids.view(-1, group)[chosen] if target.ids is not None else None
     cores = torch.get_num_threads() if logits.device.type == "cpu" else size
     step = max(1, cores * BLOCK_ELEMENTS // _width(group * vocabulary, target))
@@ -214,25 +197,21 @@ def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor
 
 def _loss_and_gradient(logits: Tensor, probs: _Probs | None, ids: Tensor | None, target: _Target) -> Tensor:
     """(4, n, G): losses, agreement, overlap, entering, of `logits` (n, G, V) float32, which become their gradient.
-
-    `probs` of the teacher (n, 1, V); `ids` (n, G), the true tokens.
-    """
+    `probs` of the teacher (n, 1, V); `ids` (n, G), the true tokens."""
     best = logits.argmax(-1, keepdim=True)
     losses = logits.gather(-1, best).squeeze(-1)
     if probs is not None:
-        losses -= target.share * (logits @ probs.renormalised.transpose(1, 2)).squeeze(-1)
+        losses -= (logits @ probs.renormalised.transpose(1, 2)).squeeze(-1)
     if ids is not None:
-        losses -= (1 - target.share) * logits.gather(-1, ids[..., None]).squeeze(-1)
+        losses -= logits.gather(-1, ids[..., None]).squeeze(-1)
     student = torch.softmax(logits, -1, out=logits)
     losses -= student.gather(-1, best).squeeze(-1).log()
     agrees, overlap, entered = _agreement(student, best.squeeze(-1), probs, ids, target)
-    if target.divergence is Divergence.CROSS_ENTROPY:
-        if probs is not None:
-            student.sub_(probs.renormalised, alpha=target.share)
-        if ids is not None:
-            student.scatter_add_(-1, ids[..., None], torch.full_like(losses[..., None], target.share - 1))
-    else:
-        assert probs is not None
+    if ids is not None:
+        student.scatter_add_(-1, ids[..., None], torch.full_like(losses[..., None], -1.0))
+    elif probs is not None and target.divergence is Divergence.CROSS_ENTROPY:
+        student.sub_(probs.renormalised)
+    elif probs is not None:
         losses = _acceptance(student, probs, losses, overlap, target)
     return torch.stack([losses, agrees, overlap, entered])
 
@@ -242,9 +221,9 @@ def _agreement(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(n, G) each: whether the student's likeliest tokens `best` are the wanted ones, overlap, and what enters."""
     entered = torch.ones_like(best, dtype=torch.float32)
-    if probs is None or target.teacher is None:
-        assert ids is not None, "a loss needs a teacher or ids"
+    if ids is not None:
         return best.eq(ids).float(), torch.zeros_like(entered), entered
+    assert probs is not None and target.teacher is not None, "a loss needs a teacher or ids"
     tokens = target.teacher.tokens
     agrees = (best if tokens is None else tokens[best]).eq(probs.best).float()
     if target.unknown is not None:

@@ -102,11 +102,8 @@ class TrainRecipe(Generic[Settings]):
 def read_recipe(
     kind: str, path: str | Path | None, words: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainRecipe[Any]:
-    """A recipe for a kind of head from a YAML file, then from flags, then from ``key.sub=value`` words.
-
-    ArgumentError for a file that is no mapping, a word that is not ``key=value``, a key that is unknown (the message
-    names the nearest) or missing, or a value of the wrong type.
-    """
+    """A recipe for a kind of head from a YAML file, then from flags, then from ``key.sub=value`` words; ArgumentError
+    for whatever is not understood, unknown keys with the nearest."""
     values: Any = {}
     if path is not None:
         try:
@@ -130,16 +127,14 @@ def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
     plain = json.dumps({"objective": {}, **values, "kind": kind}, default=str)
     recipe_of: Any = TrainRecipe
     try:
-        recipe: TrainRecipe[Any] = TypeAdapter(recipe_of[settings]).validate_json(plain)
+        return TypeAdapter(recipe_of[settings]).validate_json(plain)  # type: ignore[no-any-return]
     except ValidationError as error:
         raise ArgumentError("; ".join(_complaint(found, settings) for found in error.errors())) from None
-    return recipe
 
 
 def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
     """Every value, defaults included, as JSON and YAML know them."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return plain
+    return json.loads(json.dumps(dataclasses.asdict(recipe)))  # type: ignore[no-any-return]
 
 
 MAY_CHANGE = ("output", "trackers", "target_parallel", "objective.gradient_checkpointing", "evaluation.settings.rows")
@@ -150,9 +145,8 @@ def flat(recipe: Any, where: str = "") -> dict[str, Any]:
     """Every value of a recipe under its whole key: ``objective.steps``."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(recipe):
-        value = getattr(recipe, item.name)
-        nested = dataclasses.is_dataclass(value)
-        found.update(flat(value, f"{where}{item.name}.") if nested else {where + item.name: value})
+        value, key = getattr(recipe, item.name), where + item.name
+        found |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return found
 
 
@@ -161,10 +155,9 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
     if found["type"] == "value_error":
         return str(found["ctx"]["error"])
     path: list[str] = [part for part in found["loc"] if isinstance(part, str)]
-    key, parent = ".".join(path), _type_at(path[:-1], settings)
+    key = ".".join(path)
     if found["type"] == "unexpected_keyword_argument":
-        known = [item.name for item in dataclasses.fields(parent)]
-        where = key.removesuffix(path[-1])
+        known, where = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))], key[: -len(path[-1])]
         return f"unknown key {key!r}; there are {', '.join(where + name for name in known)}.{nearest(path[-1], known)}"
     hint = _type_at(path, settings)
     if found["type"] == "missing" and len(path) == len(found["loc"]):
@@ -175,7 +168,6 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
 
 
 def _type_at(path: Sequence[str], settings: type) -> Any:
-    """The type of the value under a key."""
     hint: Any = TrainRecipe
     for name in path:
         hint = settings if name == "objective" else typing.get_type_hints(hint)[name]

@@ -41,71 +41,93 @@ from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSett
 from forerun.types import SamplingParams, SpeculationStats
 
 
-def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
-    """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it.
+def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
+    """Load and check everything, on the device of this process; nothing is trained yet."""
+    kind = kind_named(recipe.kind)
+    make_objective = objective_for(kind)
+    format_for(kind.stored_as)  # what could not be written need not be trained
+    model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
+    data = PreparedData.open(recipe.data, tokenizer=tokenizer)
+    head = _head(recipe, model, data).to(model.device)
+    settings = dataclasses.replace(
+        recipe.objective,
+        gradient_checkpointing=recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing,
+    )
+    objective: Objective = make_objective(head, FrozenTarget.of(model), settings)
+    windows = PackedWindows(data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
+    prompts = PreparedData.open(recipe.evaluation.prompts) if recipe.evaluation.prompts is not None else None
+    return Run(
+        recipe=recipe,
+        model=model,
+        data=data,
+        prompts=prompts,
+        head=head,
+        objective=objective,
+        batches=_batches(recipe, model, tokenizer, windows, head, parallel.world),
+        evaluate=None if prompts is None else _evaluation(recipe.evaluation, prompts, model, head),
+    )
 
-    `spread`: ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part
-    of each layer on every process, by transformers' ``tp_plan``. Embedding and output head stay whole everywhere: the
-    head that is trained reads both.
 
-    Raises:
-        ArgumentError: the target's heads cannot be split over so many processes.
-        CheckpointError: no target there, or it is broken.
-    """
-    from transformers import AutoTokenizer
+def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
+    kind = kind_named(recipe.kind)
+    if recipe.draft.start is not None:
+        if recipe.draft.options or recipe.draft.vocab_size is not None:
+            raise ArgumentError("draft.start brings its own shape; leave draft.options and draft.vocab_size away")
+        found = read_head(recipe.draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
+        own = found.config.kind
+        if own != kind.stored_as:
+            raise ArgumentError(f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}")
+        return found.build(torch.float32)  # type: ignore[no-any-return]
+    config = kind.head.Config.for_target(kind.name, model, recipe.draft.vocab_size, recipe.draft.options)
+    counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
+    ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)
+    return kind.head.initial(model, config, ids, seed=recipe.training.seed)
 
-    path = demo.resolve(name)
-    if parallel.world == 1 or spread == "none":
-        model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device)))
+
+def _batches(
+    recipe: TrainRecipe[Any], model: Any, tokenizer: Any, windows: PackedWindows, head: Head, world: int
+) -> RunBatches:
+    source: OnlineFeatures | OfflineFeatures
+    if recipe.features is None:
+        source = OnlineFeatures(model, head.config.boundaries)
     else:
-        model = _tensor_parallel(path, dtype, parallel) if spread == "tp" else _sharded(path, dtype, parallel)
-    return model.requires_grad_(False), AutoTokenizer.from_pretrained(path)
+        target, config = demo.resolve(recipe.target), head.config
+        wanted = wanted_manifest(target, tokenizer, windows.data, config.boundaries, config.target_hidden_size)
+        source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), windows)
+    return RunBatches(
+        windows=windows,
+        source=source,
+        device=model.device,
+        steps_per_epoch=windows.steps_per_epoch(world),
+        together=recipe.target_parallel == "tp",
+    )
 
 
-def _open(name: str | Path, options: LoadOptions) -> Any:
-    return open_model(name, options, read_config(name, options), quiet=True)
+def _evaluation(wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head) -> Evaluate:
+    count = min(wanted.count, len(source))
+    prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
+    evaluation = Evaluation(model, prompts, wanted.settings)
+    return lambda step: evaluation(head)
 
 
-def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
-    """Load and shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
-    mesh = init_device_mesh(parallel.device.type, (parallel.world,))
-    mine = int(os.environ.get("LOCAL_RANK", parallel.rank))
-    model = None
-    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world))):
-        if turn == mine:
-            model = _open(name, LoadOptions(dtype=dtype, device="cpu"))
-            for layer in layers_of(base_of(model), text_config(model).num_hidden_layers)[1]:
-                fully_shard(layer, mesh=mesh)
-            model.to(parallel.device)
-        parallel.wait()
-    assert model is not None, "torchrun numbers the processes of a machine from 0"
-    return model
-
-
-def _tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> Any:
-    """Load by transformers' ``tp_plan``: each process reads its part of the layers only."""
-    options = LoadOptions(dtype=dtype, tp_plan="auto")
-    config = read_config(name, options)
-    text = config.get_text_config(decoder=True)
-    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if groups % parallel.world:
-        raise ArgumentError(
-            f"target_parallel=tp gives each of {parallel.world} processes as many key-value heads, but the target has "
-            f"{groups}: use target_parallel=fsdp, or a number of processes that divides {groups}"
-        )
-    model = open_model(name, options, config, quiet=True)
-    # Gather embedding and output head, and let them run as they would without a plan.
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = output.weight is embedding.weight
-    for module in (embedding, output):
-        for weight_name, weight in list(module.named_parameters(recurse=False)):
-            if isinstance(weight, DTensor):
-                setattr(module, weight_name, nn.Parameter(weight.full_tensor(), requires_grad=False))
-        # transformers puts the plan's forward, with its exchange between processes, on the instance.
-        module.__dict__.pop("forward", None)
-    if tied:
-        output.weight = embedding.weight
-    return model
+def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
+    """Train, take the best weights, write the finished head; every process must call it. The outcome, for a report."""
+    recipe, output = run.recipe, Path(run.recipe.output)
+    trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
+    result = train(
+        run.objective,
+        run.batches,
+        recipe.training,
+        output,
+        parallel=parallel,
+        trackers=trackers,
+        evaluate=run.evaluate,
+        recipe=run.fixed(parallel),
+        allow_changes=allow_changes,
+    )
+    weights = output / "best" if result.best is not None else result.checkpoint
+    outcome = {name: value for name, value in dataclasses.asdict(result).items() if name != "checkpoint"}
+    return outcome | {"interrupted": result.interrupted, "head": parallel.on_first(lambda: str(run.export(weights)))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,10 +168,8 @@ class Run:
         }
 
     def fixed(self, parallel: Parallel) -> dict[str, Any]:
-        """What a resumed run must keep besides the settings of the loop, by key.
-
-        Directories count by what they hold, so that they may move.
-        """
+        """What a resumed run must keep besides the settings of the loop, by key. Directories count by what they hold,
+        so that they may move."""
         values = flat(self.recipe).items()
         found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
         contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
@@ -188,100 +208,22 @@ class RunBatches(Batches):
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
         if isinstance(self.source, OfflineFeatures):
             return self.source.features(step, rank, world).to(self.device)
-        mine = None
         for member in range(world) if self.together else (rank,):
             found = self.source.features(self.windows.batch(step, member, world).to(self.device))
-            mine = found if member == rank else mine
-        assert mine is not None
+            if member == rank:
+                mine = found
         return mine
 
 
-def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
-    """Load and check everything, on the device of this process; nothing is trained yet."""
-    kind = kind_named(recipe.kind)
-    make_objective = objective_for(kind)
-    format_for(kind.stored_as)  # what could not be written need not be trained
-    model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
-    data = PreparedData.open(recipe.data, tokenizer=tokenizer)
-    head = _head(recipe, model, data).to(model.device)
-    settings = dataclasses.replace(
-        recipe.objective,
-        gradient_checkpointing=recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing,
-    )
-    objective: Objective = make_objective(head, FrozenTarget.of(model), settings)
-    windows = PackedWindows(data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
-    prompts = PreparedData.open(recipe.evaluation.prompts) if recipe.evaluation.prompts is not None else None
-    return Run(
-        recipe=recipe,
-        model=model,
-        data=data,
-        prompts=prompts,
-        head=head,
-        objective=objective,
-        batches=_batches(recipe, model, tokenizer, windows, head, parallel.world),
-        evaluate=None if prompts is None else _evaluation(recipe.evaluation, prompts, model, head),
-    )
-
-
-def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
-    kind = kind_named(recipe.kind)
-    if recipe.draft.start is not None:
-        if recipe.draft.options or recipe.draft.vocab_size is not None:
-            raise ArgumentError("draft.start brings its own shape; leave draft.options and draft.vocab_size away")
-        layers = model.config.get_text_config().num_hidden_layers
-        found = read_head(recipe.draft.start, num_layers=layers)
-        if found.config.kind != kind.stored_as:
-            raise ArgumentError(
-                f"draft.start holds a head of the kind {found.config.kind}; go on with it by: forerun train "
-                f"{found.config.kind}"
-            )
-        head: Head = found.build(torch.float32)
-        return head
-    config = kind.head.Config.for_target(kind.name, model, recipe.draft.vocab_size, recipe.draft.options)
-    ids = None
-    if config.reduced_vocabulary:
-        ids = draft_vocabulary(token_counts(data, config.vocab_size), config.draft_vocab_size)
-    return kind.head.initial(model, config, ids, seed=recipe.training.seed)
-
-
-def _batches(
-    recipe: TrainRecipe[Any], model: Any, tokenizer: Any, windows: PackedWindows, head: Head, world: int
-) -> RunBatches:
-    source: OnlineFeatures | OfflineFeatures
-    if recipe.features is None:
-        source = OnlineFeatures(model, head.config.boundaries)
-    else:
-        target, config = demo.resolve(recipe.target), head.config
-        wanted = wanted_manifest(target, tokenizer, windows.data, config.boundaries, config.target_hidden_size)
-        source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), windows)
-    return RunBatches(
-        windows=windows,
-        source=source,
-        device=model.device,
-        steps_per_epoch=windows.steps_per_epoch(world),
-        together=recipe.target_parallel == "tp",
-    )
-
-
-def _evaluation(wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head) -> Evaluate:
-    count = min(wanted.count, len(source))
-    prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
-    evaluation = Evaluation(model, prompts, wanted.settings)
-    return lambda step: evaluation(head)
-
-
 class Evaluation:
-    """Acceptance of a head in real speculative decoding of held-out prompts, pooled over all steps."""
+    """Acceptance of a head in real speculative decoding of held-out `prompts` (token ids) by the target `model`."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings) -> None:
-        """`model` is the target, a transformers causal LM; `prompts` are token ids."""
         self.model, self.prompts, self.settings = model, [list(prompt) for prompt in prompts], settings
 
     def __call__(self, head: Head) -> Mapping[str, float]:
-        """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included.
-
-        Also ``acceptance_0`` ...: how often the chain at temperature 0 got that far.
-        """
+        """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included. Also
+        ``acceptance_0`` ...: how often the chain at temperature 0 got that far."""
         from forerun import LLM
 
         drafting = copy.deepcopy(head).to(self.model.device, self.model.dtype).eval()
@@ -318,22 +260,62 @@ class Evaluation:
         return total
 
 
-def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
-    """Train, take the best weights, write the finished head; every process must call it. The outcome, for a report."""
-    recipe, output = run.recipe, Path(run.recipe.output)
-    trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
-    result = train(
-        run.objective,
-        run.batches,
-        recipe.training,
-        output,
-        parallel=parallel,
-        trackers=trackers,
-        evaluate=run.evaluate,
-        recipe=run.fixed(parallel),
-        allow_changes=allow_changes,
-    )
-    weights = output / "best" if result.best is not None else result.checkpoint
-    outcome = dataclasses.asdict(result) | {"interrupted": result.interrupted}
-    del outcome["checkpoint"]
-    return outcome | {"head": parallel.on_first(lambda: str(run.export(weights)))}
+def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
+    """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it.
+
+    `spread`: ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part
+    of each layer on every process, by transformers' ``tp_plan``; ArgumentError if the heads cannot be split over so
+    many. Embedding and output head stay whole everywhere: the head that is trained reads both.
+    """
+    from transformers import AutoTokenizer
+
+    path = demo.resolve(name)
+    if parallel.world == 1 or spread == "none":
+        model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device)))
+    else:
+        model = _tensor_parallel(path, dtype, parallel) if spread == "tp" else _sharded(path, dtype, parallel)
+    return model.requires_grad_(False), AutoTokenizer.from_pretrained(path)
+
+
+def _open(name: str | Path, options: LoadOptions) -> Any:
+    return open_model(name, options, read_config(name, options), quiet=True)
+
+
+def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
+    """Load and shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
+    mesh = init_device_mesh(parallel.device.type, (parallel.world,))
+    mine = int(os.environ.get("LOCAL_RANK", parallel.rank))
+    model = None
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world))):
+        if turn == mine:
+            model = _open(name, LoadOptions(dtype=dtype, device="cpu"))
+            for layer in layers_of(base_of(model), text_config(model).num_hidden_layers)[1]:
+                fully_shard(layer, mesh=mesh)
+            model.to(parallel.device)
+        parallel.wait()
+    assert model is not None, "torchrun numbers the processes of a machine from 0"
+    return model
+
+
+def _tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> Any:
+    options = LoadOptions(dtype=dtype, tp_plan="auto")
+    text = read_config(name, options).get_text_config(decoder=True)
+    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if groups % parallel.world:
+        raise ArgumentError(
+            f"target_parallel=tp gives each of {parallel.world} processes as many key-value heads, but the target has "
+            f"{groups}: use target_parallel=fsdp, or a number of processes that divides {groups}"
+        )
+    model = _open(name, options)
+    # Gather embedding and output head, and let them run as they would without a plan.
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = output.weight is embedding.weight
+    for module in (embedding, output):
+        for weight_name, weight in list(module.named_parameters(recurse=False)):
+            if isinstance(weight, DTensor):
+                setattr(module, weight_name, nn.Parameter(weight.full_tensor(), requires_grad=False))
+        # transformers puts the plan's forward, with its exchange between processes, on the instance.
+        module.__dict__.pop("forward", None)
+    if tied:
+        output.weight = embedding.weight
+    return model

@@ -94,7 +94,7 @@ def test_another_tokenizer_or_template_is_refused_by_name(tmp_path: Path) -> Non
 
 def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
     store(tmp_path / "data", DOCUMENTS)
-    with pytest.raises(DataError, match="exists"):
+    with pytest.raises(ArgumentError, match="exists"):
         store(tmp_path / "data", DOCUMENTS)
 
     def breaking() -> Iterator[tuple[list[int], list[bool]]]:

@@ -93,10 +93,7 @@ def convert(model: Any, mode: Any) -> Any:
 
 def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
     """Attach the head that was saved in `directory`, if any, to its base model; returns the same object.
-
-    Raises:
-        CheckpointError: the head is incomplete, or not this model's.
-    """
+    CheckpointError for a head that is incomplete, or not this model's."""
     loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
     if not isinstance(directory, str | Path):
         return model
@@ -181,13 +178,8 @@ class EagleModel:
     def set_draft_vocabulary(self, token_ids: Sequence[int] | Tensor) -> None:
         """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.
 
-        The head's output rows start as the base model's.
-
-        Args:
-            token_ids: (Vd,) distinct ids, in any order; the most frequent of the training data, as a rule.
-
-        Raises:
-            ArgumentError: the wrong number of ids, one twice, one outside the vocabulary, or they are known already.
+        `token_ids` (Vd,) are distinct, in any order; the most frequent of the training data, as a rule. The head's
+        output rows start as the base model's. ArgumentError for other ids, or if they are known already.
         """
         ids = checked_ids(token_ids, self.eagle_module.config)
         if self._eagle_ready:
@@ -207,28 +199,21 @@ class EagleModel:
     ) -> None:
         """Write the base model as an ordinary transformers checkpoint, and the head beside it in ``eagle_head/``.
 
-        The head keeps its dtype (float32) for further training; `export_head` writes one for an engine.
-
-        Raises:
-            ArgumentError: `push_to_hub`, which would leave the head behind, or the draft vocabulary is not set.
+        The head keeps its dtype (float32) for further training; `export_head` writes one for an engine. ArgumentError
+        for `push_to_hub`, which would leave the head behind, or if the draft vocabulary is not set.
         """
         if options.get("push_to_hub"):
             raise ArgumentError("save_pretrained: save first, then upload the folder: push_to_hub would omit the head")
         self._check_ready()
-        whole = cast(Any, self).state_dict() if state_dict is None else state_dict
-        prefix = f"{HEAD}."
-        if not any(name.startswith(prefix) for name in whole):
-            whole = {**whole, **self.eagle_module.state_dict(prefix=prefix)}
+        whole, prefix = cast(Any, self).state_dict() if state_dict is None else state_dict, f"{HEAD}."
         base = {name: tensor for name, tensor in whole.items() if not name.startswith(prefix)}
         cast(Any, super()).save_pretrained(save_directory, is_main_process=is_main_process, state_dict=base, **options)
         if not is_main_process:
             return
-        head = {name.removeprefix(prefix): whole[name] for name in whole if name.startswith(prefix)}
-        checkpoint = HeadCheckpoint(
-            config=self.eagle_module.config,
-            tensors={name: tensor.detach().cpu().clone() for name, tensor in head.items()},
-        )
-        directory = Path(save_directory)
+        head = {name: tensor for name, tensor in whole.items() if name.startswith(prefix)}
+        head = head or self.eagle_module.state_dict(prefix=prefix)
+        tensors = {name.removeprefix(prefix): tensor.detach().cpu().clone() for name, tensor in head.items()}
+        checkpoint, directory = HeadCheckpoint(config=self.eagle_module.config, tensors=tensors), Path(save_directory)
         write_head(checkpoint, directory / FOLDER, "flat", self._facts(str(directory.absolute())))
         record = {"algorithm": "eagle", "config": self._eagle_settings.given}
         with written(directory / MARKER) as fresh:
@@ -256,15 +241,8 @@ class EagleModel:
     ) -> Exported:
         """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture.
 
-        Args:
-            directory: a new or empty directory, or a former export.
-            to: vllm, sglang, trtllm, speculators or hf.
-            target: path or hub id under which the engine finds the base model; None: where it was loaded from.
-            force: write also what the engine degrades or cannot load.
-
-        Raises:
-            ArgumentError: `to` is unknown, the directory holds other things, or the draft vocabulary is not set.
-            CheckpointError: the engine would not serve the head as it was trained.
+        `target` is the path or hub id under which the engine finds the base model; None: where it was loaded from. For
+        the rest, and the errors, see `checkpoints.engines.export_head`; ArgumentError, too, without a draft vocabulary.
         """
         self._check_ready()
         head = _for_export(self, self._eagle_settings)
@@ -306,11 +284,9 @@ class EagleModel:
         return bool(cast(Any, self).training) and given.get("past_key_values") is None
 
     def _eagle_loss(self, given: Mapping[str, Any]) -> EagleOutput | tuple[Any, ...]:
-        """The head's loss on a batch as collators make it."""
         self._check_ready()
         if given.get("input_ids") is None:
             raise ArgumentError("a converted model computes its loss from input_ids; inputs_embeds are not enough")
-        settings = self._eagle_settings
         batch = token_batch(given["input_ids"], **{name: given.get(name) for name in OTHER_INPUTS})
         self._eagle_reading = True
         try:
@@ -322,8 +298,8 @@ class EagleModel:
         report = self._eagle_objective(checkpointing=saving and torch.is_grad_enabled())(found)
         self._eagle_fresh = self._eagle_fresh and not torch.is_grad_enabled()
         accuracy = None
-        if settings.report_accuracy:
-            pairs = [report.metrics[f"acceptance_{step}"] for step in range(settings.steps)]
+        if self._eagle_settings.report_accuracy:
+            pairs = [report.metrics[f"acceptance_{step}"] for step in range(self._eagle_settings.steps)]
             accuracy = torch.stack([hits / count.clamp_min(1) for hits, count in pairs]).tolist()
         # Nothing counted: a loss of 0 that still reaches every parameter.
         loss = report.loss / torch.where(report.weight > 0, report.weight, 1.0)
@@ -359,10 +335,8 @@ def checked_ids(token_ids: Sequence[int] | Tensor, config: EagleConfig) -> Tenso
 
 @functools.cache
 def converted_class(base: type) -> type:
-    """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture.
-
-    ``forward`` takes what the base's takes, and ``loss_mask``.
-    """
+    """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture. ``forward``
+    takes what the base's takes, and ``loss_mask``."""
     plain = cast(Any, base).forward
     own = inspect.signature(plain)
     mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
@@ -402,10 +376,10 @@ def _for_export(model: Any, settings: ConvertSettings) -> HeadCheckpoint:
     config, tensors = model.eagle_module.config, dict(HeadCheckpoint.of(model.eagle_module).tensors)
     if config.generation == 3 and not config.own_lm_head:
         config = dataclasses.replace(config, own_lm_head=True)
-        tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu().clone()
+        tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu()
     if settings.export_rope_scaling is not None and config.rope_scaling is None:
         config = dataclasses.replace(config, rope_scaling=dict(settings.export_rope_scaling))
-    dtype: torch.dtype = getattr(torch, settings.export_dtype)
+    dtype = getattr(torch, settings.export_dtype)
     tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     return HeadCheckpoint(config=config, tensors=tensors)
 
@@ -432,8 +406,7 @@ def token_batch(
             raise ArgumentError(f"{name} must be shaped like {shapes}")
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     counts = real if loss_mask is None else real & loss_mask.bool()
-    if labels is not None:
-        counts = counts & (labels != IGNORED)
+    counts = counts if labels is None else counts & (labels != IGNORED)
     # Stable: the real tokens of a row keep their order.
     order = torch.sort((~real).long(), dim=1, stable=True).indices
     real, counts, tokens = (values.gather(1, order) for values in (real, counts, input_ids))

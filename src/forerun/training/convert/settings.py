@@ -23,7 +23,7 @@ VOCABULARY_IDS = "eagle_draft_vocab_ids"
 FEATURE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Key:
     """One key of the configuration."""
 
@@ -42,62 +42,56 @@ _PARALLEL = "the head drafts one token after the other"
 
 KEYS: dict[str, Key] = {
     "eagle_offline": Key(
-        default=False, refusal="features come from the model itself; train on stored ones with `forerun train eagle3`"
+        False, "features come from the model itself; train on stored ones with `forerun train eagle3`"
     ),
-    "eagle_hidden_state_distillation": Key(default=False),
+    "eagle_hidden_state_distillation": Key(False),
     "eagle_self_logit_distillation": Key(
-        default=True, refusal="the head always learns the base model's own distribution, not the labels"
+        True, "the head always learns the base model's own distribution, not the labels"
     ),
-    "eagle_freeze_base_model": Key(default=True, refusal=_LORA),
-    "eagle_report_acc": Key(default=True),
-    "eagle_reuse_base_decoder": Key(default=False, refusal=_LLAMA),
-    "eagle_loss_decay_factor": Key(default=0.9),
-    ARCHITECTURE: Key(default={}),
-    "eagle_decoder_type": Key(default="llama", refusal=_LLAMA),
-    "eagle_ttt_steps": Key(default=3),
-    "eagle_mix_hidden_states": Key(default=False, refusal="every step reads the keys of all steps before it"),
+    "eagle_freeze_base_model": Key(True, _LORA),
+    "eagle_report_acc": Key(True),
+    "eagle_reuse_base_decoder": Key(False, _LLAMA),
+    "eagle_loss_decay_factor": Key(0.9),
+    ARCHITECTURE: Key({}),
+    "eagle_decoder_type": Key("llama", _LLAMA),
+    "eagle_ttt_steps": Key(3),
+    "eagle_mix_hidden_states": Key(False, "every step reads the keys of all steps before it"),
     # Speed alone: the loss does without a compiler, so both values mean the same.
-    "eagle_use_torch_compile": Key(default=True),
-    "eagle_enable_nvtx": Key(default=False, refusal="there are no NVTX ranges; use torch.profiler"),
+    "eagle_use_torch_compile": Key(True),
+    "eagle_enable_nvtx": Key(False, "there are no NVTX ranges; use torch.profiler"),
     # ModelOpt exports yarn x 32, another rope than the head was trained with. Here a head is exported as it is.
-    "eagle_export_rope_scaling": Key(default={}),
-    **{f"eagle_base_lora{name}": Key(default=default, refusal=_LORA) for name, default in _LORA_DEFAULTS.items()},
-    VOCABULARY_IDS: Key(default=None, ours=True),
+    "eagle_export_rope_scaling": Key({}),
+    **{f"eagle_base_lora{name}": Key(default, _LORA) for name, default in _LORA_DEFAULTS.items()},
+    VOCABULARY_IDS: Key(None, ours=True),
 }
 """Of the configuration itself. `eagle_draft_vocab_ids` (Vd,) names the tokens that the head can propose."""
 
+_LAYER_DEFAULTS: dict[str, Any] = {
+    **{"num_hidden_layers": 1, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"head_dim": 128, "initializer_range": 0.01, "rms_norm_eps": 1e-5, "mlp_bias": False, "attention_bias": False},
+}
 ARCHITECTURE_KEYS: dict[str, Key] = {
-    "hidden_act": Key(default="silu"),
+    "hidden_act": Key("silu"),
     # Of the exported head; it trains in float32.
-    "torch_dtype": Key(default="bfloat16"),
-    "position_embedding_type": Key(default="rope", refusal="the head rotates its queries and keys"),
-    "rope_scaling": Key(default={"rope_type": "default", "rope_theta": 10000}),
-    "rope_theta": Key(default=10000),
-    "num_hidden_layers": Key(default=1),
-    "intermediate_size": Key(default=14336),
-    "num_attention_heads": Key(default=32),
-    "num_key_value_heads": Key(default=8),
-    "head_dim": Key(default=128),
-    "initializer_range": Key(default=0.01),
-    "rms_norm_eps": Key(default=1e-5),
-    "mlp_bias": Key(default=False),
-    "attention_bias": Key(default=False),
-    "attention_dropout": Key(default=0.0, refusal="the head has no dropout"),
+    "torch_dtype": Key("bfloat16"),
+    "position_embedding_type": Key("rope", "the head rotates its queries and keys"),
+    "rope_scaling": Key({"rope_type": "default", "rope_theta": 10000}),
+    "rope_theta": Key(10000),
+    **{name: Key(default) for name, default in _LAYER_DEFAULTS.items()},
+    "attention_dropout": Key(0.0, "the head has no dropout"),
     # The three that make an EAGLE-3 head; they must agree.
-    "use_input_layernorm_in_first_layer": Key(default=True),
-    "use_last_layernorm": Key(default=True),
-    "use_aux_hidden_state": Key(default=True),
-    "eagle_aux_hidden_state_layer_ids": Key(default=[]),
-    "use_mtp_layernorm": Key(default=False, refusal="multi-token-prediction heads are of another kind"),
-    "parallel_draft_step": Key(default=1, refusal=_PARALLEL),
-    "parallel_draft_heads_num_layers": Key(default=1, refusal=_PARALLEL),
-    "has_lm_head": Key(default=False),
+    "use_input_layernorm_in_first_layer": Key(True),
+    "use_last_layernorm": Key(True),
+    "use_aux_hidden_state": Key(True),
+    "eagle_aux_hidden_state_layer_ids": Key([]),
+    "use_mtp_layernorm": Key(False, "multi-token-prediction heads are of another kind"),
+    "parallel_draft_step": Key(1, _PARALLEL),
+    "parallel_draft_heads_num_layers": Key(1, _PARALLEL),
+    "has_lm_head": Key(False),
     # Taken from the base model where they are not given.
-    **dict.fromkeys(
-        ("hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings"), Key(default=None, ours=True)
-    ),
+    **dict.fromkeys(("hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings"), Key(None, ours=True)),
     # Variants that ModelOpt 0.47 cannot train: EAGLE-3.1, speculators, Qwen3-like heads.
-    **dict.fromkeys((*FEATURE_NORMS, "qk_norm"), Key(default=False, ours=True)),
+    **dict.fromkeys((*FEATURE_NORMS, "qk_norm"), Key(False, ours=True)),
 }
 
 
@@ -144,32 +138,28 @@ class ConvertSettings:
     export_rope_scaling: Mapping[str, Any] | None
     """Written over a default rope when the head is exported; None: as it was trained."""
     draft_vocab_ids: tuple[int, ...] | None
-
     export_dtype: str
 
 
 def read_mode(mode: Any) -> ConvertSettings:
     """From what `convert` is given: ``[("eagle", config)]`` or ``{"algorithm": "eagle", "config": config}``."""
-    pairs = [mode] if isinstance(mode, Mapping) else mode
-    if not isinstance(pairs, Sequence) or isinstance(pairs, str) or len(pairs) != 1:
-        raise ArgumentError(f'convert: mode must be [("eagle", config)], one pair in a list; got {reprlib.repr(mode)}')
-    pair = pairs[0]
-    if isinstance(pair, Mapping) and set(pair) <= {"algorithm", "config"}:
-        pair = (pair.get("algorithm"), pair.get("config", {}))
-    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise ArgumentError(f'convert: mode must hold a pair ("eagle", config), got {reprlib.repr(pair)}')
-    name, config = pair
+    match [mode] if isinstance(mode, Mapping) else mode:
+        case [{**pair}] if pair.keys() <= {"algorithm", "config"}:
+            name, config = pair.get("algorithm"), pair.get("config", {})
+        case [[name, config]]:
+            pass
+        case _:
+            raise ArgumentError(
+                f'convert: mode must be [("eagle", config)], a pair in a list; got {reprlib.repr(mode)}'
+            )
     if name != "eagle":
         raise ArgumentError(f"convert: there is no mode {name!r}; heads of the kind 'eagle' can be attached")
     return read_settings({} if config is None else config)
 
 
 def read_settings(config: Any) -> ConvertSettings:
-    """A configuration, checked key by key; what is missing takes the value of `EAGLE3_DEFAULT_CFG`.
-
-    Raises:
-        ArgumentError: an unknown key (naming the nearest), a value of the wrong type, or one that is not supported.
-    """
+    """A configuration, checked key by key; what is missing takes the value of `EAGLE3_DEFAULT_CFG`. ArgumentError for
+    an unknown key (naming the nearest), a value of the wrong type, or one that is not supported."""
     found = _checked(config, KEYS, "")
     shape = _checked(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
     _check_kind(found, shape)
@@ -210,8 +200,7 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
         options["max_position_embeddings"] = shape["max_position_embeddings"]
     third = shape["use_aux_hidden_state"]
     if third:
-        layers = shape["eagle_aux_hidden_state_layer_ids"]
-        options["boundaries"] = _boundaries(layers, text.num_hidden_layers)
+        options["boundaries"] = _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)
     return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
 
@@ -231,16 +220,10 @@ def _checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]
 
 
 def _check_type(value: Any, default: Any, name: str) -> None:
-    kind = type(default)
-    if default is None:
-        if value is None or not name.startswith(ARCHITECTURE):
-            return
-        kind = int  # a size
-    if name.endswith("torch_dtype") or (kind is dict and value is None):
+    if (value is None and isinstance(default, dict | None)) or name.endswith(("torch_dtype", VOCABULARY_IDS)):
         return
+    kind = int if default is None else float if name.endswith("rope_theta") else type(default)
     wanted: Any = {float: (int, float), dict: Mapping, list: Sequence}.get(kind, kind)
-    if name.endswith("rope_theta"):
-        wanted = (int, float)
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
         raise ArgumentError(f"convert: {name} must be of the type {kind.__name__}, got {value!r}")
 

@@ -14,6 +14,7 @@ from forerun.drafters.lookup import datastore as layout
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
 from forerun.training.data.prepare import NO_TEMPLATE, BadRecords, Record, apply_template, usable_records
+from forerun.training.data.store import check_new
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:
@@ -32,19 +33,11 @@ def build(
     bad: BadRecords | None = None,
     tell: Tell = lambda words: None,
 ) -> layout.Manifest:
-    """A datastore directory from data files.
+    """A datastore directory from data files, as `prepare.read_records` takes them, with the target's `tokenizer`.
 
-    Args:
-        paths: plain text, or JSONL, JSON and parquet with `text`, `messages`, `conversations` or `prompt`.
-        tokenizer: the target's.
-        output: the directory to write; must not hold anything yet.
-        name: the target's name for the manifest; the tokenizer's own if None.
-        bad: what to do with records that cannot be used; stops at the first if None.
-        tell: is told what is being done.
-
-    Raises:
-        DataError: a file or record that cannot be used, or nothing to draft from.
-        ArgumentError: `output` holds something, or there are too many tokens.
+    `name` is the target's for the manifest; `bad` says what to do with records that cannot be used, None stops at the
+    first; `tell` hears what is being done. DataError for a file or record that cannot be used, or nothing to draft
+    from; ArgumentError if `output` holds something, or there are too many tokens.
     """
     files = [Path(path) for path in paths]
     if not files:
@@ -65,13 +58,10 @@ def write(
     sources: Sequence[Mapping[str, Any]] = (),
     tell: Tell = lambda words: None,
 ) -> layout.Manifest:
-    """A datastore directory from token ids; errors as `build`. It appears when it is complete, or not at all.
-
-    Sorting takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins.
-    """
+    """A datastore directory from token ids; errors as `build`. It appears when it is complete, or not at all. Sorting
+    takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins."""
     final = Path(output).expanduser().absolute()
-    if final.is_file() or (final.is_dir() and any(final.iterdir())):
-        raise ArgumentError(f"{final} holds something already; name a new directory for the datastore")
+    check_new(final)
     with written_folder(final) as folder:
         count = _write_tokens(documents, folder / layout.TOKENS, tell)
         text = np.fromfile(folder / layout.TOKENS, dtype=layout.ITEM)

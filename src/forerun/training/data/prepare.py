@@ -24,15 +24,108 @@ SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
-    "system": "system",
-    "developer": "developer",
+    **{"system": "system", "developer": "developer"},
 }
 """Who is meant by ShareGPT's ``from``, and by ``role``."""
-EXPECTED = (
-    "one of: 'messages' (role/content), 'conversations' (from/value), 'prompt' with 'completion' or 'response', 'text'"
-)
 EXAMPLES_KEPT = 5
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """How records become documents."""
+
+    max_length: int = 2048
+    """Tokens of the longest document; what is beyond is cut off."""
+    split_long: bool = False
+    """Keep what is beyond as further documents instead."""
+    skip_bad: bool = False
+    last_turn_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ArgumentError(f"max_length must be at least 2 tokens, got {self.max_length}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """The prepared data, and why records were left out."""
+
+    data: PreparedData
+    complaints: list[str]
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and provenance for people and for JSON."""
+        manifest = self.data.manifest
+        return {
+            "output": str(self.data.folder),
+            **manifest["counts"],
+            "max_length": manifest["max_length"],
+            "tokenizer": manifest["tokenizer"]["name"],
+            "hash": self.data.hash,
+        }
+
+
+def prepare(
+    paths: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    output: str | Path,
+    *,
+    options: PrepareOptions | None = None,
+    name: str | None = None,
+    on_record: Callable[[int], None] = lambda count: None,
+) -> Prepared:
+    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`.
+
+    `name` is the target's for the manifest; `on_record` is told the number of records read so far, after each.
+    DataError for a file or record that cannot be used, or nothing left to learn from; ArgumentError if `output` holds
+    something.
+    """
+    options, files = options or PrepareOptions(), [Path(path) for path in paths]
+    if not files:
+        raise DataError("no data file was named")
+    for index, path in enumerate(files):
+        if path.resolve() in {other.resolve() for other in files[:index]}:
+            raise DataError(f"data file {path} is named twice")
+    encoder, bad = Encoder(tokenizer, last_turn_only=options.last_turn_only), BadRecords(skip=options.skip_bad)
+    # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
+    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
+    sources: list[dict[str, Any]] = []
+
+    def documents() -> Iterator[Encoded]:
+        for path in files:
+            before = counts["records"]
+            for record, encoded in usable_records(path, bad, encoder.encode):
+                counts["records"] += 1
+                counts["conversations"] += bool(record.messages)
+                yield from _cut(encoded, options, counts)
+                on_record(counts["records"])
+            sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
+
+    def about(documents: int) -> dict[str, Any]:
+        if not documents:
+            reasons = f"{bad.count} records were skipped as bad, {counts['dropped']} documents had no token that counts"
+            first = f"; the first: {bad.examples[0]}" if bad.examples else ""
+            where = files[0] if len(files) == 1 else f"{len(files)} files"
+            raise DataError(f"nothing to learn from in {where}: {reasons}{first}")
+        counted = {**counts, "skipped": bad.count}
+        return {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counted}
+
+    data = write_prepared(Path(output), documents(), TokenizerIdentity.of(tokenizer, name), about)
+    return Prepared(data=data, complaints=bad.examples)
+
+
+def _cut(encoded: Encoded, options: PrepareOptions, counts: dict[str, int]) -> Iterator[Encoded]:
+    length = options.max_length
+    counts["cut"] += len(encoded.tokens) > length
+    ends = len(encoded.tokens) if options.split_long else min(length, len(encoded.tokens))
+    for start in range(0, ends, length):
+        tokens, mask = encoded.tokens[start : start + length], encoded.mask[start : start + length]
+        # The first token of a document follows nothing, so it cannot be learned.
+        if any(mask[1:]):
+            yield Encoded(tokens, mask)
+        else:
+            counts["dropped"] += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +181,7 @@ def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
     entries = _parquet(path) if suffix == ".parquet" else (_json if suffix == ".json" else _json_lines)(path, bad)
     found, skipped_before = False, bad.count
     for name, number, value in entries:
-        found = True
-        where = f"{path}, {name}"
+        found, where = True, f"{path}, {name}"
         try:
             record = _record(value, where, f"{path.name}:{number}")
         except DataError as error:
@@ -117,14 +209,11 @@ Entry = tuple[str, int, Any]  # Name of the entry in an error ("line 3"), its nu
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[Entry]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                bad.report(f"{path}, line {number}: broken JSON ({_brief(error)})")
-                continue
-            yield f"line {number}", number, value
+            if line.strip():
+                try:
+                    yield f"line {number}", number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except (ValueError, RecursionError) as error:
+                    bad.report(f"{path}, line {number}: broken JSON ({_brief(error)})")
 
 
 def _json(path: Path, bad: BadRecords) -> Iterator[Entry]:
@@ -181,7 +270,10 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
         messages, pair = _from_pair(entry)
         return Record(**common, messages=messages, tools=tools, pair=pair)
     if "text" not in entry:
-        raise DataError(f"no usable key among {sorted(map(str, entry))}; expected {EXPECTED}")
+        raise DataError(
+            f"no usable key among {sorted(map(str, entry))}; expected one of: 'messages' (role/content), "
+            "'conversations' (from/value), 'prompt' with 'completion' or 'response', 'text'"
+        )
     text, count = entry["text"], entry.get("prompt_tokens", 0)
     if not isinstance(text, str) or not text:
         raise DataError(f"'text' must be a string that is not empty, got {type(text).__name__}")
@@ -231,7 +323,6 @@ def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str
 
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
 NO_TEMPLATE = "a conversation, but the tokenizer has no chat template; use plain text or another target"
 _REMEDY = "use a template that marks the assistant's words with {% generation %} ... {% endgeneration %}, or "
 
@@ -292,7 +383,7 @@ class Encoder:
         template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
         if self.last_turn_only or not MARKER.search(template):
             return self._by_prefixes(messages, turns[-1:] if self.last_turn_only else turns, record)
-        rendered = self._apply(messages, record, return_assistant_tokens_mask=True)
+        rendered = self._rendered(messages, record, return_assistant_tokens_mask=True)
         mask = [bool(counted) for counted in rendered["assistant_masks"]]
         if not any(mask):
             raise DataError(
@@ -302,16 +393,16 @@ class Encoder:
         return Encoded(list(rendered["input_ids"]), mask)
 
     def _by_prefixes(self, messages: Sequence[Message], turns: Iterable[int], record: Record) -> Encoded:
-        """Count, for each turn, what the rendered conversation has beyond the prompt for that turn."""
-        tokens = self._rendered(messages, record)
+        tokens = self._rendered(messages, record)["input_ids"]
         mask = [False] * len(tokens)
         for turn in turns:
             if turn == 0:
                 raise DataError("the conversation begins with the assistant, so its first answer has no prompt")
-            prompt = self._rendered(messages[:turn], record, add_generation_prompt=True)
-            answered = tokens if turn == len(messages) - 1 else self._rendered(messages[: turn + 1], record)
-            self._check_prefix(prompt, answered, f"the prompt for message {turn + 1}", f"messages 1 to {turn + 1}")
-            self._check_prefix(answered, tokens, f"messages 1 to {turn + 1}", "the whole conversation")
+            prompt = self._rendered(messages[:turn], record, add_generation_prompt=True)["input_ids"]
+            last, part = turn == len(messages) - 1, f"messages 1 to {turn + 1}"
+            answered = tokens if last else self._rendered(messages[: turn + 1], record)["input_ids"]
+            self._check_prefix(prompt, answered, f"the prompt for message {turn + 1}", part)
+            self._check_prefix(answered, tokens, part, "the whole conversation")
             for index in range(len(prompt), self._stop(tokens, len(prompt), len(answered))):
                 mask[index] = True
         if not any(mask):
@@ -340,10 +431,7 @@ class Encoder:
             return end
         return last + 1
 
-    def _rendered(self, messages: Sequence[Message], record: Record, **options: Any) -> list[int]:
-        return list(self._apply(messages, record, **options)["input_ids"])
-
-    def _apply(self, messages: Sequence[Message], record: Record, **options: Any) -> Any:
+    def _rendered(self, messages: Sequence[Message], record: Record, **options: Any) -> Any:
         return apply_template(self.tokenizer, messages, record.tools, tokenize=True, return_dict=True, **options)
 
     def _ids(self, text: str, *, special: bool = True) -> list[int]:
@@ -361,108 +449,3 @@ def apply_template(
         return tokenizer.apply_chat_template(list(messages), tools=tools or None, **options)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"the chat template refuses the conversation: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
-    """How records become documents."""
-
-    max_length: int = 2048
-    """Tokens of the longest document; what is beyond is cut off."""
-    split_long: bool = False
-    """Keep what is beyond as further documents instead."""
-    skip_bad: bool = False
-    last_turn_only: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ArgumentError(f"max_length must be at least 2 tokens, got {self.max_length}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """The prepared data, and why records were left out."""
-
-    data: PreparedData
-    complaints: list[str] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        """Counts and provenance for people and for JSON."""
-        manifest = self.data.manifest
-        return {
-            "output": str(self.data.folder),
-            **manifest["counts"],
-            "max_length": manifest["max_length"],
-            "tokenizer": manifest["tokenizer"]["name"],
-            "hash": self.data.hash,
-        }
-
-
-def prepare(
-    paths: Sequence[str | Path],
-    tokenizer: PreTrainedTokenizerBase,
-    output: str | Path,
-    *,
-    options: PrepareOptions | None = None,
-    name: str | None = None,
-    on_record: Callable[[int], None] | None = None,
-) -> Prepared:
-    """Turn data files into a prepared directory.
-
-    Args:
-        paths: JSONL, JSON, parquet or plain text files, in the order in which they shall stand.
-        tokenizer: the target's.
-        output: the directory to write; must not hold anything yet.
-        name: the target's name for the manifest; the tokenizer's own if None.
-        on_record: told the number of records read so far, after each.
-
-    Raises:
-        DataError: a file or record that cannot be used, or nothing left to learn from.
-    """
-    options = options or PrepareOptions()
-    files = [Path(path) for path in paths]
-    if not files:
-        raise DataError("no data file was named")
-    for index, path in enumerate(files):
-        if path.resolve() in {other.resolve() for other in files[:index]}:
-            raise DataError(f"data file {path} is named twice")
-    encoder, bad = Encoder(tokenizer, last_turn_only=options.last_turn_only), BadRecords(skip=options.skip_bad)
-    # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
-    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
-    sources: list[dict[str, Any]] = []
-
-    def documents() -> Iterator[Encoded]:
-        for path in files:
-            before = counts["records"]
-            for record, encoded in usable_records(path, bad, encoder.encode):
-                counts["records"] += 1
-                counts["conversations"] += bool(record.messages)
-                yield from _cut(encoded, options, counts)
-                if on_record is not None:
-                    on_record(counts["records"])
-            sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
-
-    def about(documents: int) -> dict[str, Any]:
-        if not documents:
-            reasons = f"{bad.count} records were skipped as bad, {counts['dropped']} documents had no token that counts"
-            first = f"; the first: {bad.examples[0]}" if bad.examples else ""
-            where = files[0] if len(files) == 1 else f"{len(files)} files"
-            raise DataError(f"nothing to learn from in {where}: {reasons}{first}")
-        counted = {**counts, "skipped": bad.count}
-        return {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counted}
-
-    data = write_prepared(Path(output), documents(), TokenizerIdentity.of(tokenizer, name), about)
-    return Prepared(data=data, complaints=bad.examples)
-
-
-def _cut(encoded: Encoded, options: PrepareOptions, counts: dict[str, int]) -> Iterator[Encoded]:
-    length = options.max_length
-    counts["cut"] += len(encoded.tokens) > length
-    ends = len(encoded.tokens) if options.split_long else min(length, len(encoded.tokens))
-    for start in range(0, ends, length):
-        tokens, mask = encoded.tokens[start : start + length], encoded.mask[start : start + length]
-        # The first token of a document follows nothing, so it cannot be learned.
-        if any(mask[1:]):
-            yield Encoded(tokens, mask)
-        else:
-            counts["dropped"] += 1

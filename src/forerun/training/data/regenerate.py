@@ -11,146 +11,234 @@ import hashlib
 import importlib
 import itertools
 import json
-import math
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.errors import ArgumentError, DataError, ForerunError
 from forerun.training.data.prepare import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
+from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forerun.engine.llm import LLM
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """One thing to generate: the next turn of a conversation, or what follows a text."""
-
-    messages: tuple[Message, ...]  # The conversation so far; empty for plain text
-    tools: tuple[Mapping[str, Any], ...]
-    prompt: str  # The text to continue, where there is no conversation
-    seed: int | None  # Below 2**31; None leaves it to whoever answers
+MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
+Write = Callable[[dict[str, Any]], None]
 
 
-class Answer(NamedTuple):
-    """What the target wrote."""
+@dataclass(kw_only=True, slots=True)
+class Plan:
+    """The records that are left to answer, and counts: progress while it runs, then the outcome."""
 
-    text: str
-    truncated: bool  # A limit on tokens ended it, not the target
-    reasoning: str = ""  # What an endpoint reports separately as the target's thinking
+    director: Director
+    records: list[Record]  # Not yet in the output, each with an id of its own
+    output: Path
+    tell: Callable[[Plan], None]  # Called after each record
+    total: int  # Records asked for, those of earlier runs included
+    skipped: int
+    complaints: list[str]
+    written: int = 0
+    answers: int = 0
+    failed: int = 0  # Could not be answered; a later run tries them again
+
+    @property
+    def resumed(self) -> int:
+        return self.total - len(self.records)
+
+    @property
+    def done(self) -> int:
+        return self.resumed + self.written + self.failed
+
+    def summary(self) -> dict[str, Any]:
+        """The counts for JSON."""
+        counts = ("total", "resumed", "written", "answers", "failed", "skipped")
+        return {"output": str(self.output), **{name: getattr(self, name) for name in counts}}
+
+    def finish(self, record: Record, line: dict[str, Any] | Exception, write: Write) -> None:
+        """Write the line of a record, or count that it could not be answered."""
+        if isinstance(line, dict):
+            write(line)
+            self.written += 1
+        else:
+            self.failed += 1
+            if len(self.complaints) < EXAMPLES_KEPT:
+                self.complaints.append(f"{record.where}: {line}")
+        self.tell(self)
 
 
-Script = Generator[Question, Answer, dict[str, Any]]
-"""What to ask about a record, answer by answer; it ends with the record's line of output."""
+def plan(
+    path: Path,
+    output: Path,
+    director: Director,
+    *,
+    limit: int | None = None,
+    skip_bad: bool = False,
+    tell: Callable[[Plan], None] = lambda _: None,
+) -> Plan:
+    """Read the input, data of any kind that `forerun data prepare` reads, and see what an earlier run has finished.
+
+    `limit` takes only the first records; `output` is JSONL to append to. DataError if the input cannot be used, or the
+    output is no earlier run's; ArgumentError if they are one file.
+    """
+    if limit is not None and limit < 1:
+        raise ArgumentError(f"limit must be at least 1, got {limit}")
+    if path.resolve() == output.resolve():
+        raise ArgumentError(f"--output {output} is the input; the answers need a file of their own")
+    bad = BadRecords(skip=skip_bad)
+    records, seen = list[Record](), Counter[str]()
+    for record in itertools.islice(read_records(path, bad), limit):
+        seen[record.id] += 1
+        count = seen[record.id]
+        records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
+    finished = _finished_ids(output)
+    return Plan(
+        director=director,
+        records=[record for record in records if record.id not in finished],
+        output=output,
+        tell=tell,
+        total=len(records),
+        skipped=bad.count,
+        complaints=bad.examples,
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Director:
-    """Makes the scripts of records."""
+def with_engine(todo: Plan, llm: LLM, generation: Generation, *, concurrency: int = 8) -> Plan:
+    """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
+    waiting, running = deque(todo.records), dict[str, tuple[Record, Script]]()
 
-    tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
-    prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
-    seed: int | None = None  # Mixed with each record's id and turn, so that a resumed run asks the same
+    def advance(record: Record, script: Script, answer: Answer | None) -> None:
+        try:
+            question = _next(script, answer)
+            if isinstance(question, Question):
+                params = SamplingParams(**asdict(generation), seed=question.seed)
+                running[llm.submit(_prompt(llm, question), params)] = (record, script)
+                return
+        except ForerunError as error:
+            todo.finish(record, error, write)
+        else:
+            todo.finish(record, question, write)
 
-    def __post_init__(self) -> None:
-        if self.prompt_tokens < 1:
-            raise ArgumentError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+    with _appended(todo.output) as write:
+        try:
+            while waiting or running:
+                while waiting and len(running) < concurrency:
+                    record = waiting.popleft()
+                    advance(record, todo.director.script(record), None)
+                for chunk in llm.engine.step():
+                    if chunk.output is None:
+                        continue
+                    record, script = running.pop(chunk.request_id)
+                    if chunk.error is not None:
+                        todo.finish(record, chunk.error, write)
+                        continue
+                    todo.answers += 1
+                    written = chunk.output.outputs[0]
+                    advance(record, script, Answer(written.text, written.finish_reason == "length"))
+        finally:
+            for request in running:
+                llm.abort(request)
+    return todo
 
-    def script(self, record: Record) -> Script:
-        """The questions of one record; advancing it raises DataError where nothing can be answered."""
-        return self._conversation(record) if record.messages else self._text(record)
 
-    def _conversation(self, record: Record) -> Script:
-        """Keep what others said, write every turn of the assistant anew, and answer what was left unanswered.
+def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Plan:
+    """Answer everything with an endpoint, `concurrency` records at a time; `transport` replaces httpx's, for tests.
+    EndpointError if it refuses everything, or cannot be reached any more; what is written stays."""
+    asyncio.run(_ask_all(todo, endpoint, concurrency, transport))
+    return todo
 
-        A conversation ends early where an answer is cut off, and before the first call of a tool: the tool's recorded
-        reply would not fit another call.
-        """
-        history: list[Message] = []
-        truncated = False
-        for message in (*_askable(record.messages), None):
-            if message is not None and message["role"] != "assistant":
-                history.append(message)
-                continue
-            if not history or history[-1]["role"] not in ("user", "tool"):
-                continue
-            answer = yield self._question(record, tuple(history), "", len(history))
-            turn: Message = {"role": "assistant", "content": answer.text}
-            history.append(turn | ({"reasoning_content": answer.reasoning} if answer.reasoning else {}))
-            truncated = answer.truncated
-            if truncated:
+
+async def _ask_all(todo: Plan, endpoint: Endpoint, concurrency: int, transport: Any) -> None:
+    waiting, failures = iter(todo.records), 0
+
+    async def work() -> None:
+        nonlocal failures
+        for record in waiting:
+            script, answer = todo.director.script(record), None
+            try:
+                while isinstance(question := _next(script, answer), Question):
+                    answer = await endpoint.ask(client, question)
+                    todo.answers += 1
+            except EndpointError as error:
+                failures += 1
+                if failures >= MOST_FAILURES or not todo.answers:
+                    raise
+                todo.finish(record, error, write)
+            except DataError as error:
+                todo.finish(record, error, write)
+            else:
+                failures = 0
+                todo.finish(record, question, write)
+
+    async with endpoint.client(transport, concurrency) as client:
+        with _appended(todo.output) as write:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(concurrency, len(todo.records))):
+                        group.create_task(work())
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+
+def _next(script: Script, answer: Answer | None) -> Question | dict[str, Any]:
+    try:
+        return next(script) if answer is None else script.send(answer)
+    except StopIteration as end:
+        line: dict[str, Any] = end.value
+        return line
+
+
+def _prompt(llm: LLM, question: Question) -> Any:
+    if not question.messages:
+        return question.prompt
+    if not question.tools or llm.tokenizer is None:
+        return llm.chat_prompt(question.messages)
+    text = llm.tokenizer.apply_chat_template(
+        list(question.messages), tools=list(question.tools), tokenize=False, add_generation_prompt=True
+    )
+    return {"prompt": text, "prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)}
+
+
+@contextmanager
+def _appended(path: Path) -> Iterator[Write]:
+    """A function that appends a JSON line, at once and as a whole; a last line cut short by a crash is removed first.
+    It raises OSError if the disk is full, and what was there is still whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        with path.open("r+b") as lines:
+            lines.truncate(sum(len(line) for line in lines if line.endswith(b"\n")))
+    with path.open("ab", buffering=0) as file:
+
+        def write(record: dict[str, Any]) -> None:
+            data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="replace")
+            if file.write(data) != len(data):
+                raise OSError(f"{path} could not take a whole line; is the disk full? Run again to go on")
+
+        yield write
+
+
+def _finished_ids(path: Path) -> set[str]:
+    """The ids of the whole lines of an earlier run's output, if any; DataError if the file is something else."""
+    found: set[str] = set()
+    if not path.exists():
+        return found
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
                 break
-        _strip(history, lambda role: role != "assistant")
-        if not history:
-            raise DataError("no user turn that could be answered without a tool")
-        tools = {"tools": [dict(tool) for tool in record.tools]} if record.tools else {}
-        return {"id": record.id, "messages": history, **tools, **({"truncated": True} if truncated else {})}
-
-    def _text(self, record: Record) -> Script:
-        # Special tokens put in front, which take up no text, take no part.
-        ends = [end for start, end in self._offsets(record.text) if end > start]
-        prompt = record.text[: ends[min(self.prompt_tokens, len(ends)) - 1]] if ends else record.text
-        answer = yield self._question(record, (), prompt, 0)
-        if not answer.text:
-            raise DataError("the target ends the text at once, so there is nothing to learn")
-        text = prompt + answer.text
-        offsets = self._offsets(text)
-        # A token that reaches across the prompt's end belongs to the prompt.
-        given = next((n for n, (start, end) in enumerate(offsets) if end > start >= len(prompt)), len(offsets))
-        line: dict[str, Any] = {"id": record.id, "text": text, "prompt_tokens": given}
-        return line | ({"truncated": True} if answer.truncated else {})
-
-    def _offsets(self, text: str) -> list[tuple[int, int]]:
-        """Where each token of a text begins and ends."""
-        if self.tokenizer is None:
-            raise DataError("a plain text needs the target's tokenizer to cut its prompt; add --target MODEL")
-        if not self.tokenizer.is_fast:
-            raise DataError("plain texts need a fast tokenizer, one that tells where each token stands")
-        offsets: list[tuple[int, int]]
-        offsets = self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-        return offsets
-
-    def _question(self, record: Record, messages: tuple[Message, ...], prompt: str, turn: int) -> Question:
-        seed = None
-        if self.seed is not None:
-            digest = hashlib.sha256(f"{self.seed}/{record.id}/{turn}".encode()).digest()
-            seed = int.from_bytes(digest[:4], "big") >> 1
-        return Question(messages=messages, tools=record.tools, prompt=prompt, seed=seed)
-
-
-def _askable(messages: Sequence[Message]) -> list[Message]:
-    """The messages before the first that calls a tool or reports from one."""
-    for index, message in enumerate(messages):
-        if message.get("tool_calls") or message.get("function_call") or message["role"] == "tool":
-            found = list(messages[:index])
-            if message["role"] == "tool":
-                # Whoever spoke before it called it, in a way that this format does not mark.
-                _strip(found, lambda role: role == "assistant")
-            _strip(found, lambda role: role != "assistant")
-            return found
-    return list(messages)
-
-
-def _strip(messages: list[Message], unwanted: Callable[[str], bool]) -> None:
-    """Remove messages of unwanted roles from the end."""
-    while messages and unwanted(messages[-1]["role"]):
-        messages.pop()
-
-
-BUSY = frozenset({408, 409, 425, 429})  # Statuses besides 5xx that a later attempt may cure
-UNFIT = frozenset({400, 413, 422})
-"""Statuses that blame this one request: a conversation too long for the model, for example."""
-
-
-class EndpointError(ForerunError, ConnectionError):
-    """The endpoint cannot be reached, or refuses requests of this kind altogether."""
+            try:
+                found.add(str(json.loads(line)["id"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{path}, line {number} is no record of an earlier run; choose another --output"
+                ) from error
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,10 +252,7 @@ class Generation:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ArgumentError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ArgumentError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ArgumentError(f"top_p must be in (0, 1], got {self.top_p}")
+        SamplingParams(**asdict(self))  # checks the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,14 +317,14 @@ class Endpoint:
             response = None
             try:
                 response = await client.post(path, json=body)
+                if response.is_success:
+                    return response
                 trouble = f"status {response.status_code}: {response.text[:300]}"
+                if response.status_code < 500 and response.status_code not in BUSY:
+                    kind = DataError if response.status_code in UNFIT else EndpointError
+                    raise kind(f"{self.url} refused the request with {trouble}")
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
-            if response is not None and response.is_success:
-                return response
-            if response is not None and response.status_code < 500 and response.status_code not in BUSY:
-                kind = DataError if response.status_code in UNFIT else EndpointError
-                raise kind(f"{self.url} refused the request with {trouble}")
             if attempt == self.retries:
                 raise EndpointError(f"{self.url} failed {attempt + 1} times, the last with {trouble}")
             await asyncio.sleep(self._pause(attempt, response))
@@ -261,243 +346,119 @@ def _httpx() -> Any:
         raise ArgumentError("an endpoint needs httpx; install it with: pip install 'forerun[train]'") from error
 
 
-MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
+BUSY = frozenset({408, 409, 425, 429})  # Statuses besides 5xx that a later attempt may cure
+UNFIT = frozenset({400, 413, 422})
+"""Statuses that blame this one request: a conversation too long for the model, for example."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Regenerated:
-    """Counts of records and answers: progress while it runs, then the outcome."""
-
-    output: Path
-    total: int = 0  # Records asked for, those of earlier runs included
-    resumed: int = 0
-    written: int = 0
-    answers: int = 0
-    failed: int = 0  # Could not be answered; a later run tries them again
-    skipped: int = 0
-    complaints: list[str] = field(default_factory=list)
-
-    @property
-    def done(self) -> int:
-        return self.resumed + self.written + self.failed
-
-    def summary(self) -> dict[str, Any]:
-        """The same for JSON."""
-        counts = ("total", "resumed", "written", "answers", "failed", "skipped")
-        return {"output": str(self.output), **{name: getattr(self, name) for name in counts}}
-
-    def fail(self, record: Record, error: Exception) -> None:
-        """Count a record that could not be answered."""
-        self.failed += 1
-        if len(self.complaints) < EXAMPLES_KEPT:
-            self.complaints.append(f"{record.where}: {error}")
-
-
-Tell = Callable[[Regenerated], None]
+class EndpointError(ForerunError, ConnectionError):
+    """The endpoint cannot be reached, or refuses requests of this kind altogether."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """The records that are left to answer."""
+class Director:
+    """Makes the scripts of records."""
 
-    director: Director
-    records: list[Record]  # Not yet in the output, each with an id of its own
-    progress: Regenerated
-    tell: Tell
+    tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
+    prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
+    seed: int | None = None  # Mixed with each record's id and turn, so that a resumed run asks the same
 
-    def done(self, record: Record, line: dict[str, Any] | Exception, lines: Lines) -> None:
-        """Write the line of a record, or count that it could not be answered."""
-        if isinstance(line, dict):
-            lines.write(line)
-            self.progress.written += 1
-        else:
-            self.progress.fail(record, line)
-        self.tell(self.progress)
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise ArgumentError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
 
+    def script(self, record: Record) -> Script:
+        """The questions of one record; advancing it raises DataError where nothing can be answered."""
+        return self._conversation(record) if record.messages else self._text(record)
 
-def plan(
-    path: Path,
-    output: Path,
-    director: Director,
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
-    tell: Tell | None = None,
-) -> Plan:
-    """Read the input and see what an earlier run has finished.
+    def _conversation(self, record: Record) -> Script:
+        """Keep what others said, write every turn of the assistant anew, and answer what was left unanswered.
 
-    Args:
-        path: data of any kind that `forerun data prepare` reads.
-        output: JSONL to append to.
-        limit: only the first records of the input.
-
-    Raises:
-        DataError: the input cannot be used, or the output is no earlier run's.
-        ArgumentError: `limit` below 1, or input and output are one file.
-    """
-    if limit is not None and limit < 1:
-        raise ArgumentError(f"limit must be at least 1, got {limit}")
-    if path.resolve() == output.resolve():
-        raise ArgumentError(f"--output {output} is the input; the answers need a file of their own")
-    bad = BadRecords(skip=skip_bad)
-    records, seen = list[Record](), Counter[str]()
-    for record in itertools.islice(read_records(path, bad), limit):
-        seen[record.id] += 1
-        count = seen[record.id]
-        records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
-    finished = finished_ids(output)
-    left = [record for record in records if record.id not in finished]
-    progress = Regenerated(
-        output=output, total=len(records), resumed=len(records) - len(left), skipped=bad.count, complaints=bad.examples
-    )
-    return Plan(director=director, records=left, progress=progress, tell=tell or (lambda _: None))
-
-
-def with_engine(todo: Plan, llm: LLM, generation: Generation, *, concurrency: int = 8) -> Regenerated:
-    """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
-    from forerun.types import SamplingParams
-
-    if concurrency < 1:
-        raise ArgumentError(f"concurrency must be at least 1, got {concurrency}")
-    waiting, running = deque(todo.records), dict[str, tuple[Record, Script]]()
-
-    def advance(record: Record, script: Script, answer: Answer | None) -> None:
-        """Queue the record's next question, or write its line."""
-        try:
-            question = _next(script, answer)
-            if isinstance(question, Question):
-                params = SamplingParams(**asdict(generation), seed=question.seed)
-                running[llm.submit(_prompt(llm, question), params)] = (record, script)
-                return
-        except ForerunError as error:
-            todo.done(record, error, lines)
-        else:
-            todo.done(record, question, lines)
-
-    with Lines(todo.progress.output) as lines:
-        try:
-            while waiting or running:
-                while waiting and len(running) < concurrency:
-                    record = waiting.popleft()
-                    advance(record, todo.director.script(record), None)
-                for chunk in llm.engine.step():
-                    if chunk.output is None:
-                        continue
-                    record, script = running.pop(chunk.request_id)
-                    if chunk.error is not None:
-                        todo.done(record, chunk.error, lines)
-                        continue
-                    todo.progress.answers += 1
-                    written = chunk.output.outputs[0]
-                    advance(record, script, Answer(written.text, written.finish_reason == "length"))
-        finally:
-            for request in running:
-                llm.abort(request)
-    return todo.progress
-
-
-def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Regenerated:
-    """Answer everything with an endpoint, `concurrency` records at a time; `transport` replaces httpx's, for tests.
-
-    EndpointError if it refuses everything, or cannot be reached any more; what is written stays.
-    """
-    if concurrency < 1:
-        raise ArgumentError(f"concurrency must be at least 1, got {concurrency}")
-    asyncio.run(_ask_all(todo, endpoint, concurrency, transport))
-    return todo.progress
-
-
-async def _ask_all(todo: Plan, endpoint: Endpoint, concurrency: int, transport: Any) -> None:
-    waiting, failures = iter(todo.records), 0
-
-    async def work() -> None:
-        """Take one record after the other until none is left."""
-        nonlocal failures
-        for record in waiting:
-            script, answer = todo.director.script(record), None
-            try:
-                while isinstance(question := _next(script, answer), Question):
-                    answer = await endpoint.ask(client, question)
-                    todo.progress.answers += 1
-            except EndpointError as error:
-                failures += 1
-                if failures >= MOST_FAILURES or not todo.progress.answers:
-                    raise
-                todo.done(record, error, lines)
-            except DataError as error:
-                todo.done(record, error, lines)
-            else:
-                failures = 0
-                todo.done(record, question, lines)
-
-    async with endpoint.client(transport, concurrency) as client:
-        with Lines(todo.progress.output) as lines:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(concurrency, len(todo.records))):
-                        group.create_task(work())
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-
-
-def _next(script: Script, answer: Answer | None) -> Question | dict[str, Any]:
-    """The script's next question, or its finished line."""
-    try:
-        return next(script) if answer is None else script.send(answer)
-    except StopIteration as end:
-        line: dict[str, Any] = end.value
+        A conversation ends early where an answer is cut off, and before the first call of a tool: the tool's recorded
+        reply would not fit another call.
+        """
+        history: list[Message] = []
+        line: dict[str, Any] = {"id": record.id, "messages": history}
+        line |= {"tools": [dict(tool) for tool in record.tools]} if record.tools else {}
+        for message in (*_askable(record.messages), None):
+            if message is not None and message["role"] != "assistant":
+                history.append(message)
+            elif history and history[-1]["role"] in ("user", "tool"):
+                answer = yield self._question(record, tuple(history), "", len(history))
+                turn: Message = {"role": "assistant", "content": answer.text}
+                history.append(turn | ({"reasoning_content": answer.reasoning} if answer.reasoning else {}))
+                if answer.truncated:
+                    line["truncated"] = True
+                    break
+        while history and history[-1]["role"] != "assistant":
+            history.pop()
+        if not history:
+            raise DataError("no user turn that could be answered without a tool")
         return line
 
+    def _text(self, record: Record) -> Script:
+        # Special tokens put in front, which take up no text, take no part.
+        ends = [end for start, end in self._offsets(record.text) if end > start]
+        prompt = record.text[: ends[min(self.prompt_tokens, len(ends)) - 1]] if ends else record.text
+        answer = yield self._question(record, (), prompt, 0)
+        if not answer.text:
+            raise DataError("the target ends the text at once, so there is nothing to learn")
+        text = prompt + answer.text
+        offsets = self._offsets(text)
+        # A token that reaches across the prompt's end belongs to the prompt.
+        given = next((n for n, (start, end) in enumerate(offsets) if end > start >= len(prompt)), len(offsets))
+        line: dict[str, Any] = {"id": record.id, "text": text, "prompt_tokens": given}
+        return line | ({"truncated": True} if answer.truncated else {})
 
-def _prompt(llm: LLM, question: Question) -> Any:
-    if not question.messages:
-        return question.prompt
-    if not question.tools or llm.tokenizer is None:
-        return llm.chat_prompt(question.messages)
-    text = llm.tokenizer.apply_chat_template(
-        list(question.messages), tools=list(question.tools), tokenize=False, add_generation_prompt=True
-    )
-    return {"prompt": text, "prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)}
+    def _offsets(self, text: str) -> list[tuple[int, int]]:
+        if self.tokenizer is None:
+            raise DataError("a plain text needs the target's tokenizer to cut its prompt; add --target MODEL")
+        if not self.tokenizer.is_fast:
+            raise DataError("plain texts need a fast tokenizer, one that tells where each token stands")
+        offsets: list[tuple[int, int]]
+        offsets = self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        return offsets
 
-
-class Lines:
-    """A JSONL file that grows by whole lines; a context manager. A last line cut short by a crash is removed first."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            with path.open("rb") as lines:
-                whole = sum(len(line) for line in lines if line.endswith(b"\n"))
-            os.truncate(path, whole)
-        self._file = path.open("ab", buffering=0)
-
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one record, at once and as a whole; OSError if the disk is full, and what was there is still whole."""
-        data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="replace")
-        if self._file.write(data) != len(data):
-            raise OSError(f"{self.path} could not take a whole line; is the disk full? Run again to go on")
+    def _question(self, record: Record, messages: tuple[Message, ...], prompt: str, turn: int) -> Question:
+        seed = None
+        if self.seed is not None:
+            digest = hashlib.sha256(f"{self.seed}/{record.id}/{turn}".encode()).digest()
+            seed = int.from_bytes(digest[:4], "big") >> 1
+        return Question(messages=messages, tools=record.tools, prompt=prompt, seed=seed)
 
 
-def finished_ids(path: Path) -> set[str]:
-    """The ids of the whole lines of an earlier run's output, if any; DataError if the file is something else."""
-    found: set[str] = set()
-    if not path.exists():
-        return found
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                found.add(str(json.loads(line)["id"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"{path}, line {number} is no record of an earlier run; choose another --output"
-                ) from error
-    return found
+def _askable(messages: Sequence[Message]) -> list[Message]:
+    """The messages before the first that calls a tool or reports from one."""
+    for index, message in enumerate(messages):
+        reports = message["role"] == "tool"
+        if reports or message.get("tool_calls") or message.get("function_call"):
+            found = list(messages[:index])
+            # Whoever spoke before a report called the tool, in a way that this format does not mark.
+            while found and reports and found[-1]["role"] == "assistant":
+                found.pop()
+            while found and found[-1]["role"] != "assistant":
+                found.pop()
+            return found
+    return list(messages)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One thing to generate: the next turn of a conversation, or what follows a text."""
+
+    messages: tuple[Message, ...]  # The conversation so far; empty for plain text
+    tools: tuple[Mapping[str, Any], ...]
+    prompt: str  # The text to continue, where there is no conversation
+    seed: int | None  # Below 2**31; None leaves it to whoever answers
+
+
+class Answer(NamedTuple):
+    """What the target wrote."""
+
+    text: str
+    truncated: bool  # A limit on tokens ended it, not the target
+    reasoning: str = ""  # What an endpoint reports separately as the target's thinking
+
+
+Script = Generator[Question, Answer, dict[str, Any]]
+"""What to ask about a record, answer by answer; it ends with the record's line of output."""

@@ -51,13 +51,8 @@ class PreparedData:
     def open(cls, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> PreparedData:
         """Open a directory that `forerun data prepare` wrote, and read all of it once to compare the checksums.
 
-        Args:
-            folder: the directory.
-            tokenizer: if given, it must be the one that made the data.
-
-        Raises:
-            DataError: no prepared data, another version, or a file that was cut short or changed.
-            VocabularyMismatchError: made with another tokenizer, or conversations with another chat template.
+        DataError for no prepared data, another version, or a file that was cut short or changed;
+        VocabularyMismatchError if another `tokenizer` made it, or conversations were written with another template.
         """
         folder = Path(folder)
         manifest = KIND.read(folder)
@@ -83,7 +78,6 @@ class PreparedData:
 
     @property
     def tokenizer(self) -> TokenizerIdentity:
-        """Whose token ids these are."""
         return TokenizerIdentity(**self.manifest["tokenizer"])
 
     @property
@@ -100,8 +94,7 @@ class PreparedData:
 
     def check_tokenizer(self, given: TokenizerIdentity) -> None:
         """VocabularyMismatchError for another vocabulary; for another template where there are conversations."""
-        own = self.tokenizer
-        again = "prepare the data with the target's own tokenizer"
+        own, again = self.tokenizer, "prepare the data with the target's own tokenizer"
         if own.vocabulary != given.vocabulary:
             raise VocabularyMismatchError(
                 f"{self.folder} was prepared with the tokenizer of {own.name!r} ({own.vocab_size} tokens), "
@@ -123,10 +116,9 @@ def write_prepared(
     """Write documents (token ids and mask) as a prepared directory, which appears whole or not at all, and open it.
 
     `about` is given the number of documents and has further entries of the manifest; ``counts`` are completed here.
-    DataError if there is something in `folder` already.
+    ArgumentError if there is something in `folder` already.
     """
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise DataError(f"{folder} exists and is not empty; choose another --output or remove it first")
+    check_new(folder)
     counts = {"documents": 0, "tokens": 0, "counted_tokens": 0}
     with written_folder(folder.absolute()) as fresh:
         with ExitStack() as stack:
@@ -152,6 +144,12 @@ def write_prepared(
     return PreparedData.open(folder)
 
 
+def check_new(folder: Path) -> None:
+    """ArgumentError if there is something where an output folder shall be."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ArgumentError(f"{folder} exists and is not empty; choose another --output or remove it first")
+
+
 def _mapped(folder: Path, name: str, length: int, digest: str) -> NDArray[Any]:
     path, kind = folder / f"{name}.bin", PARTS[name]
     expected = length * kind.itemsize
@@ -171,10 +169,7 @@ _BLOCK = 1 << 22
 
 def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
     """(V,) int64: how often each token counts, prompts and templates left out; V, `vocab_size`, is the target's.
-
-    Raises:
-        ArgumentError: the data holds a token id of V or more.
-    """
+    ArgumentError if the data holds a token id of V or more."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, data.num_tokens, _BLOCK):
         tokens = data.tokens[start : start + _BLOCK]
@@ -189,10 +184,8 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """(size,) int64, ascending: the ids of the most frequent tokens by `counts` (V,), those of `token_counts`.
-
-    Of equally frequent tokens the lower id comes first. ArgumentError if `size` is below 1 or above V.
-    """
+    """(size,) int64, ascending: the ids of the most frequent tokens by `counts` (V,), those of `token_counts`. Of
+    equally frequent tokens the lower id comes first. ArgumentError if `size` is below 1 or above V."""
     if not 1 <= size <= len(counts):
         raise ArgumentError(f"the draft vocabulary must have 1 to {len(counts)} tokens (the target's), got {size}")
     # A stable sort keeps equals in ascending order of id, and tokens that never occur are equals, too.
@@ -227,15 +220,10 @@ class PackedWindows:
     1 process with 8 rows and 4 processes with 2 rows see the same windows in the same order.
 
     Args:
-        data: the documents.
         length: S, tokens per window.
         rows: B, windows per process and step.
         seed: of the packing and of every epoch's order.
-        min_tokens: leave out segments with fewer tokens to learn than this.
-
-    Raises:
-        ArgumentError: `length` below 2, `rows` or `min_tokens` below 1.
-        DataError: no segment has enough tokens to learn.
+        min_tokens: leave out segments with fewer tokens to learn than this; DataError if none has enough.
     """
 
     def __init__(self, data: PreparedData, *, length: int, rows: int, seed: int, min_tokens: int = 1) -> None:
@@ -280,10 +268,8 @@ class PackedWindows:
         return found
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        """One process's rows of a step, B = `rows`, S = `length`; ArgumentError for a negative step, or no such rank.
-
-        A segment's first token never counts: nothing before it may predict it.
-        """
+        """One process's rows of a step, B = `rows`, S = `length`; ArgumentError for a negative step, or no such rank. A
+        segment's first token never counts: nothing before it may predict it."""
         shape = (self.rows, self.length)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         mask, documents = np.zeros(shape, bool), np.full(shape, -1, np.int64)
@@ -306,10 +292,8 @@ def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
     """(segments, 3) int64: document, offset, length. Only what is longer than the window is split."""
     segments = []
     for document, tokens in enumerate(data.lengths.tolist()):
-        start = int(data.offsets[document])
         for offset in range(0, tokens, length):
-            size = min(length, tokens - offset)
-            first = start + offset
+            size, first = min(length, tokens - offset), int(data.offsets[document]) + offset
             if np.count_nonzero(data.mask[first + 1 : first + size]) >= min_tokens:
                 segments.append((document, offset, size))
     return np.array(segments, np.int64).reshape(-1, 3)

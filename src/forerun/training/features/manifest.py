@@ -22,11 +22,8 @@ from forerun.types import LAST_HIDDEN, Boundary
 KIND = ManifestKind(
     format="forerun-features", version=3, what="a feature store", remedy="make one with: forerun features"
 )
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")
 }
 """How states may be stored. float8 takes half the bytes; every state then has a float32 scale of its own."""
 SHORT = {"float8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -56,7 +53,6 @@ class FeatureManifest:
         return (len(self.boundaries) + 1) * (self.hidden_size * DTYPES[self.dtype].itemsize + scale)
 
     def write(self, directory: Path) -> None:
-        """Save as ``manifest.json``; a killed run leaves the old file or the new one."""
         KIND.write(directory, asdict(self))
 
     @classmethod
@@ -66,22 +62,18 @@ class FeatureManifest:
         return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
 
     def refuse_other(self, wanted: FeatureManifest, directory: Path, *, reading: bool) -> None:
-        """DataError, naming each field with both values, if this stored manifest is not the one that is wanted.
-
-        With `reading` the stored dtype and source may be any; a resumed extraction must keep them.
-        """
+        """DataError, naming each field with both values, if this stored manifest is not the one that is wanted. With
+        `reading` the stored dtype and source may be any; a resumed extraction must keep them."""
         # A target's name may differ: a directory may have moved.
         ignored = ("target", "dtype", "source") if reading else ("target",)
-        pairs = [(item.name, getattr(self, item.name), getattr(wanted, item.name)) for item in fields(self)]
-        found = [
-            f"{name}: stored {_shown(stored)}, wanted {_shown(asked)}"
-            for name, stored, asked in pairs
-            if stored != asked and name not in ignored
-        ]
-        if found:
+        names = [item.name for item in fields(self) if item.name not in ignored]
+        pairs = {name: (getattr(self, name), getattr(wanted, name)) for name in names}
+        other = {name: tuple(map(_shown, pair)) for name, pair in pairs.items() if pair[0] != pair[1]}
+        if other:
+            found = "; ".join(f"{name}: stored {stored}, wanted {asked}" for name, (stored, asked) in other.items())
             raise DataError(
                 f"the features in {directory} (of {self.target}) do not belong to this run on {wanted.target}. "
-                f"{'; '.join(found)}. Extract them again into another directory, or use what they were made from."
+                f"{found}. Extract them again into another directory, or use what they were made from."
             )
 
 
@@ -131,15 +123,8 @@ def describe(
 ) -> FeatureManifest:
     """The manifest of the features of `data` by the checkpoint in `directory`, for writing or for comparing.
 
-    Args:
-        name: of the target, for people.
-        dtype: one of `DTYPES`, or a short name.
-        source: transformers or vllm.
-
-    Raises:
-        VocabularyMismatchError: another tokenizer made the data.
-        DataError: there are no documents.
-        CheckpointError: no target there.
+    `name` is the target's for people. VocabularyMismatchError if another tokenizer made the data, DataError if there
+    are no documents, CheckpointError if there is no target.
     """
     identity = TokenizerIdentity.of(tokenizer, name)
     data.check_tokenizer(identity)

@@ -28,16 +28,8 @@ class OnlineFeatures:
     """Runs a loaded causal LM without gradients and catches its residual stream at the given boundaries."""
 
     def __init__(self, model: Any, boundaries: Sequence[Boundary]) -> None:
-        """Look at the model; nothing of it is changed.
-
-        Args:
-            model: a transformers causal LM, on any device, sharded or not.
-            boundaries: 0 .. layers; `LAST_HIDDEN` is always added.
-
-        Raises:
-            UnsupportedModelError: recurrent state, or a layer that is neither full, sliding nor chunked attention.
-            ArgumentError: a boundary that the model does not have, or one named twice.
-        """
+        """Of a transformers causal LM, sharded or not; `boundaries` are 0 .. layers, `LAST_HIDDEN` is always added.
+        UnsupportedModelError for recurrent state, or a layer that is neither full, sliding nor chunked attention."""
         refuse_stateful(type(model), model.config.model_type)
         config = text_config(model)
         self.boundaries = check_boundaries(boundaries, config.num_hidden_layers)
@@ -50,19 +42,12 @@ class OnlineFeatures:
         self._style = MaskStyle.of(config)
         self._embedding: nn.Module = model.get_input_embeddings()
 
-    @property
-    def provides(self) -> tuple[Boundary, ...]:
-        """What `features` gives: the boundaries, then `LAST_HIDDEN`."""
-        return (*self.boundaries, LAST_HIDDEN)
-
     @torch.no_grad()
     def features(self, batch: TokenBatch) -> FeatureBatch:
         """The states (B, S, Ht) of one forward pass, each detached and on the model's input device.
 
         The mask takes B x S x S elements. States at padding are meaningless. Honours an autocast that is open.
-
-        Raises:
-            ArgumentError: a document is longer than the model's context.
+        ArgumentError if a document is longer than the model's context.
         """
         longest = int(batch.positions.max()) + 1
         if longest > self.max_length:
@@ -87,10 +72,8 @@ class OnlineFeatures:
         """The states (L, Ht) of whole documents, one document per row of one pass."""
         batch = batch_of(documents)
         found = self.features(batch).features
-        return [
-            {boundary: states[row, : len(tokens)] for boundary, states in found.items()}
-            for row, tokens in enumerate(documents)
-        ]
+        lengths = enumerate(map(len, documents))
+        return [{boundary: states[row, :length] for boundary, states in found.items()} for row, length in lengths]
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
         """States (B, S, Ht) after the final norm."""
@@ -126,7 +109,7 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
     rows = [torch.as_tensor(document, dtype=torch.int64) for document in documents]
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     index = torch.arange(tokens.shape[1])
-    real = index < torch.tensor([len(document) for document in documents]).unsqueeze(1)
+    real = index < torch.tensor([[len(document)] for document in documents])
     positions = torch.where(real, index, 0)
     return TokenBatch(tokens=tokens, loss_mask=torch.zeros_like(real), documents=real.long() - 1, positions=positions)
 
@@ -196,12 +179,10 @@ class BoundaryCheck:
     def summary(self) -> str:
         """What was measured, and what went wrong if anything did."""
         words = f"boundary {name_of(self.boundary)}: cosine {self.cosine:.5f}, length x {self.scale:.3f}"
-        if self.passed:
-            return words
-        words += f" (expected cosine > {COSINE}, length within {SCALE:.0%})"
-        if self.nearest != self.boundary:
-            gap = self.nearest - self.boundary
-            near = LAST_HIDDEN not in (self.nearest, self.boundary) and abs(gap) == 1
+        if not self.passed:
+            words += f" (expected cosine > {COSINE}, length within {SCALE:.0%})"
+        if not self.passed and self.nearest != self.boundary:
+            near = LAST_HIDDEN not in (self.nearest, self.boundary) and abs(self.nearest - self.boundary) == 1
             words += f"; nearest is boundary {name_of(self.nearest)}" + (": layer ids are off by one" if near else "")
         return words
 
@@ -222,28 +203,22 @@ class ProbeReport:
         failed = [check.summary for check in self.checks if not check.passed]
         if failed:
             raise DataError(
-                "the captured features are not the target's hidden states: "
-                + "; ".join(failed)
-                + ". Check the layer numbering and the final norm of the source; do not train on these."
+                f"the captured features are not the target's hidden states: {'; '.join(failed)}. Check the layer "
+                "numbering and the final norm of the source; do not train on these."
             )
         return self
 
 
 def probe(model: Any, capture: Capture, documents: Sequence[Sequence[int]]) -> ProbeReport:
-    """Compare what `capture` gives for `documents` (token ids) with the states that `model` itself reports.
-
-    Raises:
-        DataError: a boundary is missing in what was captured, or has another shape.
-    """
+    """Compare what `capture` gives for `documents` (token ids) with the states that `model` itself reports; errors as
+    `compare`."""
     return compare(capture(documents), [reference_states(model, document) for document in documents])
 
 
 @torch.no_grad()
 def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor]:
-    """Boundary 0 .. layers and `LAST_HIDDEN` -> (L, Ht) on the CPU, from ``output_hidden_states``.
-
-    transformers' last entry is the state after the final norm; the raw one before it comes from a hook.
-    """
+    """Boundary 0 .. layers and `LAST_HIDDEN` -> (L, Ht) on the CPU, from ``output_hidden_states``. transformers' last
+    entry is the state after the final norm; the raw one before it comes from a hook."""
     config = text_config(model)
     layers = layers_of(base_of(model), config.num_hidden_layers)[1]
     # A hook of its own: `captured` is what is under test.

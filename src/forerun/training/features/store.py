@@ -48,10 +48,8 @@ class Shard:
 
 
 class FeatureWriter:
-    """Adds documents to a store, shard by shard; opening an unfinished one goes on with what no finished shard holds.
-
-    A context manager: leaving it, also by Ctrl-C, finishes the shard at the last whole document.
-    """
+    """Adds documents to a store, shard by shard; opening an unfinished one goes on with what no finished shard holds. A
+    context manager: leaving it, also by Ctrl-C, finishes the shard at the last whole document."""
 
     def __init__(self, directory: Path, manifest: FeatureManifest, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Start or resume; DataError if the directory holds other features, a broken shard, or something else."""
@@ -80,12 +78,8 @@ class FeatureWriter:
         return finished + sum(length for _, length, _ in self._open)
 
     def append(self, document: int, features: Mapping[Boundary, Tensor]) -> None:
-        """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`.
-
-        Raises:
-            DataError: it is there already, its states do not fit the manifest, or the disk is full.
-            NumericError: a state is NaN or infinite.
-        """
+        """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`. DataError if
+        it is there already, its states do not fit the manifest, or the disk is full; NumericError for NaN."""
         if document in self.done:
             raise DataError(f"document {document} is in {self.directory} already")
         records = encode(features, self.manifest, f"document {document}")
@@ -166,11 +160,8 @@ class FeatureStore:
 
     @classmethod
     def open(cls, directory: str | Path, wanted: FeatureManifest | None = None) -> FeatureStore:
-        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer and data.
-
-        Raises:
-            DataError: not a store, of something else (both values are named), unfinished, or a shard is cut short.
-        """
+        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer and data; DataError,
+        with both values, for another."""
         directory, manifest = Path(directory), FeatureManifest.read(Path(directory))
         if wanted is not None:
             manifest.refuse_other(wanted, directory, reading=True)
@@ -212,9 +203,6 @@ class FeatureStore:
             self._compared.add(document)
         return decode(np.array(records[offset : offset + length]), self.manifest)
 
-    def nbytes(self) -> int:
-        return sum(shard.size for shard in self._shards)
-
     def _map(self, shard: int) -> Records:
         if shard not in self._maps:
             entry, width = self._shards[shard], self.manifest.record_bytes
@@ -225,13 +213,11 @@ class FeatureStore:
 def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name: str) -> Records:
     """States (L, Ht) by boundary -> records (L, record_bytes). DataError or NumericError, naming `name`, for others."""
     dtype, parts, scales = DTYPES[manifest.dtype], [], []
-    length = len(next(iter(features.values()), torch.empty(0)))
+    expected = (len(next(iter(features.values()), ())), manifest.hidden_size)
     for boundary in (*manifest.boundaries, LAST_HIDDEN):
-        if boundary not in features or features[boundary].shape != (length, manifest.hidden_size):
-            shape = tuple(features[boundary].shape) if boundary in features else "nothing"
-            raise DataError(
-                f"{name}, boundary {boundary}: expected states ({length}, {manifest.hidden_size}), got {shape}"
-            )
+        shape = tuple(features[boundary].shape) if boundary in features else "nothing"
+        if shape != expected:
+            raise DataError(f"{name}, boundary {boundary}: expected states {expected}, got {shape}")
         states = features[boundary].detach().cpu()
         if dtype == torch.float8_e4m3fn:
             states = states.float()
@@ -250,13 +236,10 @@ def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name:
 def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor]:
     """Records (L, record_bytes) -> states (L, Ht) by boundary; the inverse of `encode` up to rounding."""
     stored, layers = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
-    raw = torch.from_numpy(records)
-    width = manifest.hidden_size * stored.itemsize
-    small = stored == torch.float8_e4m3fn
-    found = {}
+    raw, width, found = torch.from_numpy(records), manifest.hidden_size * stored.itemsize, {}
     for index, boundary in enumerate(layers):
         states = raw[:, index * width : (index + 1) * width].contiguous().view(stored)
-        if small:
+        if stored == torch.float8_e4m3fn:
             start = len(layers) * width + index * SCALE_BYTES
             scales = raw[:, start : start + SCALE_BYTES].contiguous().view(torch.float32)
             states = (states.float() * scales).to(torch.bfloat16)
@@ -294,9 +277,8 @@ def _is_full(error: BaseException) -> bool:
 class OfflineFeatures:
     """Reads the features of packed windows from a store, which must be of the same prepared data.
 
-    Features were extracted from whole documents. A segment that begins within its document (offset > 0) therefore gets
-    states that saw everything before it, where `OnlineFeatures` would only see the segment: nearer to what the head
-    meets when it drafts, and why the two agree exactly only for segments with offset 0.
+    Features are of whole documents: a segment with an offset gets states that saw everything before it, as the head
+    meets them when it drafts; `OnlineFeatures` would only see the segment.
     """
 
     store: FeatureStore
@@ -305,7 +287,7 @@ class OfflineFeatures:
     def features(self, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
         """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU."""
         batch = self.windows.batch(step, rank, world)
-        found: dict[Boundary, torch.Tensor] = {}
+        found: dict[Boundary, Tensor] = {}
         for segment in self.windows.segments(step, rank, world):
             for boundary, values in self.store.read(segment.document, segment.offset, segment.length).items():
                 if boundary not in found:
@@ -320,16 +302,12 @@ STRETCH = 512  # Documents that are sorted by length together
 class Source(Protocol):
     """Something that runs the target: `OnlineFeatures` or `VllmFeatures`."""
 
-    @property
-    def provides(self) -> tuple[Boundary, ...]: ...
-
     def documents(self, documents: Sequence[Sequence[int]]) -> Sequence[Mapping[Boundary, Tensor]]:
         """The states (L, Ht) of whole documents."""
 
 
 def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterator[list[int]]:
-    """The documents of each pass, without those in `done`: up to `batch_tokens` tokens with padding, or one longer
-    one."""
+    """The documents of each pass, but for those in `done`: up to `batch_tokens` tokens with padding, or one longer."""
     if batch_tokens < 1:
         raise ArgumentError(f"a pass needs at least one token, got {batch_tokens}")
     for start in range(0, len(lengths), STRETCH):
@@ -351,18 +329,15 @@ def extract(
     writer: FeatureWriter,
     *,
     batch_tokens: int = 8192,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[..., None] = lambda **_: None,
 ) -> None:
-    """Store the features of every document that the writer does not have yet, in passes of at most `batch_tokens`.
-
-    `progress` is called with the number of tokens stored since the last call.
-    """
+    """Store the features of the documents that the writer lacks; `progress` is told to ``advance`` by their tokens."""
     lengths = data.lengths.tolist()
     for group in passes(lengths, writer.done, batch_tokens):
         tokens = [data.document(index)[0].tolist() for index in group]
         for index, states in zip(group, source.documents(tokens), strict=True):
             writer.append(index, states)
-            progress(lengths[index])
+            progress(advance=lengths[index])
 
 
 def sample(data: PreparedData, tokens: int = 64) -> list[int]:

@@ -48,7 +48,6 @@ class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     """Both sides of the connector: the scheduler's names the prompts, the worker's writes them."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Find the states' cache among vLLM's groups of caches."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._folder = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["shared_storage_path"])
         groups = kv_cache_config.kv_cache_groups
@@ -74,11 +73,9 @@ class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return False, {"hidden_states_path": self._path(request.request_id)}
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any]]:
-        """As `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, block_ids)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Nothing is ever loaded."""
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -87,11 +84,7 @@ class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """Keep the states' cache: (blocks, boundaries, block size, Ht).
-
-        Raises:
-            ValueError: its blocks are not those that the scheduler counts in.
-        """
+        """Keep the states' cache (blocks, boundaries, block size, Ht); ValueError for blocks of another size."""
         self._cache = next(cache for name, cache in kv_caches.items() if LAYER in name)
         if self._cache.shape[2] != self._block_size:
             raise ValueError(f"expected blocks of {self._block_size} states, the cache is {tuple(self._cache.shape)}")

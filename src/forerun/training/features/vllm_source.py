@@ -36,11 +36,7 @@ class FinalNorm:
 
     def __init__(self, directory: Path, config: Any) -> None:
         """Find the norm in the skeleton of the model that `config` describes and load its weights from `directory`.
-
-        Raises:
-            UnsupportedModelError: the module after the layers cannot be told.
-            CheckpointError: its weights are not in the checkpoint.
-        """
+        UnsupportedModelError if the module after the layers cannot be told, CheckpointError if its weights lack."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -94,18 +90,13 @@ class VllmFeatures:
         batch_tokens: int = 8192,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start vLLM.
+        """Start vLLM; ArgumentError if it is not installed or a boundary out of range, DataError if it does not start.
 
         Args:
             norm: raw states at the last boundary -> LAST_HIDDEN, see `FinalNorm`.
             max_tokens: of the longest document.
             batch_tokens: most tokens of a pass.
-            engine_options: more arguments of ``vllm.LLM``, such as tensor_parallel_size; on the CPU they go before
-                `CPU_OPTIONS`.
-
-        Raises:
-            ArgumentError: vllm is not installed, or a boundary is out of range.
-            DataError: vLLM does not start.
+            engine_options: more arguments of ``vllm.LLM``; on the CPU they go before `CPU_OPTIONS`.
         """
         self.boundaries = check_boundaries(boundaries, num_layers)
         self._norm, self._last = norm, num_layers
@@ -144,10 +135,6 @@ class VllmFeatures:
             raise
         self._sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0)
 
-    @property
-    def provides(self) -> tuple[Boundary, ...]:
-        return (*self.boundaries, LAST_HIDDEN)
-
     def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Boundary, Tensor]]:
         """The states (L, Ht) of whole documents on the CPU; DataError if vLLM stopped, or answered with others."""
         prompts = [{"prompt_token_ids": list(tokens)} for tokens in documents]
@@ -168,15 +155,14 @@ class VllmFeatures:
                 "use --source transformers"
             )
         found = _load(Path(path))
-        states, ids = found["hidden_states"], found["token_ids"].tolist()
-        size = len(tokens)
+        states, ids, size = found["hidden_states"], found["token_ids"].tolist(), len(tokens)
         if ids[:size] != list(tokens):
             raise DataError(f"vLLM returned the states of other tokens ({len(ids)}) than those it was given ({size})")
         if states.dim() != 3 or len(states) < size or states.shape[1] != len(self._ids):
             raise DataError(
                 f"vLLM returned states {tuple(states.shape)}, expected {size} tokens x {len(self._ids)} boundaries"
             )
-        by_id = {boundary: states[:size, index] for index, boundary in enumerate(self._ids)}
+        by_id = dict(zip(self._ids, states[:size].unbind(1), strict=True))
         kept = {boundary: by_id[boundary] for boundary in self.boundaries}
         return {**kept, LAST_HIDDEN: self._norm(by_id[self._last])}
 
@@ -187,13 +173,10 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise DataError(
-            f"vLLM {what}: {error} Its log above says why; --source transformers does without it"
-        ) from error
+        raise DataError(f"vLLM {what}: {error} Its log above says why; or use --source transformers") from error
 
 
 def _load(path: Path) -> Mapping[str, Tensor]:
-    """Read and delete what the connector wrote."""
     lock, deadline = path.with_name(f"{path.name}.lock"), time.monotonic() + WRITE_TIMEOUT_S
     while lock.exists() and not _released(lock):
         if time.monotonic() > deadline:

@@ -30,7 +30,6 @@ from forerun.training.loop.distributed import Parallel, shard_like
 from forerun.writing import remove_folder, written_folder
 
 FORMAT = 1
-CHECKPOINT, BEST = re.compile(r"checkpoint-(\d+)"), "best"
 MODEL, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.safetensors", "random.json", "state.json"
 Optimizers = Iterable[torch.optim.Optimizer]
 
@@ -57,37 +56,6 @@ class Saved:
     recipe: Mapping[str, Any] | None  # What decided what was trained, by key; none in checkpoints of an older forerun
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A detached, full, contiguous copy on the CPU. All processes must call it if sharded."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    # Views of one storage, which safetensors refuses, become tensors of their own.
-    return tensor.cpu().contiguous().clone()
-
-
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """name -> full tensor on the CPU, of parameters and persistent buffers; tied ones once, by their first name."""
-    seen: set[int] = set()
-    weights: dict[str, Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            weights[name] = whole(tensor)
-    return weights
-
-
-def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """``<parameter>|<kind>`` -> full tensor on the CPU."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, Tensor] = {}
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for kind, value in sorted(state.items()):
-                found[f"{names[id(parameter)]}|{kind}"] = whole(value)
-    return found
-
-
 def save(
     output: Path,
     module: nn.Module,
@@ -107,7 +75,7 @@ def save(
 def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:
     """Write the weights alone to ``output/best``, with ``best.json``; as `save`."""
     weights, record = weights_of(module), {"step": step, "values": dict(values)}
-    return parallel.on_first(lambda: _write(output / BEST, {MODEL: weights}, {"best.json": record}))
+    return parallel.on_first(lambda: _write(output / "best", {MODEL: weights}, {"best.json": record}))
 
 
 def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapping[str, Any]) -> Path:
@@ -120,19 +88,40 @@ def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapp
     return write_directory(folder, fill)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A detached, full, contiguous copy on the CPU. All processes must call it if sharded."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    # Views of one storage, which safetensors refuses, become tensors of their own.
+    return tensor.cpu().contiguous().clone()
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """name -> full tensor on the CPU, of parameters and persistent buffers; tied ones once, by their first name."""
+    state = module.state_dict(keep_vars=True)
+    first_names = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: whole(state[name]) for name in first_names.values()}
+
+
+def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """``<parameter>|<kind>`` -> full tensor on the CPU."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    states = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
+    return {f"{name}|{kind}": whole(value) for name, state in states for kind, value in sorted(state.items())}
+
+
 def read(path: Path) -> Saved:
     """What `path` says about itself, tensors left alone; CheckpointError if it is incomplete or in another format."""
     try:
-        record = json.loads((path / STATE).read_text(encoding="utf-8"))
-        states = json.loads((path / RANDOM).read_text(encoding="utf-8"))
+        record, states = (json.loads((path / name).read_text(encoding="utf-8")) for name in (STATE, RANDOM))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is no complete training checkpoint: {error}. Remove the directory to resume from the one before."
         ) from error
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of forerun reads {FORMAT}.")
-    progress = Progress(**record["progress"])
-    return Saved(path=path, progress=progress, random=states, recipe=record.get("recipe"))
+    return Saved(path=path, progress=Progress(**record["progress"]), random=states, recipe=record.get("recipe"))
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
@@ -150,18 +139,14 @@ def load_weights(path: Path, module: nn.Module) -> None:
 
 def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, parallel: Parallel) -> None:
     """Fill the optimizers of `module`, already sharded; all processes must call it, the first one reads.
-
-    Raises:
-        CheckpointError: the checkpoint was written by another optimizer, or for other parameters.
-    """
-    stored = _shared(path, parallel)
+    CheckpointError for a checkpoint of another optimizer or other parameters."""
     parameters = dict(module.named_parameters())
     by_parameter: dict[int, dict[str, Tensor]] = {}
-    for name, value in stored.items():
+    for name, value in _shared(path, parallel).items():
         parameter_name, _, kind = name.rpartition("|")
-        if parameter_name not in parameters:
+        parameter = parameters.get(parameter_name)
+        if parameter is None:
             raise CheckpointError(f"{path / OPTIMIZER} holds {name}, but no such parameter is trained.")
-        parameter = parameters[parameter_name]
         if value.ndim and value.shape != parameter.shape:
             shapes = f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
             raise CheckpointError(f"{path / OPTIMIZER}: {name} has shape {shapes}.")
@@ -207,14 +192,12 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 def checkpoints(output: Path) -> list[tuple[int, Path]]:
     """(step, directory) of the complete checkpoints in `output`, oldest first."""
-    found = [(CHECKPOINT.fullmatch(path.name), path) for path in output.glob("*/")]
+    found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in output.glob("*/")]
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def latest(output: Path) -> Path | None:
-    """The newest complete checkpoint, or none."""
-    found = checkpoints(output)
-    return found[-1][1] if found else None
+    return next((path for _, path in reversed(checkpoints(output))), None)
 
 
 def write_directory(folder: Path, fill: Callable[[Path], None]) -> Path:

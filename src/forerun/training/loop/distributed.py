@@ -40,18 +40,14 @@ class Parallel:
     def from_environment(cls, mode: Mode = "ddp", device: torch.device | str | None = None) -> Parallel:
         """Join the processes that torchrun started; without torchrun, or alone, a single process.
 
-        Args:
-            device: None: the CUDA device of this process's local rank, else the CPU.
-
-        Raises:
-            ArgumentError: an unknown mode, or "single" under torchrun with several processes.
+        `device` None is the CUDA device of this process's local rank, else the CPU. ArgumentError for an unknown mode,
+        or "single" under torchrun with several processes.
         """
         if mode not in ("single", "ddp", "fsdp"):
             raise ArgumentError(f"mode={mode!r} is unknown; expected single, ddp or fsdp.")
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        accelerated = torch.cuda.is_available()
-        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if accelerated else torch.device("cpu")
-        own = local if device is None else torch.device(device)
+        local = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        own = torch.device(local if device is None else device)
         if world == 1:
             return cls(device=own)
         if mode == "single":
@@ -103,17 +99,16 @@ class Parallel:
         """Do `work` on the first process; its result, or its `ForerunError`, reaches all."""
         if self.world == 1:
             return work()
-        result: Any = None
-        failure: ForerunError | None = None
+        outcome: Any = None
         if self.first:
             try:
-                result = work()
+                outcome = work()
             except ForerunError as error:
-                failure = error
-        result, failure = self.share((result, failure))
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[no-any-return]
+                outcome = error
+        outcome = self.share(outcome)
+        if isinstance(outcome, ForerunError):
+            raise outcome
+        return outcome  # type: ignore[no-any-return]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with the first process's and return it; same shape and dtype everywhere."""
@@ -153,8 +148,7 @@ def spread(objective: Objective, parallel: Parallel) -> nn.Module:
         # Buffers are constants (position tables, vocabulary maps). torch 2.13 has renamed the option.
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        options: dict[str, Any] = {name: False}
-        return DistributedDataParallel(forward, **options)
+        return DistributedDataParallel(forward, **{name: False})  # type: ignore[arg-type]
     frozen = {parameter for parameter in forward.parameters() if not parameter.requires_grad}
     mesh = init_device_mesh(parallel.device.type, (parallel.world,))
     fully_shard(forward, mesh=mesh, ignored_params=frozen)

@@ -30,11 +30,7 @@ MAY_CHANGE = frozenset({
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
-    """How long, how fast and how carefully to train.
-
-    Raises:
-        ArgumentError: a value out of range; the message names field, value and what is allowed.
-    """
+    """How long, how fast and how carefully to train; ArgumentError names the field whose value is not allowed."""
 
     steps: Natural | None = None
     """Optimizer steps in all, counted from the very first, resumed runs included; none: what `epochs` comes to."""
@@ -95,7 +91,6 @@ class TrainSettings:
         return max(1, math.ceil(self.epochs * batches_per_epoch / self.accumulation - 1e-9))
 
     def warmup(self, total: int) -> int:
-        """Warm-up steps of a run of `total` steps."""
         return self.warmup_steps if self.warmup_steps is not None else round(self.warmup_share * total)
 
     def fixed(self) -> dict[str, Any]:

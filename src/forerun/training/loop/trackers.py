@@ -98,8 +98,8 @@ class Bar(Tracker):
 class TensorBoard(Tracker):
     """Event files for ``tensorboard --logdir``."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+    def __init__(self, module: Any, output: Path, config: Mapping[str, Any]) -> None:
+        self._writer = module.SummaryWriter(str(output / "tensorboard"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -112,9 +112,9 @@ class TensorBoard(Tracker):
 class Remote(Tracker):
     """wandb, or trackio, which has the same functions."""
 
-    def __init__(self, package: str, name: str, config: Mapping[str, Any]) -> None:
-        self._package = _import(package, package)
-        self._package.init(project="forerun", name=name, config=dict(config))
+    def __init__(self, module: Any, output: Path, config: Mapping[str, Any]) -> None:
+        self._package = module
+        self._package.init(project="forerun", name=output.name, config=dict(config))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._package.log(dict(values), step=step)
@@ -123,27 +123,20 @@ class Remote(Tracker):
         self._package.finish()
 
 
-def _import(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ArgumentError(
-            f"tracker {package!r} needs a package that is not installed; run: pip install {package}"
-        ) from error
-
-
-TRACKERS = ("tensorboard", "wandb", "trackio")
+TRACKERS: dict[str, tuple[str, type[TensorBoard | Remote]]] = {
+    "tensorboard": ("torch.utils.tensorboard", TensorBoard),
+    **{name: (name, Remote) for name in ("wandb", "trackio")},
+}
 
 
 def tracker(name: str, output: Path, config: Mapping[str, Any]) -> Tracker:
     """A tracker by name, for the `trackers` of `train`; `config` is shown beside the run, named as `output` is.
-
-    Raises:
-        ArgumentError: an unknown name, or its package is not installed.
-    """
+    ArgumentError for an unknown name, or if its package is not installed."""
     if name not in TRACKERS:
         hint = nearest(name, TRACKERS)
         raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(TRACKERS)}.{hint}")
-    if name == "tensorboard":
-        return TensorBoard(output / "tensorboard")
-    return Remote(name, output.name, config)
+    module, kind = TRACKERS[name]
+    try:
+        return kind(importlib.import_module(module), output, config)
+    except ImportError as error:
+        raise ArgumentError(f"tracker {name!r} needs a package that is not installed: pip install {name}") from error

@@ -11,13 +11,12 @@ import math
 import os
 import platform
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +24,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from forerun.errors import ArgumentError, CheckpointError, NumericError
 from forerun.training.batch import Batches, Objective
@@ -36,43 +34,71 @@ from forerun.training.loop.trackers import Bar, JsonLines, Tracker
 from forerun.training.loop.update import Sums, backward, build_optimizers, scale, set_rate
 from forerun.writing import tidy, written
 
+Evaluate = Callable[[int], Mapping[str, float]]
+Reason = Literal["finished", "already_finished", "interrupted", "time"]
 
-def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
-    """The newest checkpoint, to go on from; None: begin anew. Errors as `train`.
 
-    Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
-    best value so far is forgotten.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """How training ended."""
+
+    reason: Reason  # "already_finished": an earlier run had done all steps; "time": `max_seconds` have passed
+    steps: int
+    tokens: int
+    loss: float | None  # Nats per counted prediction in the last step of this run that had any
+    best: float | None
+    best_step: int | None  # Its weights are in ``output/best``
+    checkpoint: Path  # Of the last step. Under FSDP2 the module stays sharded: read the weights from here.
+    seconds: float
+
+    @property
+    def interrupted(self) -> bool:
+        return self.reason == "interrupted"
+
+
+def train(
+    objective: Objective,
+    batches: Batches,
+    settings: TrainSettings,
+    output: Path,
+    *,
+    parallel: Parallel | None = None,
+    trackers: Sequence[Tracker] = (),
+    evaluate: Evaluate | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    allow_changes: bool = False,
+) -> TrainResult:
+    """Train the objective's module in place, on from the newest checkpoint in `output`; all processes must call it.
+
+    The first SIGINT or SIGTERM lets the step finish, saves and returns; the second raises `KeyboardInterrupt`.
+
+    Args:
+        objective: the loss; its module must be on the device. Trainable parameters are turned into float32.
+        output: directory of ``checkpoint-<step>/``, ``best/``, ``log.jsonl`` and ``run.json``.
+        parallel: None is a single process on the device of the module.
+        trackers: besides ``log.jsonl`` and the console; used by the first process, closed at the end.
+        evaluate: optimizer step -> values. All processes call it, with whole parameters and the module in eval mode;
+            the first one's values count. Random draws in it do not touch training.
+        recipe: what else decides what is trained, by key, as plain values: data, target, ... A checkpoint of another
+            one is refused without `allow_changes`. Keys with ``evaluation.`` in front say what `evaluate` measures.
+
+    NumericError for a loss or gradient that is not finite, CheckpointError where nothing can be written or read:
+    earlier checkpoints are intact. ArgumentError for nothing to train.
     """
-    tidy(output)
-    path = checkpoint.latest(output)
-    if path is None:
-        return None
-    saved = checkpoint.read(path)
-    changed = _changes(saved.recipe, recipe)
-    if changed and not allow_changes:
-        raise ArgumentError(
-            f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
-            "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
-        )
-    if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
-        saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
-    return saved
+    fixed = json.loads(json.dumps({**(recipe or {}), **settings.fixed()}))
+    loop = _Loop(objective, batches, settings, output, parallel, fixed, evaluate=evaluate, allow_changes=allow_changes)
+    loop.parallel.on_first(lambda: _write_run(loop))
+    if loop.parallel.first:
+        step = loop.progress.step
+        loop.trackers = [JsonLines(output / "log.jsonl", step), Bar(loop.total, step), *trackers]
+    try:
+        return loop.run()
+    finally:
+        for tracker in loop.trackers:
+            tracker.close()
 
 
-def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of the recipe that differ -> the former and the new value, in words."""
-    if former is None:
-        return {"": "an older forerun wrote it and did not record its recipe"}
-
-    def shown(values: Mapping[str, Any], key: str) -> str:
-        return repr(values[key]) if key in values else "not recorded"
-
-    pairs = {key: (shown(former, key), shown(recipe, key)) for key in {**former, **recipe}}
-    return {key: f"{key} was {was}, is {now}" for key, (was, now) in pairs.items() if was != now}
-
-
-ECHO_S = 1.0
-"""torchrun passes on the Ctrl-C that the terminal has already sent to every process; one press arrives twice."""
+ECHO_S = 1.0  # torchrun passes on the Ctrl-C that the terminal has already sent to every process: it arrives twice
 
 
 class Interrupts:
@@ -101,152 +127,51 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
-    """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`.
-
-    Linear warm-up; then from 1 at its end to `min_rate_share` at step `total`, one after the last.
-    """
-    warmup = settings.warmup(total)
-    if step < warmup:
-        return (step + 1) / warmup
-    if settings.schedule == "constant":
-        return 1.0
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
-    return settings.min_rate_share + (1 - settings.min_rate_share) * left
-
-
-Evaluate = Callable[[int], Mapping[str, float]]
-Reason = Literal["finished", "already_finished", "interrupted", "time"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainResult:
-    """How training ended."""
-
-    reason: Reason
-    """"finished": all steps are done; "already_finished": an earlier run had done them all; "interrupted": Ctrl-C or
-    SIGTERM; "time": `max_seconds` have passed."""
-    steps: int
-    tokens: int
-    loss: float | None  # Nats per counted prediction in the last step of this run that had any
-    best: float | None
-    best_step: int | None  # Its weights are in ``output/best``
-    checkpoint: Path  # Of the last step. Under FSDP2 the module stays sharded: read the weights from here.
-    seconds: float
-
-    @property
-    def interrupted(self) -> bool:
-        """True if a signal ended it."""
-        return self.reason == "interrupted"
-
-
-def train(
-    objective: Objective,
-    batches: Batches,
-    settings: TrainSettings,
-    output: Path,
-    *,
-    parallel: Parallel | None = None,
-    trackers: Sequence[Tracker] = (),
-    evaluate: Evaluate | None = None,
-    recipe: Mapping[str, Any] | None = None,
-    allow_changes: bool = False,
-) -> TrainResult:
-    """Train the objective's module in place, on from the newest checkpoint in `output`; all processes must call it.
-
-    The first SIGINT or SIGTERM lets the step finish, saves and returns; the second raises `KeyboardInterrupt`.
-
-    Args:
-        objective: the loss; its module must be on the device. Trainable parameters are turned into float32.
-        output: directory of ``checkpoint-<step>/``, ``best/``, ``log.jsonl`` and ``run.json``.
-        parallel: None is a single process on the device of the module.
-        trackers: besides ``log.jsonl`` and the console; used by the first process, closed at the end.
-        evaluate: optimizer step -> values. All processes call it, with whole parameters and the module in eval mode;
-            the first one's values count. Random draws in it do not touch training.
-        recipe: what else decides what is trained, by key, as plain values: data, target, ... It is kept in checkpoints
-            beside the settings, and one that was trained under another recipe is refused. Keys that begin with
-            ``evaluation.`` say what `evaluate` measures.
-        allow_changes: go on from a checkpoint of another recipe.
-
-    Raises:
-        NumericError: a loss or gradient is not finite; earlier checkpoints are intact.
-        CheckpointError: nothing could be written or read; earlier checkpoints are intact.
-        ArgumentError: nothing to train, or what `output` holds was trained under another recipe.
-    """
-    began = time.monotonic()
-    module = objective.parameters_module()
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ArgumentError("The objective's module has no trainable parameter; set requires_grad on what shall learn.")
-    for parameter in trainable:
-        parameter.data = parameter.data.float()
-    parallel = parallel or Parallel(device=next(module.parameters()).device)
-    fixed = json.loads(json.dumps({**(recipe or {}), **settings.fixed()}))
-    start = parallel.on_first(lambda: start_from(output, fixed, allow_changes=allow_changes))
-    if start:
-        weights = start.path
-        parallel.on_first(lambda: checkpoint.load_weights(weights, module))
-    model = spread(objective, parallel)
-    optimizers = build_optimizers(module, settings)
-    if start:
-        checkpoint.load_optimizers(start.path, module, optimizers, parallel)
-    progress = start.progress if start else checkpoint.Progress()
-    loop = _Loop(
-        model=model,
-        module=module,
-        optimizers=optimizers,
-        batches=batches,
-        settings=settings,
-        output=output,
-        parallel=parallel,
-        evaluate=evaluate,
-        recipe=fixed,
-        total=settings.total_steps(batches.steps_per_epoch),
-        progress=progress,
-        began=began,
-        saved=start.path if start else None,
-    )
-    parallel.on_first(lambda: _write_run(loop))
-    if parallel.first:
-        step = progress.step
-        loop.trackers = [JsonLines(output / "log.jsonl", step), Bar(loop.total, step), *trackers]
-    checkpoint.begin_random(start.random if start else [], settings.seed, parallel.rank, progress.step)
-    try:
-        return loop.run()
-    finally:
-        for tracker in loop.trackers:
-            tracker.close()
-
-
-@dataclass(kw_only=True)
 class _Loop:
     """The state of a run, and its loop."""
 
-    model: nn.Module
-    module: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    batches: Batches
-    settings: TrainSettings
-    output: Path
-    parallel: Parallel
-    evaluate: Evaluate | None
-    recipe: Mapping[str, Any]
-    total: int
-    progress: checkpoint.Progress
-    began: float
-    saved: Path | None
-    trackers: list[Tracker] = field(default_factory=list)
-    loss: float | None = None
-    interrupts: Interrupts = field(default_factory=Interrupts)
-    window: Sums = field(default_factory=Sums)
-    saved_step: int = -1
-    saved_at: float = field(default_factory=time.monotonic)
+    def __init__(
+        self,
+        objective: Objective,
+        batches: Batches,
+        settings: TrainSettings,
+        output: Path,
+        parallel: Parallel | None,
+        recipe: Mapping[str, Any],
+        *,
+        evaluate: Evaluate | None,
+        allow_changes: bool,
+    ) -> None:
+        self.began, self.batches, self.settings = time.monotonic(), batches, settings
+        self.output, self.recipe, self.evaluate = output, recipe, evaluate
+        self.module = module = objective.parameters_module()
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ArgumentError(
+                "The objective's module has no trainable parameter; set requires_grad on what shall learn."
+            )
+        for parameter in trainable:
+            parameter.data = parameter.data.float()
+        self.parallel = parallel = parallel or Parallel(device=trainable[0].device)
+        start = parallel.on_first(lambda: start_from(output, recipe, allow_changes=allow_changes))
+        self.saved = path = start.path if start else None
+        if path:
+            parallel.on_first(lambda: checkpoint.load_weights(path, module))
+        self.model = spread(objective, parallel)
+        self.optimizers = build_optimizers(module, settings)
+        if path:
+            checkpoint.load_optimizers(path, module, self.optimizers, parallel)
+        self.total = settings.total_steps(batches.steps_per_epoch)
+        self.progress = start.progress if start else checkpoint.Progress()
+        self.saved_step, self.saved_at = self.progress.step if start else -1, time.monotonic()
+        self.interrupts, self.window = Interrupts(), Sums()
+        self.trackers: list[Tracker] = []
+        self.loss: float | None = None
+        checkpoint.begin_random(start.random if start else [], settings.seed, parallel.rank, self.progress.step)
 
     def run(self) -> TrainResult:
         """Step until there is a reason to stop."""
         first = self.progress.step
-        self.saved_step = first if self.saved else -1
         self.module.train()
         with self.interrupts:
             while True:
@@ -331,7 +256,6 @@ class _Loop:
         )
 
     def _evaluate(self, evaluate: Evaluate) -> None:
-        """Evaluate, log, and keep the weights if they are the best so far."""
         step = self.progress.step
         self.module.eval()
         try:
@@ -371,6 +295,53 @@ def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
+def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
+    """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`. Linear warm-up; then from 1
+    at its end to `min_rate_share` at step `total`, one after the last."""
+    warmup = settings.warmup(total)
+    if step < warmup:
+        return (step + 1) / warmup
+    if settings.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+    return settings.min_rate_share + (1 - settings.min_rate_share) * left
+
+
+def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
+    """The newest checkpoint, to go on from; None: begin anew. Errors as `train`.
+
+    Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
+    best value so far is forgotten.
+    """
+    tidy(output)
+    path = checkpoint.latest(output)
+    if path is None:
+        return None
+    saved = checkpoint.read(path)
+    changed = _changes(saved.recipe, recipe)
+    if changed and not allow_changes:
+        raise ArgumentError(
+            f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
+            "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
+        )
+    if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
+        saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
+    return saved
+
+
+def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of the recipe that differ -> the former and the new value, in words."""
+    if former is None:
+        return {"": "an older forerun wrote it and did not record its recipe"}
+
+    def shown(values: Mapping[str, Any], key: str) -> str:
+        return repr(values[key]) if key in values else "not recorded"
+
+    pairs = {key: (shown(former, key), shown(recipe, key)) for key in {**former, **recipe}}
+    return {key: f"{key} was {was}, is {now}" for key, (was, now) in pairs.items() if was != now}
+
+
 def _write_run(loop: _Loop) -> None:
     """Write ``output/run.json``; the runs that went before in this directory move into "previous"."""
     path, settings, parallel = loop.output / "run.json", loop.settings, loop.parallel
@@ -379,15 +350,13 @@ def _write_run(loop: _Loop) -> None:
         previous = [*former.pop("previous", []), former]
     except (OSError, ValueError, AttributeError):
         previous = []
-    cuda = parallel.device.type == "cuda"
-    packages = ("forerun", "torch", "transformers")
+    cuda, packages = parallel.device.type == "cuda", ("forerun", "torch", "transformers")
     run = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
         "seed": settings.seed,
         "settings": asdict(settings),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
-        "git_commit": _commit(),
         "device": torch.cuda.get_device_name(parallel.device) if cuda else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "world": parallel.world,
@@ -407,11 +376,4 @@ def _write_run(loop: _Loop) -> None:
 def _version(package: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    return None
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
     return None

@@ -29,8 +29,7 @@ class Sums:
     tokens: int = 0
     seconds: float = 0.0
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> (sum, count)
-    broken: list[tuple[int, int]] = field(default_factory=list)
-    """(position, rank) of the batches whose loss is not finite."""
+    broken: list[tuple[int, int]] = field(default_factory=list)  # (position, rank) of batches whose loss is not finite
 
     def add(self, other: Sums) -> None:
         """Add the sums of another step."""
@@ -50,15 +49,8 @@ class Sums:
 
 
 def backward(model: nn.Module, batches: Batches, position: int, settings: TrainSettings, parallel: Parallel) -> Sums:
-    """Add the gradient of the summed losses of one step to the parameters, as a mean over processes.
-
-    Args:
-        model: what `spread` returned.
-        position: of the step's first batch.
-
-    Returns:
-        Sums over all processes, the same on each.
-    """
+    """Add the gradient of the summed losses of one step to the parameters, as a mean over processes. `model` is what
+    `spread` returned, `position` that of the step's first batch; the sums are over all processes."""
     count, device = settings.accumulation, parallel.device
     broken = torch.zeros(parallel.world, count, dtype=torch.float64, device=device)
     sums: list[Tensor] = []
@@ -87,9 +79,7 @@ def backward(model: nn.Module, batches: Batches, position: int, settings: TrainS
 
 def scale(module: nn.Module, factor: float, clip: float) -> float:
     """Multiply the gradients by `factor`, shorten them to the norm `clip` (0: any), and return the norm before that.
-
-    Gradients are left alone if the norm is not finite.
-    """
+    Gradients are left alone if the norm is not finite."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     total = nn.utils.get_total_norm(gradients)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total) * factor
@@ -120,24 +110,16 @@ def decayed(name: str, parameter: Tensor) -> bool:
 
 
 def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """The optimizers of the trainable parameters of `module`; each group keeps its peak rate under "peak".
-
-    Sharded parameters (FSDP2) are taken as they are, so call this after sharding.
-    """
+    """The optimizers of the trainable parameters of `module`; each group keeps its peak rate under "peak". Sharded
+    parameters (FSDP2) are taken as they are, so call this after sharding."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon":
         matrices = [parameter for name, parameter in named if moved_by_muon(name, parameter)]
         named = [(name, parameter) for name, parameter in named if not moved_by_muon(name, parameter)]
-        if matrices:
-            muon = WholeMatrixMuon(
-                matrices,
-                lr=settings.muon_learning_rate,
-                weight_decay=settings.weight_decay,
-                momentum=settings.muon_momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
-            optimizers.append(muon)
+        options: dict[str, Any] = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
+        options |= {"lr": settings.muon_learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers += [WholeMatrixMuon(matrices, **options)] if matrices else []
     groups = []
     for pulled, decay in ((True, settings.weight_decay), (False, 0.0)):
         members = [parameter for name, parameter in named if decayed(name, parameter) == pulled]

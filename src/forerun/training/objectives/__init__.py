@@ -16,11 +16,8 @@ OBJECTIVES: dict[str, str] = {
 
 
 def objective_for(kind: HeadKind) -> Any:
-    """The class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are the recipe's.
-
-    Raises:
-        ArgumentError: heads of this kind cannot be trained here.
-    """
+    """The class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are the recipe's. ArgumentError
+    for heads that cannot be trained here."""
     if kind.stored_as not in OBJECTIVES or kind.trains != "head":
         raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {', '.join(OBJECTIVES)} can")
     return named(OBJECTIVES[kind.stored_as])

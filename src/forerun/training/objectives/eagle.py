@@ -45,14 +45,13 @@ class EagleSettings(Eagle3Settings):
 
 
 class EagleObjective(Eagle3Objective):
-    """The loss of an EAGLE-1 head on a batch of features."""
+    """The loss of an EAGLE-1 head on a batch of features, noisy while the head is in training mode."""
 
     kind: ClassVar[str] = "eagle"
     Settings: ClassVar[type[EagleSettings]] = EagleSettings
     settings: EagleSettings
 
     def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
-        """The head's outputs, step by step; from noisy features while the head is in training mode."""
         if not (self.head.training and self.settings.noise):
             return super().unroll(batch)
         last = batch.features[LAST_HIDDEN]

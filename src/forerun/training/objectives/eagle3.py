@@ -83,8 +83,7 @@ class Eagle3Objective(Objective):
         shares = torch.tensor(self.settings.weights, device=last.device).view(-1, 1, 1)
         found = self._loss(steps, torch.stack([step.counted for step in steps]) * shares, last)
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        drafted = torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
-        survives = drafted.float()
+        drafted, survives = torch.ones_like(batch.batch.loss_mask), torch.ones_like(found.agrees[0])
         for step, agrees, overlap in zip(steps, found.agrees, found.overlap, strict=True):
             # A chain that begins before the answer has steps that are not counted: no such chain is drafted.
             drafted, survives = drafted & step.counted, survives * agrees
@@ -94,24 +93,21 @@ class Eagle3Objective(Objective):
 
     def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
         """The head's outputs, step by step."""
-        tokens = batch.batch
+        tokens, past = batch.batch, list[tuple[Tensor, ...]]()
         # A target, a store and a head have each a dtype of their own.
         states = [batch.features[boundary] for boundary in self.head.config.boundaries]
         dtype = working_dtype(states[0].device, self.head.weight.dtype)
         features = self.head.fuse([state.to(dtype) for state in states])
-        past: list[tuple[Tensor, ...]] = []
         windows = {self.head.config.window(layer) for layer in range(len(self.head.layers))}
         everything = blocks_of(tokens.documents) if None in windows else []
         for step in range(self.settings.steps):
             blocks = {
-                window: everything if window is None else blocks_of(tokens.documents, window - step)
-                for window in windows
+                size: everything if size is None else blocks_of(tokens.documents, size - step) for size in windows
             }
             ids = ahead(tokens.tokens, step + 1, 0)
-            result = self._advance(ids, features, tokens.positions + step, blocks, past)
-            past.append(tuple(result[2:]))
-            features = result[0]
-            yield Unrolled(step=step, output=result[1], counted=counted(tokens, step))
+            features, output, *own = self._advance(ids, features, tokens.positions + step, blocks, past)
+            past.append(tuple(own))
+            yield Unrolled(step=step, output=output, counted=counted(tokens, step))
 
     def _advance(
         self,
@@ -148,16 +144,13 @@ class Eagle3Objective(Objective):
     def embed(self, ids: Tensor) -> Tensor:
         """From the head's own table, or the target's, which is not trained."""
         if self.head.config.own_embedding:
-            embedded: Tensor = self.head.embed_tokens(ids)
-            return embedded
+            return self.head.embed_tokens(ids)  # type: ignore[no-any-return]
         with torch.no_grad():
             return self.target.embedding(ids)  # type: ignore[no-any-return]
 
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
-        """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht).
-
-        Arranged by the predicted token: there all steps follow the same distribution of the target.
-        """
+        """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht). Arranged
+        by the predicted token: there all steps follow the same distribution of the target."""
         teacher = self.target.teacher(last, self.head.token_ids if self.head.config.reduced_vocabulary else None)
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
         outputs = torch.stack([behind(step.output, step.step + 1) for step in steps], 2)
@@ -194,11 +187,8 @@ class Block:
 def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
     """The blocks of `documents` (B, S), int64, rising from left to right within a row, -1 for padding at its end.
 
-    Args:
-        reach: keys of step 0 that a query sees, counted back from its own; none if it is not positive. None: all of its
-            document. At step t of a window W it is W - t.
-
-    Their masks together take at most B x S x S bytes; all steps and layers of one reach share them.
+    `reach`: keys of step 0 that a query sees, counted back from its own; at step t of a window W it is W - t. None: all
+    of its document. The masks take at most B x S x S bytes; all steps and layers of one reach share them.
     """
     length, size = documents.shape[1], QUERY_BLOCK.get(documents.device.type, QUERY_BLOCK["cuda"])
     reach = length if reach is None else max(0, reach)
@@ -275,13 +265,8 @@ class _TttAttention(torch.autograd.Function):
             pull = pull.sub_(inner).mul_(weight).to(key.dtype)
             query_grad.addcmul_(pull, line_key.unsqueeze(2))
             own_grad += [(pull * grouped).sum(2), (weight.to(value.dtype) * gradient).sum(2)]
-        return (
-            None,
-            query_grad.mul_(scale).view(query.shape),
-            key_grad.to(key.dtype),
-            value_grad.to(value.dtype),
-            *own_grad,
-        )
+        query_grad = query_grad.mul_(scale).view(query.shape)
+        return None, query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *own_grad
 
 
 def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: Block) -> tuple[Tensor, Tensor]:
