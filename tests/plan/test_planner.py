@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.engine import theory
+from forerun.plan import theory
 from forerun.engine.costs import CostModel, DraftCost
 from forerun.errors import ArgumentError, DataError
 from forerun.plan import planner

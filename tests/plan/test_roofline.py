@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.engine.theory import expected_tokens_per_pass
+from forerun.plan.theory import expected_tokens_per_pass
 from forerun.errors import ArgumentError
 from forerun.plan.assumptions import (
     DEVICES,

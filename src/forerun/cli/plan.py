@@ -13,7 +13,7 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, SpeculationOptions, numbers
-from forerun.engine import theory
+from forerun.plan import theory
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import assumptions

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.engine.theory import alpha_of
+from forerun.plan.theory import alpha_of
 from forerun.errors import ArgumentError, nearest
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters import DRAFTERS
-from forerun.engine import theory
+from forerun.plan import theory
 from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan.assumptions import TEXTS
@@ -95,9 +95,7 @@ def plan(load: Load, *, k: int | None = None) -> Plan:
         lines=tuple(lines),
         asked=asked,
         best=best,
-        break_even_batch=theory.break_even_batch(
-            lambda rows: load.predict(judged, rows).speedup, most=MOST_BATCH, worth=theory.WORTH
-        ),
+        break_even_batch=theory.break_even_batch(lambda rows: load.predict(judged, rows).speedup, most=MOST_BATCH),
         batches=tuple((rows, best_at(rows)) for rows in powers),
         unbounded=best.k == lines[-1].k and lines[-1].v == 1.0 and load.draft(load.rows).level_ms == 0,
     )
