@@ -12,6 +12,7 @@ because no figure holds for all: launches, the traffic between tensor-parallel d
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from forerun.plan.theory import alpha_of
@@ -155,7 +156,7 @@ def dtype_named(name: str) -> str:
 
 
 FREE_PASS = 1.05  # A pass counts as free up to this many plain ones
-_MOST = 4096
+_MOST = 8192  # Nodes that are looked at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,13 +307,7 @@ class Roofline:
     def free_nodes(self, rows: int = 1, context: int = 0) -> int:
         """Most nodes per row that cost at most `FREE_PASS` plain passes."""
         limit = FREE_PASS * self.pass_ms(1, rows, context)
-        low, high = 1, 2
-        while high <= _MOST and self.pass_ms(high, rows, context) <= limit:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.pass_ms(middle, rows, context) <= limit else (low, middle)
-        return low
+        return bisect_right(range(_MOST), limit, key=lambda nodes: self.pass_ms(nodes, rows, context)) - 1
 
     def weights_gb(self) -> float:
         """All weights, 1e9 bytes."""
