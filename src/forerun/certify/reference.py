@@ -6,6 +6,7 @@ likely may change places; anything more than that is a bug.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -118,10 +119,8 @@ def first_worse(logits: Tensor, answer: Sequence[int], index: int, epsilon: floa
 
 def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
     """Index of the first token that differs, a missing one included; None for equal answers."""
-    for position, (one, other) in enumerate(zip(plain, speculative, strict=False)):
-        if one != other:
-            return position
-    return None if len(plain) == len(speculative) else min(len(plain), len(speculative))
+    pairs = enumerate(itertools.zip_longest(plain, speculative))
+    return next((position for position, (one, other) in pairs if one != other), None)
 
 
 def difference(
@@ -132,8 +131,7 @@ def difference(
     position = first_difference(plain, speculative)
     if position is None:
         return None
-    one = plain[position] if position < len(plain) else None
-    other = speculative[position] if position < len(speculative) else None
+    one, other = next(itertools.islice(itertools.zip_longest(plain, speculative), position, None))
     return Difference(
         prompt=index,
         position=position,
