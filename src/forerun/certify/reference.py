@@ -7,6 +7,7 @@ likely may change places; anything more than that is a bug.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -127,24 +128,20 @@ def difference(
     llm: LLM, prompt: Sequence[int], answers: tuple[Sequence[int], Sequence[int]], index: int
 ) -> Difference | None:
     """Where the plain and the speculative answer to `prompt` part, and how near the two best tokens are there."""
-    plain, speculative = answers
-    position = first_difference(plain, speculative)
+    position = first_difference(*answers)
     if position is None:
         return None
-    one, other = next(itertools.islice(itertools.zip_longest(plain, speculative), position, None))
+    plain, speculative = list(itertools.zip_longest(*answers))[position]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=8, detokenize=False, ignore_eos=True)
+    prefix = {"prompt_token_ids": [*prompt, *answers[0][:position]]}
+    token = llm.generate(prefix, params, speculative=False)[0].outputs[0].tokens[0]
+    likeliest: dict[int | None, float] = {name: entry.logprob for name, entry in (token.top_logprobs or {}).items()}
+    worse = min(likeliest.get(name, -math.inf) for name in (plain, speculative))
     return Difference(
         prompt=index,
         position=position,
-        plain=one,
-        speculative=other,
-        gap=_gap(llm, [*prompt, *plain[:position]], {one, other}),
+        plain=plain,
+        speculative=speculative,
+        gap=max(likeliest.values()) - worse,
         epsilon=epsilon_of(llm),
     )
-
-
-def _gap(llm: LLM, prefix: list[int], tokens: set[int | None]) -> float:
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=8, detokenize=False, ignore_eos=True)
-    token = llm.generate({"prompt_token_ids": prefix}, params, speculative=False)[0].outputs[0].tokens[0]
-    likeliest = {name: entry.logprob for name, entry in (token.top_logprobs or {}).items()}
-    values = [likeliest.get(name, float("-inf")) if name is not None else float("-inf") for name in tokens]
-    return max(likeliest.values()) - min(values)
