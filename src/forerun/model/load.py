@@ -101,26 +101,19 @@ other's."""
 class LoadOptions:
     """How to open a checkpoint, named as in transformers' ``from_pretrained``, and what is done to the model then."""
 
-    dtype: Any = "auto"
-    """torch dtype or its name; "auto" is the checkpoint's own."""
-    device: Any = None
-    """None: the accelerator that torch finds (CUDA, XPU, MPS, ...), else the CPU."""
-    device_map: Any = None
-    """Where each module goes (several GPUs, CPU or disk offload); excludes `device`."""
-    tp_plan: Any = None
-    """"auto" under torchrun: tensor parallel."""
-    adapter: str | Path | None = None
-    """Directory or hub id of a PEFT adapter."""
+    dtype: Any = "auto"  # torch dtype or its name; "auto" is the checkpoint's own
+    device: Any = None  # None: the accelerator that torch finds (CUDA, XPU, MPS, ...), else the CPU
+    device_map: Any = None  # Where each module goes (several GPUs, CPU or disk offload); excludes `device`
+    tp_plan: Any = None  # "auto" under torchrun: tensor parallel
+    adapter: str | Path | None = None  # Directory or hub id of a PEFT adapter
     revision: str | None = None
     trust_remote_code: bool = False
-    token: str | bool | None = None
-    """Hugging Face token; None: ``HF_TOKEN`` or the one that is stored."""
+    token: str | bool | None = None  # Hugging Face token; None: ``HF_TOKEN`` or the one that is stored
     self_check: bool = True
     """Compare small trees with plain forwards first, which may shorten the context; see `model.self_check`."""
     repack: bool | None = None
     """Make the modules faster in place (`kernels.accelerate`); None: only those that were loaded here."""
-    compile: bool = False
-    """Compile the forward; takes a while at each new shape."""
+    compile: bool = False  # Compile the forward; takes a while at each new shape
 
     @property
     def hub(self) -> dict[str, Any]:

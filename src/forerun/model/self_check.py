@@ -252,8 +252,7 @@ def _errors(target: Any, expected: Reference) -> dict[str, float]:
     }
     for row, prefix in enumerate(expected.prefixes):
         kept, dropped = expected.kept[row], expected.dropped[row]
-        last = len(prefix) - 1 - start
-        """Of the root, among the expected logits."""
+        last = len(prefix) - 1 - start  # Of the root, among the expected logits
         other = _PATHS[1 - row]
         pairs = (
             (prompt[row, :last], kept[:last]),
