@@ -25,8 +25,7 @@ class Drawn(IntEnum):
 
     DETERMINISTIC = 0  # A function of the tokens before it (top-k, copied text)
     IID = 1  # Drawn from the recorded distribution of its parent, independently of its siblings
-    WITHOUT_REPLACEMENT = 2
-    """Drawn from the recorded distribution of its parent with the elder sampled siblings removed and renormalised."""
+    WITHOUT_REPLACEMENT = 2  # The same with the elder sampled siblings removed and renormalised
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +36,9 @@ class DraftKind:
     sampled values, and that biases the output.
     """
 
-    sampled: bool = False
-    """Nodes may be sampled. False is safe for any drafter, only less is accepted of sampled nodes."""
+    sampled: bool = False  # Nodes may be sampled; False is safe for any drafter, only less is accepted of sampled nodes
     chain: bool = False  # No node ever has two children
-    multipath: bool = False
-    """Deterministic siblings and, of the children of a node, at most one sampled: greedy multipath verifies."""
+    multipath: bool = False  # Deterministic siblings and at most one sampled child of a node: greedy multipath verifies
 
 
 class CommittedTokens(list[int]):
@@ -98,10 +95,8 @@ class TracedNode:
 
     token: int
     parent: int  # Node id; 0 is the root
-    draft_prob: float | None
-    """Of a sampled node, under the distribution it was drawn from; of a deterministic one the confidence stated."""
-    target_prob: float | None
-    """Probability under the target's processed distribution; None where no rule asked for that distribution."""
+    draft_prob: float | None  # Of a sampled node under what it was drawn from, of a deterministic one its confidence
+    target_prob: float | None  # Under the target's processed distribution; None where no rule asked for that
     accepted: bool
     probe: bool = False  # Scored for the drafter's own use, never accepted
 
@@ -134,8 +129,7 @@ class SpeculationStats:
 
     num_spec_steps: int = 0  # Target passes in which something was drafted
     num_plain_steps: int = 0  # Target passes without a draft, the prompt's not counted
-    drafter_errors: int = 0
-    """Times that a drafter failed: raised, or proposed what it may not. The answer went on without it."""
+    drafter_errors: int = 0  # Times that a drafter raised, or proposed what it may not; the answer went on without it
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_emitted_tokens: int = 0  # Tokens out of speculative steps, bonus and recovered ones included
@@ -210,8 +204,7 @@ class CompletionOutput:
     token_ids: list[int]
     tokens: list[OutputToken]
     finish_reason: str | None  # ``"stop"``, ``"length"``, ``"abort"`` (also where its time was up); None while running
-    stop_reason: int | str | None
-    """The stop token id or stop string that ended it; None for the model's own end of text."""
+    stop_reason: int | str | None  # Stop token id or string that ended it; None for the model's own end of text
     speculation: SpeculationStats
     trace: list[StepTrace] = field(default_factory=list)  # Filled where the request asked for it
 
@@ -242,8 +235,7 @@ class StreamChunk:
     tokens: list[OutputToken]
     trace: StepTrace | None  # Filled where the request asked for it; None for the first token
     finish_reason: str | None
-    prompt_token_ids: list[int] | None = None
-    """On the first chunk of an answer, like the next, which have to be asked for."""
+    prompt_token_ids: list[int] | None = None  # On the first chunk of an answer, like the next, where asked for
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     output: RequestOutput | None = None  # The whole result, on the last chunk of a request
     error: Exception | None = None  # What ended the request before its time; other requests are not concerned

@@ -85,15 +85,11 @@ class Plan:
     prompts: int = 6  # Prompts for the greedy and the log-probability check
     prompt_tokens: int = 192  # Tokens of each, cut from the end
     max_tokens: int = 96  # Tokens of each greedy answer
-    detect: float = 0.1
-    """Total variation from the target's distribution that each chi-square test is to detect; sets how many answers are
-    drawn."""
+    detect: float = 0.1  # Total variation that each chi-square test is to detect; sets how many answers are drawn
     power: float = 0.99  # Probability with which it does
-    sample_tokens: int = 5
-    """Tokens of each sampled answer: the first comes without a draft, the next from drafts up to three levels deep."""
+    sample_tokens: int = 5  # Tokens of each sampled answer: the first has no draft, the next have up to three levels
     sample_prompt_tokens: int = 24
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    """0 asks for the greedy checks, any other for a chi-square test at that temperature."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # 0 asks for the greedy checks, any other for a chi-square test
     family_error: float = 1e-6  # Probability that any chi-square test of this run fails although all is well
     cells: int = 24  # Most cells of a chi-square test: more see finer, and need more answers
     least: float = 0.01  # Least probability of a cell
@@ -297,8 +293,7 @@ class Setting:
     """One way to ask for sampled answers."""
 
     params: SamplingParams
-    seeded: bool
-    """Whether each request has a seed of its own. Without one, `auto`, `merge` and `first_of` may sample drafts."""
+    seeded: bool  # Each request has a seed of its own; without, `auto`, `merge` and `first_of` may sample drafts
 
     @property
     def name(self) -> str:

@@ -235,5 +235,4 @@ class Scored:
     """What one forward pass said."""
 
     logits: Tensor  # (B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``
-    hidden_states: Mapping[Boundary, Tensor] = field(default_factory=dict)
-    """boundary -> (B, N, H) hidden states of the tokens that were run, left aligned."""
+    hidden_states: Mapping[Boundary, Tensor] = field(default_factory=dict)  # (B, N, H) of the tokens run, left aligned

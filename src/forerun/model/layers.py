@@ -28,8 +28,7 @@ class Plan:
 
     start: int = 0  # Boundary whose states go in; 0 runs from the embeddings
     stop: int  # Boundary whose states come out: the residual stream after this many layers, before the final norm
-    skip: frozenset[tuple[int, str]] = frozenset()
-    """(layer, "attn" | "mlp"): sublayers that add nothing to the residual stream."""
+    skip: frozenset[tuple[int, str]] = frozenset()  # (layer, "attn" or "mlp"): sublayers that add nothing
 
     def check(self, layers: int) -> None:
         """Raise ArgumentError unless the plan fits a model of that many layers."""

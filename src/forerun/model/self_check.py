@@ -35,8 +35,7 @@ _PARENTS = (0, 0, 1, 2)  # Root with two children, each with one child
 _PATHS = ((2, 4), (1, 3))  # Kept by row; both need tokens moved
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """Largest root-mean-square error of a node's logits, in units of their spread. A wrong mask gives 0.3 and more."""
-_JUMPING_LIMIT = 2.5e-1
-"""For models whose logits jump where a rounding error decides: quantised activations, 16-bit routers of experts."""
+_JUMPING_LIMIT = 2.5e-1  # Where rounding errors decide: quantised activations, 16-bit routers of experts
 _NEAR, _SHORT_WINDOW = 64, 8
 """Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks are shortened."""
 _BEHIND = 3  # Tokens by which a prompt passes a size

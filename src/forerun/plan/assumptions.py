@@ -26,8 +26,7 @@ class Text:
     tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
     k: int
     source: str
-    trained: tuple[str, float] | None = None
-    """Drafter and its speed-up on Spec-Bench, Vicuna-7B, A100, batch 1, temperature 0."""
+    trained: tuple[str, float] | None = None  # Drafter, its speed-up on Spec-Bench, Vicuna-7B, A100, batch 1, T = 0
     untrained: tuple[str, float] | None = None  # The fastest without training of the same table
 
 
@@ -122,8 +121,7 @@ DEVICES: dict[str, Device] = {
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight. Narrow weights are multiplied in bf16, as engines do at small batches; scales are not counted."""
-_SUFFIXES = ("80gb", "80g", "sxm5", "sxm4", "sxm")
-"""What may stand behind a name in the table without being another product."""
+_SUFFIXES = ("80gb", "80g", "sxm5", "sxm4", "sxm")  # What may follow a name in the table without being another product
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16", "fp4": "int4"}
 
 
@@ -164,8 +162,7 @@ class Size:
     """How large a model is."""
 
     params: float  # All weights
-    active_params: float | None = None
-    """Weights that one token runs through, for a mixture of experts; None for a dense model."""
+    active_params: float | None = None  # Those that one token runs through, for a mixture of experts; None: dense
     experts: int | None = None  # Routed experts of a layer
     experts_per_token: int | None = None  # How many of them a token is sent to
 
@@ -270,8 +267,7 @@ class Roofline:
     dtype: str = "bfloat16"  # Of the weights; a key of `BYTES`
     tp: int = 1  # Devices that share each layer; traffic between them is not counted
     kv: KeyValues | None = None  # None: the cache's traffic is not counted
-    compute_efficiency: float = 0.4
-    """Share of the peak arithmetic that is reached: with `bandwidth_efficiency` half of the peak's free width."""
+    compute_efficiency: float = 0.4  # Share of the peak arithmetic that is reached; with the next, half of its free width
     bandwidth_efficiency: float = 0.8  # Share of the peak bandwidth that is reached
 
     def __post_init__(self) -> None:

@@ -30,8 +30,7 @@ class Load:
     rows: int = 1  # Batch: sequences that are decoded together
     context: int = 0  # Committed tokens of each row
     coverage: float = 1.0  # Share of the steps in which something is drafted
-    nodes_per_level: float = 1.0
-    """Drafted nodes over the K that was allowed; 1 for a chain, less where a drafter often finds less to say."""
+    nodes_per_level: float = 1.0  # Drafted nodes over the K that was allowed; below 1 where a drafter finds less to say
     filled: float = 1.0  # Mean depth of a draft over the K that was allowed
 
     def __post_init__(self) -> None:
@@ -72,8 +71,7 @@ class Plan:
     lines: tuple[Line, ...]  # By draft length, from 0
     asked: Line  # The length that was asked for, else the best
     best: Line
-    break_even_batch: int | None
-    """Largest batch at which `asked` (the best, where that is plain) still gains 2 %; None: beyond `MOST_BATCH`."""
+    break_even_batch: int | None  # Largest batch at which `asked` (or K = 1) still gains 2 %; None: beyond `MOST_BATCH`
     batches: tuple[tuple[int, float], ...]  # (batch, speed-up of the best length there)
     unbounded: bool  # Neither drafting nor verifying costs anything on paper, so more is always better
 

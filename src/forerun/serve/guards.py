@@ -44,8 +44,7 @@ class Client:
     """Whoever sent a request."""
 
     name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
-    domain: str | None
-    """Isolation domain of the request; None is the one that unnamed clients share if the operator says so."""
+    domain: str | None  # Isolation domain of the request; None is the one that unnamed clients share where they may
     key: str = ""  # The hash of its API key, where it has one
     adapt: bool  # Whether online adaptation may learn from it
 

@@ -178,8 +178,7 @@ class Job:
 
     prompt: dict[str, Any]
     params: SamplingParams
-    options: dict[str, Any]
-    """Keywords of `AsyncLLM.stream`: what drafts, who asks, what that shares with whom, how long it may take."""
+    options: dict[str, Any]  # Keywords of `AsyncLLM.stream`: what drafts, who asks, what is shared, how long it may take
 
 
 class Session:

@@ -22,8 +22,7 @@ from forerun.model.padding import Pass, current
 NAME = "forerun_fold"  # Under which transformers knows it
 MIN_ROWS = 4  # From this many rows on, every row's bits are the same on every processor that was tried
 
-COMPILED = "forerun_compiled"
-"""The keyword that tells `fold_attention` of a compiled pass: keys and values have not been through the cache."""
+COMPILED = "forerun_compiled"  # Keyword of a compiled pass, whose keys and values have not been through the cache
 
 
 def fold_attention(

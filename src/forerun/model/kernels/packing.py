@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from forerun.errors import CheckpointError
 
-PACK_ROWS = 16
-"""The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
+PACK_ROWS = 16  # Rows that the layout is chosen for: the widest pass that should stay near the price of one row
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Children of one module that read the same input
 
 

@@ -35,8 +35,7 @@ class Piece:
     text: str
 
 
-Steps = Generator[Piece | None, None, T]
-"""A reader in progress: pieces, None for "more text, please", and a result at the end."""
+Steps = Generator[Piece | None, None, T]  # A reader in progress: pieces, None for "more text", a result at the end
 
 
 class Incoming:
