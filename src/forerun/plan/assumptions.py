@@ -267,7 +267,7 @@ class Roofline:
     dtype: str = "bfloat16"  # Of the weights; a key of `BYTES`
     tp: int = 1  # Devices that share each layer; traffic between them is not counted
     kv: KeyValues | None = None  # None: the cache's traffic is not counted
-    compute_efficiency: float = 0.4  # Share of the peak arithmetic that is reached; with the next, half of its free width
+    compute_efficiency: float = 0.4  # Share of the peak arithmetic that is reached; with the next: half the free width
     bandwidth_efficiency: float = 0.8  # Share of the peak bandwidth that is reached
 
     def __post_init__(self) -> None:

@@ -178,7 +178,7 @@ class Job:
 
     prompt: dict[str, Any]
     params: SamplingParams
-    options: dict[str, Any]  # Keywords of `AsyncLLM.stream`: what drafts, who asks, what is shared, how long it may take
+    options: dict[str, Any]  # Of `AsyncLLM.stream`: who drafts, who asks, what is shared, how long it may take
 
 
 class Session:
