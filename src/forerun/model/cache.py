@@ -174,11 +174,6 @@ class SlotCache:
         keys, values = self._stores[layer]
         return keys[row, :length], values[row, :length]
 
-    @property
-    def layers(self) -> list[int]:
-        """The layers that have been seen."""
-        return sorted(self._stores)
-
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self._tensors())
 

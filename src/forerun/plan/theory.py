@@ -1,8 +1,8 @@
 """What speculation brings, in formulas: tokens per pass, speed-up, best draft length, best tree, break-even batch.
 
-Leviathan et al. (arXiv 2211.17192), where a pass over several nodes costs v(n) passes over one, acceptance may differ by
-depth, and drafts may be trees. The token that the target adds itself counts, so plain decoding is 1. **Survival** of a
-node is the probability that it is accepted; of a chain, ``survival[d]`` is that of depth ``d + 1``.
+Leviathan et al. (arXiv 2211.17192), where a pass over several nodes costs v(n) passes over one, acceptance may differ
+by depth, and drafts may be trees. The token that the target adds itself counts, so plain decoding is 1. **Survival** of
+a node is the probability that it is accepted; of a chain, ``survival[d]`` is that of depth ``d + 1``.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ def predict(
     context: int = 0,
     coverage: float = 1.0,
 ) -> Prediction:
-    """Speed-up from measured acceptance and measured costs. ArgumentError: a rate or share is outside 0..1, or something
-    is negative.
+    """Speed-up from measured acceptance and measured costs. ArgumentError: a rate or share is outside 0..1, or
+    something is negative.
 
     Args:
         acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1 (survival, as
