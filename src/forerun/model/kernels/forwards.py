@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import attention, native
 from forerun.model.kernels.native import HeadNorm, Heads
-from forerun.model.kernels.packing import FusedLinear, PackedWeight
+from forerun.model.kernels.packing import PackedLinear, PackedWeight
 
 log = logging.getLogger(__name__)
 
@@ -234,13 +234,11 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
 
 def _joint(*children: nn.Module | None) -> PackedWeight | None:
     """The one weight whose parts these are, all and in this order; None where there is none."""
-    groups = [child.group if isinstance(child, FusedLinear) else None for child in children]
-    if groups[0] is None or any(group is not groups[0] for group in groups):
+    parts = [(child.packed_weight, child.index) for child in children if isinstance(child, PackedLinear)]
+    weight = parts[0][0] if parts else None
+    if weight is None or parts != [(weight, index) for index in range(len(children))]:
         return None
-    ordered = [child.index for child in children if isinstance(child, FusedLinear)] == list(range(len(children)))
-    weight = groups[0].packed_weight
-    complete = ordered and len(weight.sizes) == len(children) and weight.dtype == torch.bfloat16
-    return weight if complete else None
+    return weight if len(weight.sizes) == len(children) and weight.dtype == torch.bfloat16 else None
 
 
 def _epsilon(module: Any) -> float:

@@ -88,13 +88,17 @@ class PackedWeight:
         return sum(self.sizes) * columns * self.dtype.itemsize
 
 
-class _Packed(nn.Module):
-    """What stands where an `nn.Linear` stood: part `index` of a packed weight."""
+class PackedLinear(nn.Module):
+    """Stands where an `nn.Linear` stood, whose weight lies in oneDNN's layout: alone, or as part `index` of a group."""
 
-    def __init__(self, layer: nn.Linear, packed_weight: PackedWeight, index: int) -> None:
+    def __init__(self, layer: nn.Linear, group: FusedGroup | None = None, index: int = 0) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.packed_weight, self.index = packed_weight, index
+        self.group, self.index = group, index
+        self.packed_weight = PackedWeight([layer]) if group is None else group.packed_weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.packed_weight.apply(states) if self.group is None else self.group.take(states, self.index)
 
     @property
     def weight(self) -> Tensor:
@@ -117,16 +121,6 @@ class _Packed(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class PackedLinear(_Packed):
-    """An `nn.Linear` whose weight lies in oneDNN's layout."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(layer, PackedWeight([layer]), 0)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.packed_weight.apply(states)
-
-
 class FusedGroup:
     """Layers that read the same input, computed together at the first call and handed out one by one."""
 
@@ -144,17 +138,6 @@ class FusedGroup:
         if not self._results:
             self._input = None
         return result
-
-
-class FusedLinear(_Packed):
-    """One layer of a `FusedGroup`; stands where the `nn.Linear` stood."""
-
-    def __init__(self, layer: nn.Linear, group: FusedGroup, index: int) -> None:
-        super().__init__(layer, group.packed_weight, index)
-        self.group = group
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.group.take(states, self.index)
 
 
 _LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -210,7 +193,7 @@ def pack(model: nn.Module) -> Packing:
             if len(linears) == len(names) and len(kinds) == 1:
                 group = FusedGroup(linears)
                 for index, name in enumerate(names):
-                    setattr(parent, name, FusedLinear(linears[index], group, index))
+                    setattr(parent, name, PackedLinear(linears[index], group, index))
                 layers, fused = layers + len(names), fused + 1
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and packable(child):
@@ -249,9 +232,9 @@ def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
         (own, _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True))
         for name, own in model.named_parameters()
     )
-    layers = defaultdict[int, list[tuple[str, PackedLinear | FusedLinear]]](list)
+    layers = defaultdict[int, list[tuple[str, PackedLinear]]](list)
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear | FusedLinear):
+        if isinstance(module, PackedLinear):
             layers[id(module.packed_weight)].append((name, module))
     packed = []
     for members in layers.values():
