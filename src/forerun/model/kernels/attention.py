@@ -80,28 +80,20 @@ def attend(
     dropout: float = 0.0,
 ) -> Tensor:
     """`fold_attention` in `this` pass, over a rectangle of tokens: (B, N, heads, D')."""
+    batch, heads, count, depth = query.shape
     if not dropout and native.takes_attention(query, key, value, mask):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scale = depth**-0.5 if scaling is None else scaling
         return native.attend(query, key, value, mask, scale, this.rows)
     if this.rows is not None:
         key, value = key.index_select(0, this.rows), value.index_select(0, this.rows)
-    return _fold(query, key, value, mask, this, scaling=scaling, dropout=dropout)
-
-
-def _fold(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, this: Pass, *, scaling: float | None, dropout: float
-) -> Tensor:
-    """(B, N, heads, D') as a view."""
-    batch, heads, count, width = query.shape
     groups = heads // key.shape[1]
     copies = -(-MIN_ROWS // (groups * count)) if query.device.type == "cpu" else 1
-    rows = query.reshape(batch, key.shape[1], groups * count, width)
+    rows = query.reshape(batch, key.shape[1], groups * count, depth)
     if copies > 1:
         rows = torch.cat([rows] * copies, dim=2)
     mask = this.repeated(mask, groups * copies)
     seen = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    seen = seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1])
-    return seen.transpose(1, 2)
+    return seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1]).transpose(1, 2)
 
 
 _LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -117,9 +117,6 @@ def _compiler() -> str:
         raise FileNotFoundError(f"no C compiler ({', '.join(names)})")
     return found
 
-
-# --- attention ---
-
 DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
 _STRIDES = {
     "query": ("batch", "head", "row"),
@@ -172,27 +169,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     held, key_heads, width, _ = key.shape
     found = attention_kernel()
     assert found is not None, "takes_attention() is asked first"
-    good = rows is None or (rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous())
-    if value.shape[:3] != key.shape[:3] or key.shape[3] != depth or not good:
-        raise _attention_refusal(query, key, value, mask, rows)
+    fitting = value.shape[:3] == key.shape[:3] and key.shape[3] == depth
+    if rows is not None:
+        fitting = fitting and rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
     out = query.new_empty(batch, count, heads, value.shape[-1])
     mask = mask.expand(batch, 1, count, width)
     sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1])
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2))
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, mask, rows, out)]
-    if found(ctypes.byref(_Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads()))):
-        raise _attention_refusal(query, key, value, mask, rows)
+    problem = _Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads())
+    if not fitting or found(ctypes.byref(problem)):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value, mask))
+        chosen = "" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}"
+        raise ArgumentError(
+            f"attention cannot be computed over query, key, value and mask {shapes}{chosen}; expected (B, heads, N, D), "
+            "(R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W) and int64 rows below R"
+        )
     return out
-
-
-def _attention_refusal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rows: Tensor | None) -> ArgumentError:
-    tensors = {"query": query, "key": key, "value": value, "mask": mask}
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-    return ArgumentError(
-        f"attention cannot be computed over {shapes}"
-        + ("" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}")
-        + "; expected (B, heads, N, D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W) and int64 rows below R"
-    )
 
 
 @cache
@@ -204,9 +197,6 @@ def attention_kernel() -> ctypes._NamedFuncPointer | None:
     assert library.forerun_problem_size() == ctypes.sizeof(_Problem)
     library.forerun_attend.restype = ctypes.c_int32
     return library.forerun_attend
-
-
-# --- norm, rotation, activation, argmax ---
 
 LANES = 16  # Widths are multiples of it; those of a head of twice as much
 MOST_DEPTH = 512
@@ -343,8 +333,6 @@ def rope_and_write(
         and places.dtype == torch.int64
         and places.is_contiguous()
     )
-    if not fitting:
-        raise _placing_refusal(states, heads, stores, places)
     query = states.new_empty(*states.shape[:-1], heads.queries, heads.depth)
     norms = (heads.query_norm, heads.key_norm)
     weights = (None if norm is None else norm.weight for norm in norms)
@@ -352,17 +340,14 @@ def rope_and_write(
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     epsilons = (0.0 if norm is None else norm.epsilon for norm in norms)
     sizes = (tokens, slots, heads.queries, heads.keys, heads.depth)
-    if _library().forerun_place(ctypes.byref(_Placing(*pointers, *sizes, *epsilons, torch.get_num_threads()))):
-        raise _placing_refusal(states, heads, stores, places)
+    placing = _Placing(*pointers, *sizes, *epsilons, torch.get_num_threads())
+    if not fitting or _library().forerun_place(ctypes.byref(placing)):
+        raise ArgumentError(
+            f"states {tuple(states.shape)} of {heads} cannot be written to keys {tuple(stores[0].shape)} and values "
+            f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below "
+            "rows * slots for each token, with an angle for each of its entries"
+        )
     return query
-
-
-def _placing_refusal(states: Tensor, heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor) -> ArgumentError:
-    return ArgumentError(
-        f"states {tuple(states.shape)} of {heads} cannot be written to keys {tuple(stores[0].shape)} and values "
-        f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below rows "
-        "* slots for each token, with an angle for each of its entries"
-    )
 
 
 def _library() -> ctypes.CDLL:
