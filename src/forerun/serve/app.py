@@ -27,7 +27,7 @@ from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer
-from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, own_path, refusal_of
+from forerun.serve.guards import OPEN_PATHS, Guard, Recorder, StrictRoute, aside, own_path, refusal_of
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
@@ -66,8 +66,7 @@ def build_app(session: Session) -> FastAPI:
 
 def _add_guards(app: FastAPI, session: Session) -> None:
     settings = session.settings
-    app.add_middleware(BodyLimit, most=settings.max_body_bytes)
-    app.add_middleware(KeyCheck, settings=settings)
+    app.add_middleware(Guard, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
@@ -123,7 +122,7 @@ def _add_completions(app: FastAPI, session: Session) -> None:
 
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> Response:
     """The whole answer, or a stream that has begun: what the engine refuses is still a 400."""
-    if (record := logs.current()) is not None:
+    if (record := logs.RECORD.get()) is not None:
         record.stream = writer.body.stream
     if not writer.body.stream:
         return JSONResponse(writer.whole(await unless_gone(http, _gathered(session, jobs))))

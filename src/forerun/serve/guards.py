@@ -71,17 +71,8 @@ def client_of(scope: Scope, settings: ServeSettings) -> Client | None:
     return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
 
 
-_client: ContextVar[Client] = ContextVar("client")
-
-
-def answer_for(client: Client) -> None:
-    """From here on this task answers that client."""
-    _client.set(client)
-
-
-def current_client() -> Client:
-    """The client that this task answers; LookupError where nobody said, since a guess could leak text."""
-    return _client.get()
+CLIENT: ContextVar[Client] = ContextVar("client")
+"""Whom this task answers. LookupError where nobody said: a guess could leak text."""
 
 
 def _hashed(*parts: str) -> str:
@@ -89,10 +80,7 @@ def _hashed(*parts: str) -> str:
     return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=16).hexdigest()
 
 
-# --- JSON bodies ---
-
 MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
-
 MAX_ALL_KEYS = 100_000  # Of all objects of one body together
 MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of its own
 
@@ -187,8 +175,6 @@ def _constant(name: str) -> NoReturn:
     raise ValueError(f"there is no {name} in JSON")
 
 
-# --- middleware ---
-
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
 CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -211,7 +197,7 @@ class Recorder:
             await self._app(scope, receive, send)
             return
         record, started = self._record(scope), time.perf_counter()
-        logs.begin(record)
+        logs.RECORD.set(record)
         # HEAD is answered as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         scope = {**scope, "method": method, "root_path": self._settings.root_path}
@@ -244,41 +230,19 @@ class Recorder:
         return RequestRecord(request_id=name, method=scope["method"], client=client)
 
 
-class KeyCheck:
-    """401 without one of the keys; else what follows knows the client."""
+class Guard:
+    """401 without one of the keys, else what follows knows the client; 413 for a body of more than the operator's
+    bytes, announced or not; 415 for one that is compressed."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
-        self._app, self._settings = app, settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            client = client_of(scope, self._settings)
-            if client is None:
-                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
-                await refusal_of(scope, error)(scope, receive, send)
-                return
-            answer_for(client)
-        await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """413 for a body of more than `most` bytes, announced or not; 415 for one that is compressed."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most = app, most
+        self._app, self._settings, self._most = app, settings, settings.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        announced, coding = headers.get("content-length", "0"), headers.get("content-encoding", "identity")
         too_large = ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
-        if not announced.isdecimal() or int(announced) > self._most:
-            await refusal_of(scope, too_large)(scope, receive, send)
-            return
-        if coding != "identity":
-            error = ApiError(415, "bodies are read as they are: leave out Content-Encoding")
+        if (error := self._refusal(scope, too_large)) is not None:
             await refusal_of(scope, error)(scope, receive, send)
             return
         read, refused = 0, False
@@ -302,9 +266,24 @@ class BodyLimit:
 
         await self._app(scope, counted, corrected)
 
+    def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
+        """What is wrong with the head of a request, whose client is known from here on."""
+        if own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            client = client_of(scope, self._settings)
+            if client is None:
+                return ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+            CLIENT.set(client)
+        headers = Headers(scope=scope)
+        announced = headers.get("content-length", "0")
+        if not announced.isdecimal() or int(announced) > self._most:
+            return too_large
+        if headers.get("content-encoding", "identity") != "identity":
+            return ApiError(415, "bodies are read as they are: leave out Content-Encoding")
+        return None
+
 
 def refusal_of(scope: Scope, error: ApiError) -> JSONResponse:
     """The answer that is an error and nothing else, in the envelope that clients of the path know."""
-    if (record := logs.current()) is not None:
+    if (record := logs.RECORD.get()) is not None:
         record.code = error.code
     return JSONResponse(error.body(own_path(scope)), status_code=error.status, headers=error.headers)

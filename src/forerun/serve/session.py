@@ -26,7 +26,7 @@ from forerun import AsyncLLM, errors
 from forerun.drafters import default_length
 from forerun.engine.llm import Speculative
 from forerun.serve import logs
-from forerun.serve.guards import current_client
+from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
 from forerun.serve.protocol.requests import Speculation
 from forerun.serve.settings import ServeSettings
@@ -286,7 +286,7 @@ class Session:
 
         Where there are several API keys, one may hold no more answers than stay free: whoever comes next finds room.
         """
-        client, most = current_client().name, self.settings.queue_for(answers)
+        client, most = CLIENT.get().name, self.settings.queue_for(answers)
         held, free = self._held[client], most - self.in_flight - answers
         if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
             own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
@@ -341,7 +341,7 @@ class Session:
     def _taken_on(self, job: Job) -> logs.RequestRecord | None:
         """Count the job's answers, and note in the request's record, which is returned, what drafts for them."""
         self.metrics.count("forerun:answers_admitted", job.params.n)
-        asked, own, record = job.options["speculative"], self.engine.llm.speculative, logs.current()
+        asked, own, record = job.options["speculative"], self.engine.llm.speculative, logs.RECORD.get()
         if record is not None:
             chosen = asked["method"] if isinstance(asked, dict) else None
             record.drafter = chosen or (own.method if asked is None and own is not None else "none")
