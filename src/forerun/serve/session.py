@@ -32,153 +32,10 @@ from forerun.serve.protocol.requests import Speculation
 from forerun.serve.settings import ServeSettings
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-_COUNTERS: dict[str, tuple[str, ...]] = {
-    "vllm:prompt_tokens": ("Prompt tokens of finished requests.",),
-    "vllm:generation_tokens": ("Tokens of finished requests.",),
-    "vllm:request_success": ("Answers that ended, by reason.", "finished_reason"),
-    "forerun:answers_admitted": ("Answers that were taken on; each ends in a reason, or is refused.",),
-    "forerun:answers_refused": ("Answers that the engine refused after they were taken on.",),
-    "forerun:connections_refused": ("Connections cut, by reason.", "code"),
-    "forerun:http_requests": ("Requests by path and status.", "route", "status"),
-    "vllm:spec_decode_num_drafts": ("Target passes in which something was drafted.",),
-    "vllm:spec_decode_num_draft_tokens": ("Drafted tokens.",),
-    "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted.",),
-    "forerun:drafter_errors": ("Times that a drafter failed; the answer went on without it.",),
-    "vllm:spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by position in the draft.", "position"),
-}
-"""Name -> text and labels besides the model's."""
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": "From queueing to the first token.",
-    "request_time_per_output_token_seconds": "Mean time per later token.",
-    "e2e_request_latency_seconds": "From queueing to the last token.",
-}
-Texts = Mapping[type[CounterMetricFamily | GaugeMetricFamily], Mapping[str, str]]
-ENGINE: Texts = {
-    GaugeMetricFamily: {
-        "num_requests_running": "Answers that hold a row.",
-        "num_requests_waiting": "Answers that wait.",
-        "kv_cache_usage_perc": "Share of the cache's slots in use.",
-    },
-    CounterMetricFamily: {
-        "num_preemptions": "Times an answer was preempted.",
-        "prefix_cache_queries": "Prompt tokens looked up.",
-        "prefix_cache_hits": "Prompt tokens found in the cache.",
-    },
-}
-ADAPTATION: Texts = {
-    CounterMetricFamily: {
-        "examples": "Positions collected.",
-        "rejected_examples": "Collected positions where a draft was rejected.",
-        "updates": "Steps of the optimizer.",
-        "swaps": "Candidates that came to serve.",
-        "discarded": "Candidates that were not better than the weights that serve.",
-        "rollbacks": "Swaps undone because acceptance fell.",
-    },
-    GaugeMetricFamily: {
-        "stored_bytes": "Collected positions in memory, bytes.",
-        "version": "Of the weights that serve; 0 are those of the given checkpoint.",
-        "expected_acceptance": "Of the weights that served when the last candidate was tried, on held back positions.",
-        "candidate_acceptance": "Of the last candidate, on the same positions.",
-        "acceptance": "Share of verified drafted tokens that were accepted since the last swap, over the last 2000.",
-        "share": "Seconds of work per second of wall time.",
-        "running": "1 while it collects and trains, 0 once an error has ended it.",
-    },
-}
-
-
-class Figures(Collector):
-    """Figures that are kept elsewhere and read when asked for; nothing where `read` gives None."""
-
-    def __init__(
-        self, model_name: str, prefix: str, texts: Texts, read: Callable[[], Mapping[str, float] | None]
-    ) -> None:
-        self._model, self._prefix, self._texts, self._read = model_name, prefix, texts, read
-
-    def collect(self) -> Iterator[Metric]:
-        """The figures as they are now."""
-        if (figures := self._read()) is None:
-            return
-        for kind, texts in self._texts.items():
-            for name, text in texts.items():
-                family = kind(f"{self._prefix}{name}", text, labels=["model_name"])
-                family.add_metric([self._model], float(figures[name]))
-                yield family
-
-
-class Metrics:
-    """The metrics of one server."""
-
-    def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
-        self._model = model_name
-        self._counters = {
-            name: prometheus_client.Counter(name, text, ["model_name", *labels], registry=self.registry)
-            for name, (text, *labels) in _COUNTERS.items()
-        }
-        for name, (_, *labels) in _COUNTERS.items():
-            if not labels:
-                self._counters[name].labels(model_name)  # there from the start, at 0
-        self._histograms = {
-            name: Histogram(f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=_SECONDS)
-            for name, text in _HISTOGRAMS.items()
-        }
-
-    def count(self, name: str, amount: float, *labels: str) -> None:
-        """Add to one of the counters."""
-        self._counters[name].labels(self._model, *labels).inc(amount)
-
-    def finished(self, output: RequestOutput) -> None:
-        """Count a request that ended."""
-        self.count("vllm:prompt_tokens", len(output.prompt_token_ids))
-        for answer in output.outputs:
-            self.count("vllm:generation_tokens", len(answer.token_ids))
-            self.count("vllm:request_success", 1, answer.finish_reason or "abort")
-            stats = answer.speculation
-            self.count("vllm:spec_decode_num_drafts", stats.num_spec_steps)
-            self.count("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
-            self.count("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
-            self.count("forerun:drafter_errors", stats.drafter_errors)
-            for position, count in enumerate(stats.accepted_per_depth):
-                self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
-        first, decode = output.time_to_first_token_s, output.decode_s
-        if first is None or decode is None:
-            return
-        longest = max(len(answer.token_ids) for answer in output.outputs)
-        seconds = {"time_to_first_token_seconds": first, "e2e_request_latency_seconds": first + decode}
-        if longest > 1:
-            seconds["request_time_per_output_token_seconds"] = decode / (longest - 1)
-        for name, value in seconds.items():
-            self._histograms[name].labels(self._model).observe(value)
-
-    def text(self) -> bytes:
-        """In the exposition format."""
-        return prometheus_client.generate_latest(self.registry)
-
-
 log = logging.getLogger(__name__)
 
 CLOSING_S = 0.2  # How long the engine's thread may take to end once the drain time is over
 GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a chat template is tried with
-
-
-class State(StrEnum):
-    """Of a server."""
-
-    LOADING = "loading"
-    READY = "ready"
-    FROZEN = "frozen"
-    FAILED = "failed"
-    DRAINING = "draining"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One prompt to answer."""
-
-    prompt: dict[str, Any]
-    params: SamplingParams
-    options: dict[str, Any]  # Of `AsyncLLM.stream`: who drafts, who asks, what is shared, how long it may take
 
 
 class Session:
@@ -407,3 +264,146 @@ class Session:
     def _adaptation_figures(self) -> dict[str, float] | None:
         adaptation = self._engine.llm.adaptation if self._engine is not None else None
         return None if adaptation is None else asdict(adaptation.stats())
+
+
+class State(StrEnum):
+    """Of a server."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FROZEN = "frozen"
+    FAILED = "failed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One prompt to answer."""
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    options: dict[str, Any]  # Of `AsyncLLM.stream`: who drafts, who asks, what is shared, how long it may take
+
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_COUNTERS: dict[str, tuple[str, ...]] = {
+    "vllm:prompt_tokens": ("Prompt tokens of finished requests.",),
+    "vllm:generation_tokens": ("Tokens of finished requests.",),
+    "vllm:request_success": ("Answers that ended, by reason.", "finished_reason"),
+    "forerun:answers_admitted": ("Answers that were taken on; each ends in a reason, or is refused.",),
+    "forerun:answers_refused": ("Answers that the engine refused after they were taken on.",),
+    "forerun:connections_refused": ("Connections cut, by reason.", "code"),
+    "forerun:http_requests": ("Requests by path and status.", "route", "status"),
+    "vllm:spec_decode_num_drafts": ("Target passes in which something was drafted.",),
+    "vllm:spec_decode_num_draft_tokens": ("Drafted tokens.",),
+    "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted.",),
+    "forerun:drafter_errors": ("Times that a drafter failed; the answer went on without it.",),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by position in the draft.", "position"),
+}
+"""Name -> text and labels besides the model's."""
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From queueing to the first token.",
+    "request_time_per_output_token_seconds": "Mean time per later token.",
+    "e2e_request_latency_seconds": "From queueing to the last token.",
+}
+Texts = Mapping[type[CounterMetricFamily | GaugeMetricFamily], Mapping[str, str]]
+ENGINE: Texts = {
+    GaugeMetricFamily: {
+        "num_requests_running": "Answers that hold a row.",
+        "num_requests_waiting": "Answers that wait.",
+        "kv_cache_usage_perc": "Share of the cache's slots in use.",
+    },
+    CounterMetricFamily: {
+        "num_preemptions": "Times an answer was preempted.",
+        "prefix_cache_queries": "Prompt tokens looked up.",
+        "prefix_cache_hits": "Prompt tokens found in the cache.",
+    },
+}
+ADAPTATION: Texts = {
+    CounterMetricFamily: {
+        "examples": "Positions collected.",
+        "rejected_examples": "Collected positions where a draft was rejected.",
+        "updates": "Steps of the optimizer.",
+        "swaps": "Candidates that came to serve.",
+        "discarded": "Candidates that were not better than the weights that serve.",
+        "rollbacks": "Swaps undone because acceptance fell.",
+    },
+    GaugeMetricFamily: {
+        "stored_bytes": "Collected positions in memory, bytes.",
+        "version": "Of the weights that serve; 0 are those of the given checkpoint.",
+        "expected_acceptance": "Of the weights that served when the last candidate was tried, on held back positions.",
+        "candidate_acceptance": "Of the last candidate, on the same positions.",
+        "acceptance": "Share of verified drafted tokens that were accepted since the last swap, over the last 2000.",
+        "share": "Seconds of work per second of wall time.",
+        "running": "1 while it collects and trains, 0 once an error has ended it.",
+    },
+}
+
+
+class Figures(Collector):
+    """Figures that are kept elsewhere and read when asked for; nothing where `read` gives None."""
+
+    def __init__(
+        self, model_name: str, prefix: str, texts: Texts, read: Callable[[], Mapping[str, float] | None]
+    ) -> None:
+        self._model, self._prefix, self._texts, self._read = model_name, prefix, texts, read
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures as they are now."""
+        if (figures := self._read()) is None:
+            return
+        for kind, texts in self._texts.items():
+            for name, text in texts.items():
+                family = kind(f"{self._prefix}{name}", text, labels=["model_name"])
+                family.add_metric([self._model], float(figures[name]))
+                yield family
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._counters = {
+            name: prometheus_client.Counter(name, text, ["model_name", *labels], registry=self.registry)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        for name, (_, *labels) in _COUNTERS.items():
+            if not labels:
+                self._counters[name].labels(model_name)  # there from the start, at 0
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=_SECONDS)
+            for name, text in _HISTOGRAMS.items()
+        }
+
+    def count(self, name: str, amount: float, *labels: str) -> None:
+        """Add to one of the counters."""
+        self._counters[name].labels(self._model, *labels).inc(amount)
+
+    def finished(self, output: RequestOutput) -> None:
+        """Count a request that ended."""
+        self.count("vllm:prompt_tokens", len(output.prompt_token_ids))
+        for answer in output.outputs:
+            self.count("vllm:generation_tokens", len(answer.token_ids))
+            self.count("vllm:request_success", 1, answer.finish_reason or "abort")
+            stats = answer.speculation
+            self.count("vllm:spec_decode_num_drafts", stats.num_spec_steps)
+            self.count("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
+            self.count("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
+            self.count("forerun:drafter_errors", stats.drafter_errors)
+            for position, count in enumerate(stats.accepted_per_depth):
+                self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
+        first, decode = output.time_to_first_token_s, output.decode_s
+        if first is None or decode is None:
+            return
+        longest = max(len(answer.token_ids) for answer in output.outputs)
+        seconds = {"time_to_first_token_seconds": first, "e2e_request_latency_seconds": first + decode}
+        if longest > 1:
+            seconds["request_time_per_output_token_seconds"] = decode / (longest - 1)
+        for name, value in seconds.items():
+            self._histograms[name].labels(self._model).observe(value)
+
+    def text(self) -> bytes:
+        """In the exposition format."""
+        return prometheus_client.generate_latest(self.registry)
