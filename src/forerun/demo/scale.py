@@ -331,11 +331,8 @@ _WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")  # Write into the hidde
 
 def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
     """The head of `scaled` that gives, on the states of `scaled`, the logits that `head` gives on those of its source,
-    for which it was trained; they differ by the order of summation at most.
-
-    Raises:
-        ArgumentError: no EAGLE-3 head, or one that reads layers which the source does not have.
-    """
+    for which it was trained; they differ by the order of summation at most. ArgumentError: no EAGLE-3 head, or one that
+    reads layers which the source does not have."""
     wide = scale_config(head.config, scaled)
     shapes = expected_shapes(wide)
     tensors = {name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()}
@@ -344,11 +341,7 @@ def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
 
 def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
     """`scale_head` of a directory, hub id or shipped name, as a checkpoint of the same format; reuses what it wrote
-    before.
-
-    Raises:
-        CheckpointError: `source` is missing, or no head.
-    """
+    before. CheckpointError: `source` is missing, or no head."""
     stored = read_files(resolve(source))
     made = content_hash(stored.directory, asdict(scaled.plan), scaled.source_layers)
     folder = cache_folder() / f"{scaled.path.name}-head-{made[:12]}"

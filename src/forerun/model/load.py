@@ -134,12 +134,8 @@ class LoadOptions:
 
 
 def read_config(name: str | Path, options: LoadOptions) -> Any:
-    """The configuration of a directory or hub id, refused if it cannot be verified.
-
-    Raises:
-        CheckpointError: missing, corrupt (so may be the defaults beside it) or gated.
-        UnsupportedModelError: of a kind that forerun does not verify.
-    """
+    """The configuration of a directory or hub id, refused if it cannot be verified. CheckpointError: missing, corrupt
+    (so may be the defaults beside it) or gated. UnsupportedModelError: of a kind that forerun does not verify."""
     from transformers import AutoConfig, GenerationConfig
 
     check_directory(name)

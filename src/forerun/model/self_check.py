@@ -89,12 +89,8 @@ def short_windows(config: Any) -> Iterator[None]:
 
 
 def expect(model: Any) -> Expected:
-    """Run the check's sequences through the model as it is, past all sizes that can be passed in seconds.
-
-    Raises:
-        NumericError: the logits are not finite.
-        UnsupportedModelError: a plain forward fails, or the model is not causal.
-    """
+    """Run the check's sequences through the model as it is, past all sizes that can be passed in seconds. NumericError:
+    the logits are not finite. UnsupportedModelError: a plain forward fails, or the model is not causal."""
     config = text_config(model)
     context = most_positions(config)
     sizes: dict[int, str] = {}
@@ -172,10 +168,7 @@ def _jumps(model: Any) -> str | None:
 def check(target: Any, expected: Expected) -> int | None:
     """Score the check's trees with a `Target`, whose rows must be free and at least two with ``expected.slots`` slots.
     Returns the tokens up to which the model was found right, where it is not, or may not be, right beyond; else None.
-
-    Raises:
-        UnsupportedModelError: a node's logits differ from the plain forward, or the model cannot be driven this way.
-    """
+    UnsupportedModelError: a node's logits differ from the plain forward, or the model cannot be driven this way."""
     near = [size for size in sorted(expected.sizes) if _SHORT_WINDOW < size <= _NEAR]
     wrong = _complaint(target, expected.near, ", ".join(f"{expected.sizes[size]} = {size}" for size in near))
     if wrong:

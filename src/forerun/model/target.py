@@ -111,14 +111,12 @@ class Target:
         boundaries: Set[Boundary] = frozenset(),
         all_logits: bool = False,
     ) -> Scored:
-        """Append ``tokens[i]`` to row ``rows[i]``.
+        """Append ``tokens[i]`` to row ``rows[i]``. ArgumentError: a chunk is empty, or does not fit the row's slots or
+        the context.
 
         Returns:
             logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; hidden states (B, M, H),
                 left aligned, M the longest chunk.
-
-        Raises:
-            ArgumentError: a chunk is empty, or does not fit the row's slots or the context.
         """
         counts = [len(chunk) for chunk in tokens]
         self._check_room(rows, counts, counts)
@@ -148,13 +146,11 @@ class Target:
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
     ) -> Scored:
         """One forward pass over each row's tree: logits (B, N - start, V) and hidden states (B, N - start, H).
+        ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
 
         Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
         tree's `resume` has begun is completed: the logits are those of a whole pass. Of `Nodes`, packed already, those
         from `Nodes.start` on are run.
-
-        Raises:
-            ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
         """
         check_boundaries(boundaries, self.num_layers)
         nodes = self._nodes(rows, trees)
@@ -176,7 +172,8 @@ class Target:
     def run(
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: Plan, *, states: Tensor | None = None
     ) -> Tensor:
-        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots.
+        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots. ArgumentError: the
+        plan does not fit the model, or states are missing or misshapen.
 
         Args:
             states: (B, N - start, H) at boundary ``plan.start``; needed unless that is 0.
@@ -184,9 +181,6 @@ class Target:
         Returns:
             (B, N - start, H) at boundary ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give
                 logits. Skipped attention writes no keys; run these layers in full before committing.
-
-        Raises:
-            ArgumentError: the plan does not fit the model, or states are missing or misshapen.
         """
         plan.check(self.num_layers)
         nodes = self._nodes(rows, trees)

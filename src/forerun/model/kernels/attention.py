@@ -37,6 +37,7 @@ def fold_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers asks for it: (B, N, heads, D') or (1, M, heads, D'), and no weights.
+    UnsupportedModelError: the model uses a soft cap or attention sinks.
 
     Args:
         query: (B, heads, N, D); (1, heads, M, D) in a pass whose real tokens run behind each other (`padding`).
@@ -44,9 +45,6 @@ def fold_attention(
         value: (B, kv_heads, W, D')
         attention_mask: (B, 1, N, W), additive or boolean.
         kwargs: what else the model says; `COMPILED` only inside a compiled pass.
-
-    Raises:
-        UnsupportedModelError: the model uses a soft cap or attention sinks.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} has a soft cap or sinks; load it with repack=False")

@@ -154,6 +154,7 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rows: Tensor | None = None) -> Tensor:
     """Attention where `takes_attention` says so, (B, N, heads, D'); a row's bits depend on what that row sees alone.
+    ArgumentError: the shapes do not belong together, or there is no such row; nothing was read.
 
     Args:
         query: (B, heads, N, D)
@@ -161,9 +162,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         value: (R, kv_heads, W, D')
         mask: (B, 1, N, W) or (1, 1, N, W), additive; below -1e38 means unseen.
         rows: (B,) int64, which of the R keys and values each sequence has; None: R is B, its own.
-
-    Raises:
-        ArgumentError: the shapes do not belong together, or there is no such row; nothing was read.
     """
     batch, heads, count, depth = query.shape
     held, key_heads, width, _ = key.shape
@@ -182,8 +180,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value, mask))
         chosen = "" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}"
         raise ArgumentError(
-            f"attention cannot be computed over query, key, value and mask {shapes}{chosen}; expected (B, heads, N, D), "
-            "(R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W) and int64 rows below R"
+            f"attention cannot be computed over query, key, value and mask {shapes}{chosen}; expected (B, heads, N, "
+            "D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W) and int64 rows below R"
         )
     return out
 
@@ -313,15 +311,13 @@ def rope_and_write(
     states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
 ) -> Tensor:
     """Normalise and rotate queries and keys, write keys and values to the cache; returns the queries (.., queries, D).
+    ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.
 
     Args:
         states: (.., (queries + 2 * keys) * D) of M tokens, contiguous.
         angles: cosines and sines (.., D) of the M tokens, contiguous, halves paired as in Llama.
         stores: keys and values (rows, slots, keys, D), contiguous.
         places: (M,) int64, index into (rows * slots).
-
-    Raises:
-        ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.
     """
     tokens, size = places.numel(), heads.keys * heads.depth
     slots = stores[0].numel() // size
