@@ -65,10 +65,8 @@ def remove_folder(folder: Path) -> None:
 
 
 def tidy(parent: Path) -> None:
-    """Remove what killed processes left half-written or half-removed in `parent`, and undo exchanges cut short.
-
-    Only where nobody else is writing.
-    """
+    """Remove what killed processes left half-written or half-removed in `parent`, and undo exchanges cut short. Only
+    where nobody else is writing."""
     for path in list(parent.iterdir()) if parent.is_dir() else []:
         match = _HIDDEN.fullmatch(path.name)
         if match is None:

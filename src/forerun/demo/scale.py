@@ -116,11 +116,9 @@ def cache_folder() -> Path:
 
 
 def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
-    """The layer boundary of the scale model that holds the source's `boundary`, zero padding aside.
-
-    The source's layers are spread evenly, each followed by its identity layers, so a boundary keeps its share of the
-    cost. ``-1`` (`LAST_HIDDEN`) stays; there the padded entries are zero as well.
-    """
+    """The layer boundary of the scale model that holds the source's `boundary`, zero padding aside. The source's layers
+    are spread evenly, each followed by its identity layers, so a boundary keeps its share of the cost. ``-1``
+    (`LAST_HIDDEN`) stays; there the padded entries are zero as well."""
     if boundary == -1:
         return -1
     if not 0 <= boundary <= scaled.source_layers:
@@ -129,11 +127,9 @@ def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
 
 
 def plan_scale(config: dict[str, Any], *, billions: float, layers: int | None = None) -> ScalePlan:
-    """The shape whose parameter count comes nearest to `billions` x 1e9.
-
-    Hidden size grows by 4 (by 16 where the MLP would be wider than six times the hidden size), heads by twice the
-    square root of that; the rest goes into layers and MLP width.
-    """
+    """The shape whose parameter count comes nearest to `billions` x 1e9. Hidden size grows by 4 (by 16 where the MLP
+    would be wider than six times the hidden size), heads by twice the square root of that; the rest goes into layers
+    and MLP width."""
     depth = config["num_hidden_layers"]
     if layers is None:
         layers = depth * min(4, max(1, round(2 * (billions / 0.4) ** 0.35)))

@@ -26,11 +26,9 @@ widths outside always agreed to the bit; with these, a token would get other bit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
-    """Sizes that the nodes and the visible cache of a scoring pass are padded up to.
-
-    Both are functions of committed length and node count only, never of what other steps did. With one entry in
-    `nodes`, plain and speculative steps have the same shapes: the reproducible mode (docs/losslessness.md).
-    """
+    """Sizes that the nodes and the visible cache of a scoring pass are padded up to. Both are functions of committed
+    length and node count only, never of what other steps did. With one entry in `nodes`, plain and speculative steps
+    have the same shapes: the reproducible mode (docs/losslessness.md)."""
 
     nodes: tuple[int, ...] = ()  # Allowed N, rising; larger passes are not padded. Empty: N is never padded.
     width: int = 64  # Visible cache slots are a multiple of this; on a CPU `AWKWARD` last blocks are left out

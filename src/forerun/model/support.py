@@ -92,12 +92,10 @@ def _integers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def context_length(config: Any) -> int:
-    """Positions that a text configuration allows.
-
-    A rope that switches its frequencies on the batch's largest position (dynamic, longrope) would let one row change
-    another's logits; below the original length it never switches, so the context ends there, and a warning says so. So
-    does that of a model that scales queries by the number of tokens in the cache (Llama 4's temperature tuning).
-    """
+    """Positions that a text configuration allows. A rope that switches its frequencies on the batch's largest position
+    (dynamic, longrope) would let one row change another's logits; below the original length it never switches, so the
+    context ends there, and a warning says so. So does that of a model that scales queries by the number of tokens in
+    the cache (Llama 4's temperature tuning)."""
     announced, limit = _announced(config), most_positions(config)
     if limit < announced:
         _log.warning(

@@ -204,11 +204,9 @@ class Size:
         return self.active - self.experts_per_token * self.expert
 
     def touched(self, tokens: float) -> float:
-        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random.
-
-        Of E experts, E * (1 - (1 - k/E)^n) are expected to be chosen: the weights read grow with n, which is why
-        speculation on a mixture of experts pays most at moderate batches (MoESD, arXiv 2505.19645).
-        """
+        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random. Of E experts, E * (1 -
+        (1 - k/E)^n) are expected to be chosen: the weights read grow with n, which is why speculation on a mixture of
+        experts pays most at moderate batches (MoESD, arXiv 2505.19645)."""
         if self.experts is None or self.experts_per_token is None:
             return self.params
         missed: float = (1 - self.experts_per_token / self.experts) ** tokens

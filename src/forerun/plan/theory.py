@@ -114,11 +114,9 @@ def tree_survival(parents: Sequence[int], acceptance: RankAcceptance) -> list[fl
 
 
 def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[int]:
-    """Parents of the tree of at most `nodes` nodes and `depth` levels with the most expected tokens.
-
-    The likeliest open child is taken each time. Exact: a child survives no more often than its parent or an elder
-    sibling (Sequoia's dynamic programme, arXiv 2402.12374, finds the same tree).
-    """
+    """Parents of the tree of at most `nodes` nodes and `depth` levels with the most expected tokens. The likeliest open
+    child is taken each time. Exact: a child survives no more often than its parent or an elder sibling (Sequoia's
+    dynamic programme, arXiv 2402.12374, finds the same tree)."""
     check_ranks(acceptance)
     parents: list[int] = []
     count = itertools.count()

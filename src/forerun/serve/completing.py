@@ -296,10 +296,8 @@ class CompletionWriter(Writer):
         return self._logprobs(tokens, 0)
 
     def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
-        """``logprobs`` where they were asked for; `offset`: characters of the text before the first token.
-
-        Of the likeliest tokens with the same text, such as parts of characters, the likeliest is told.
-        """
+        """``logprobs`` where they were asked for; `offset`: characters of the text before the first token. Of the
+        likeliest tokens with the same text, such as parts of characters, the likeliest is told."""
         if not self.wants_logprobs:
             return None
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -318,10 +316,8 @@ class CompletionWriter(Writer):
 
 
 class MessageWriter:
-    """Writes an assistant's message in OpenAI's shape, whole or as deltas, out of the pieces of its text.
-
-    Reasoning goes by two names, vLLM's older ``reasoning_content`` and its newer ``reasoning``: clients read either.
-    """
+    """Writes an assistant's message in OpenAI's shape, whole or as deltas, out of the pieces of its text. Reasoning
+    goes by two names, vLLM's older ``reasoning_content`` and its newer ``reasoning``: clients read either."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id

@@ -139,10 +139,8 @@ class Session:
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
-        """Room for so many answers while the block runs; an ApiError (429) where the queue is full.
-
-        Where there are several API keys, one may hold no more answers than stay free: whoever comes next finds room.
-        """
+        """Room for so many answers while the block runs; an ApiError (429) where the queue is full. Where there are
+        several API keys, one may hold no more answers than stay free: whoever comes next finds room."""
         client, most = CLIENT.get().name, self.settings.queue_for(answers)
         held, free = self._held[client], most - self.in_flight - answers
         if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):

@@ -143,9 +143,8 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 def read_calls(text: Incoming, names: Container[str] | None = None, *, between: str = "", end: str = "") -> Steps[bool]:
     """Read as many calls as there are, with perhaps a mark `between` each two and at the `end`; whether there was one.
-
-    It is a call as soon as its arguments begin behind its name (one of `names`, if given): what comes then is theirs.
-    """
+    It is a call as soon as its arguments begin behind its name (one of `names`, if given): what comes then is
+    theirs."""
     called, start = False, text.at
     while (yield from _read_object(text, names)):
         yield from text.opens(between)
