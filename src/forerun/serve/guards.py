@@ -37,153 +37,14 @@ from forerun.serve.settings import ServeSettings
 
 T = TypeVar("T")
 _SECRET = secrets.token_bytes(32)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Client:
-    """Whoever sent a request."""
-
-    name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
-    domain: str | None  # Isolation domain of the request; None is the one that unnamed clients share where they may
-    key: str = ""  # The hash of its API key, where it has one
-    adapt: bool  # Whether online adaptation may learn from it
-
-    def cache_salt(self, own: str | None) -> str | None:
-        """The engine's salt for a request with a salt of its `own`: that narrows the domain and leads into no other."""
-        return self.domain if own is None else _hashed("salted", self.key, own)
-
-
-def client_of(scope: Scope, settings: ServeSettings) -> Client | None:
-    """The client of an HTTP request; None where a key is needed and it has none that is right."""
-    if not settings.api_keys:
-        # An address names nobody, since all clients of a proxy have one: it decides about turns, not about text.
-        shared, address = settings.share_unnamed, scope["client"][0] if scope.get("client") else ""
-        domain = None if shared else _hashed("request", secrets.token_hex(16))
-        return Client(name=_hashed("address", address), domain=domain, adapt=shared)
-    headers = Headers(scope=scope)
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
-    right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in settings.api_keys]
-    if not any(right):
-        return None
-    key = settings.api_keys[right.index(True)]
-    name = _hashed("key", key)
-    return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
-
-
-CLIENT: ContextVar[Client] = ContextVar("client")
-"""Whom this task answers. LookupError where nobody said: a guess could leak text."""
-
-
-def _hashed(*parts: str) -> str:
-    whole = "".join(f"{len(part)}:{part}" for part in parts)
-    return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=16).hexdigest()
-
-
-MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
-MAX_ALL_KEYS = 100_000  # Of all objects of one body together
-MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of its own
-
-_LANES = Lanes("forerun-bodies")
-
-
-def read_json(body: bytes) -> Any:
-    """The value that a body holds; JSONDecodeError, of which FastAPI makes a 400, also where readers would disagree."""
-    depth, brackets, keys = nesting(body)
-    try:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
-        if brackets > MAX_BRACKETS:
-            raise ValueError(f"it has {brackets} objects and lists, at most {MAX_BRACKETS} are read")
-        if keys > MAX_ALL_KEYS:
-            raise ValueError(f"its objects have {keys} keys together, at most {MAX_ALL_KEYS} are read")
-        text = body.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        return value
-    except json.JSONDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:
-        why = str(error)
-        if isinstance(error, UnicodeDecodeError):
-            why = f"byte {error.start} is not UTF-8"
-        elif isinstance(error, UnicodeEncodeError):
-            why = "a string has half of a surrogate pair"
-        elif isinstance(error, RecursionError):
-            why = "nested too deeply"
-        raise json.JSONDecodeError(why, "", 0) from error
-
-
-async def aside(request: Request, task: Callable[[], T]) -> T:
-    """What `task` makes of a request: at once, or in a thread of its own where the body is large."""
-    size = len(await request.body())
-    return task() if Lane.of(size) is Lane.SMALL else await _LANES.run(Lane.LARGE, task)
-
-
-class StrictRoute(APIRoute):
-    """A route that reads and checks its body with `read_json` and `aside`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-        kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
-
-        async def strict(request: Request) -> Response:
-            own = _Request(request.scope, request.receive)
-            own.kind = kind
-            try:
-                return await handler(own)
-            except Exception as error:
-                if isinstance(error.__cause__, RequestValidationError):
-                    raise error.__cause__ from None  # FastAPI calls whatever is raised by reading a bad body
-                raise
-
-        return strict
-
-
-class _Request(Request):
-    kind: type[BaseModel] | None = None  # Of the body
-
-    async def json(self) -> Any:
-        body = await self.body()
-        return await aside(self, lambda: self._checked(body))
-
-    def _checked(self, body: bytes) -> Any:
-        """The body as its kind: FastAPI takes such a value as it is, and would check any other in the event loop."""
-        value = read_json(body)
-        if self.kind is None:
-            return value
-        try:
-            return self.kind.model_validate(value)
-        except ValidationError as error:
-            raise RequestValidationError(
-                [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-            ) from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > MAX_KEYS:
-        raise ValueError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are read")
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice[:64]!r} is there twice")
-    return found
-
-
-def _constant(name: str) -> NoReturn:
-    raise ValueError(f"there is no {name} in JSON")
-
-
+CLIENT: ContextVar[Client] = ContextVar("client")  # Whom this task answers; without a default, which could leak text
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
 CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-
-
-def own_path(scope: Scope) -> str:
-    """The path as routes are declared: without the one that a proxy offers the server under, if it was sent along."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
+MAX_ALL_KEYS = 100_000  # Of all objects of one body together
+MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of its own
+_LANES = Lanes("forerun-bodies")
 
 
 class Recorder:
@@ -287,3 +148,134 @@ def refusal_of(scope: Scope, error: ApiError) -> JSONResponse:
     if (record := logs.RECORD.get()) is not None:
         record.code = error.code
     return JSONResponse(error.body(own_path(scope)), status_code=error.status, headers=error.headers)
+
+
+def own_path(scope: Scope) -> str:
+    """The path as routes are declared: without the one that a proxy offers the server under, if it was sent along."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Client:
+    """Whoever sent a request."""
+
+    name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
+    domain: str | None  # Isolation domain of the request; None is the one that unnamed clients share where they may
+    key: str = ""  # The hash of its API key, where it has one
+    adapt: bool  # Whether online adaptation may learn from it
+
+    def cache_salt(self, own: str | None) -> str | None:
+        """The engine's salt for a request with a salt of its `own`: that narrows the domain and leads into no other."""
+        return self.domain if own is None else _hashed("salted", self.key, own)
+
+
+def client_of(scope: Scope, settings: ServeSettings) -> Client | None:
+    """The client of an HTTP request; None where a key is needed and it has none that is right."""
+    if not settings.api_keys:
+        # An address names nobody, since all clients of a proxy have one: it decides about turns, not about text.
+        shared, address = settings.share_unnamed, scope["client"][0] if scope.get("client") else ""
+        domain = None if shared else _hashed("request", secrets.token_hex(16))
+        return Client(name=_hashed("address", address), domain=domain, adapt=shared)
+    headers = Headers(scope=scope)
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
+    right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in settings.api_keys]
+    if not any(right):
+        return None
+    key = settings.api_keys[right.index(True)]
+    name = _hashed("key", key)
+    return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
+
+
+def _hashed(*parts: str) -> str:
+    whole = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=16).hexdigest()
+
+
+def read_json(body: bytes) -> Any:
+    """The value that a body holds; JSONDecodeError, of which FastAPI makes a 400, also where readers would disagree."""
+    depth, brackets, keys = nesting(body)
+    try:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
+        if brackets > MAX_BRACKETS:
+            raise ValueError(f"it has {brackets} objects and lists, at most {MAX_BRACKETS} are read")
+        if keys > MAX_ALL_KEYS:
+            raise ValueError(f"its objects have {keys} keys together, at most {MAX_ALL_KEYS} are read")
+        text = body.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+        if isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start} is not UTF-8"
+        elif isinstance(error, UnicodeEncodeError):
+            why = "a string has half of a surrogate pair"
+        elif isinstance(error, RecursionError):
+            why = "nested too deeply"
+        raise json.JSONDecodeError(why, "", 0) from error
+
+
+async def aside(request: Request, task: Callable[[], T]) -> T:
+    """What `task` makes of a request: at once, or in a thread of its own where the body is large."""
+    size = len(await request.body())
+    return task() if Lane.of(size) is Lane.SMALL else await _LANES.run(Lane.LARGE, task)
+
+
+class StrictRoute(APIRoute):
+    """A route that reads and checks its body with `read_json` and `aside`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
+
+        async def strict(request: Request) -> Response:
+            own = _Request(request.scope, request.receive)
+            own.kind = kind
+            try:
+                return await handler(own)
+            except Exception as error:
+                if isinstance(error.__cause__, RequestValidationError):
+                    raise error.__cause__ from None  # FastAPI calls whatever is raised by reading a bad body
+                raise
+
+        return strict
+
+
+class _Request(Request):
+    kind: type[BaseModel] | None = None  # Of the body
+
+    async def json(self) -> Any:
+        body = await self.body()
+        return await aside(self, lambda: self._checked(body))
+
+    def _checked(self, body: bytes) -> Any:
+        """The body as its kind: FastAPI takes such a value as it is, and would check any other in the event loop."""
+        value = read_json(body)
+        if self.kind is None:
+            return value
+        try:
+            return self.kind.model_validate(value)
+        except ValidationError as error:
+            raise RequestValidationError(
+                [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+            ) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are read")
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice[:64]!r} is there twice")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"there is no {name} in JSON")
