@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import NoReturn
 
@@ -152,14 +152,12 @@ class SpeculationStats:
 
     def add(self, other: SpeculationStats) -> None:
         """Add another request's counts to these."""
-        for name in (
-            *("num_spec_steps", "num_plain_steps", "drafter_errors", "num_draft_tokens"),
-            *("num_accepted_draft_tokens", "num_emitted_tokens"),
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        _add_counts(self.drafted_per_depth, other.drafted_per_depth)
-        _add_counts(self.accepted_per_depth, other.accepted_per_depth)
-        self.steps_per_rule.update(other.steps_per_rule)
+        for name in (one.name for one in fields(self)):
+            own, more = getattr(self, name), getattr(other, name)
+            if isinstance(own, list):
+                _add_counts(own, more)
+            else:
+                setattr(self, name, own + more)
 
     def record(self, *, drafted: int, depth: int, accepted: int, rule: str = "") -> None:
         """Count one step that drafted `drafted` nodes down to `depth`, of which `rule` kept a path of `accepted`."""

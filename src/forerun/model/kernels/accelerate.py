@@ -155,16 +155,13 @@ class Acceleration:
     compiled: bool
 
     def __str__(self) -> str:
-        parts = []
-        if self.packing.layers:
-            parts.append(f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused")
-        if self.folded_attention:
-            parts.append("folded attention")
-        if self.forwards:
-            parts.append(f"{self.forwards} modules in C")
-        if self.compiled:
-            parts.append("compiled")
-        return ", ".join(parts) or "nothing to accelerate on this device and dtype"
+        done = {
+            f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused": self.packing.layers,
+            "folded attention": self.folded_attention,
+            f"{self.forwards} modules in C": self.forwards,
+            "compiled": self.compiled,
+        }
+        return ", ".join(what for what, some in done.items() if some) or "nothing to accelerate on this device and dtype"
 
 
 def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
