@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
-from forerun.plan import theory
 from forerun.engine.costs import CostModel, DraftCost, PassCost
 from forerun.errors import ArgumentError
+from forerun.plan import theory
 from forerun.plan.assumptions import FreeVerification
 from forerun.plan.planner import Line, Load, plan
 

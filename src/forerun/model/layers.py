@@ -219,6 +219,7 @@ def _hook(layers: nn.ModuleList, boundary: Boundary, caught: dict[Boundary, Tens
         return layers[boundary].register_forward_pre_hook(before, with_kwargs=True)
     return layers[-1].register_forward_hook(after)
 
+
 _PARTS = {
     "attn": ("self_attn", "attn", "attention", "self_attention"),
     "mlp": ("mlp", "feed_forward", "block_sparse_moe", "moe", "ffn"),

@@ -15,8 +15,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from forerun.plan.theory import alpha_of
 from forerun.errors import ArgumentError, nearest
+from forerun.plan.theory import alpha_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters import DRAFTERS
-from forerun.plan import theory
 from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
+from forerun.plan import theory
 from forerun.plan.assumptions import TEXTS
 
 MOST_K = 16  # Draft lengths that are looked at; more where the user asks for more

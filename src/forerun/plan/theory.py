@@ -87,6 +87,7 @@ def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth
         low, high = (middle, high) if speedup(middle) >= worth else (low, middle)
     return low
 
+
 RankAcceptance = Sequence[Sequence[float]]
 """``[d][r]``: probability that the child of rank r at depth d + 1 is the accepted one if its parent was. Siblings
 exclude each other, so a line sums to at most 1. Deeper levels take the last line, further ranks 0."""

@@ -161,7 +161,8 @@ class Acceleration:
             f"{self.forwards} modules in C": self.forwards,
             "compiled": self.compiled,
         }
-        return ", ".join(what for what, some in done.items() if some) or "nothing to accelerate on this device and dtype"
+        found = ", ".join(what for what, some in done.items() if some)
+        return found or "nothing to accelerate on this device and dtype"
 
 
 def accelerate(model: Any, *, compile: bool = False) -> Acceleration:

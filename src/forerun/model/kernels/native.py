@@ -117,6 +117,7 @@ def _compiler() -> str:
         raise FileNotFoundError(f"no C compiler ({', '.join(names)})")
     return found
 
+
 DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
 _STRIDES = {
     "query": ("batch", "head", "row"),
@@ -195,6 +196,7 @@ def attention_kernel() -> ctypes._NamedFuncPointer | None:
     assert library.forerun_problem_size() == ctypes.sizeof(_Problem)
     library.forerun_attend.restype = ctypes.c_int32
     return library.forerun_attend
+
 
 LANES = 16  # Widths are multiples of it; those of a head of twice as much
 MOST_DEPTH = 512
