@@ -86,6 +86,7 @@ class Pass:
     flat: Flat | None = None  # How its tokens stand; None: as a rectangle
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
     cache: Any = None  # Of a compiled pass, whose graph holds none
+    attended: int = 0  # Layers of a compiled pass that used the cache
     _repeated: tuple[Tensor, int, Tensor] | None = None
 
     def repeated(self, mask: Tensor, times: int) -> Tensor:

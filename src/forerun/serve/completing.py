@@ -48,6 +48,7 @@ class Writer(ABC):
     def __init__(self, body: ChatRequest | CompletionRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.body, self.tokenizer = body, tokenizer
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        self.wants_tokens = self.wants_logprobs or body.return_token_ids  # Something is said of each token
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
         self._begun: dict[int, int] = {}  # Choice -> characters sent
         self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its answer so far
@@ -85,11 +86,6 @@ class Writer(ABC):
         if wanted or self.body.return_speculation_trace:
             outputs = [self._outputs[job] for job in sorted(self._outputs)]
             yield {**self._head(self.chunk_kind), "choices": [], **self._closing(outputs)}
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether something is to be said of each token, and not of the text alone."""
-        return self.wants_logprobs or self.body.return_token_ids
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:

@@ -57,7 +57,10 @@ class Recorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record, started = self._record(scope), time.perf_counter()
+        given, started = Headers(scope=scope).get("x-request-id", ""), time.perf_counter()
+        name = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        client = scope["client"][0] if self._settings.log_clients and scope.get("client") else None
+        record = RequestRecord(request_id=name, method=scope["method"], client=client)
         logs.RECORD.set(record)
         # HEAD is answered as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -83,12 +86,6 @@ class Recorder:
             record.duration_s = time.perf_counter() - started
             self._count(record.route, str(record.status))
             logs.write(record, routine=record.route in OPEN_PATHS)
-
-    def _record(self, scope: Scope) -> RequestRecord:
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        client = scope["client"][0] if self._settings.log_clients and scope.get("client") else None
-        return RequestRecord(request_id=name, method=scope["method"], client=client)
 
 
 class Guard:

@@ -40,19 +40,6 @@ class _PassThrough:
         return keys, values
 
 
-class _Counted:
-    """The cache, and how many layers used it in one pass."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.updates = 0
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self.updates += 1
-        result: tuple[Tensor, Tensor] = self.cache.update(keys, values, layer)
-        return result
-
-
 class CompiledForward:
     """Has the signature of a base model's forward, and falls back to it where a pass cannot be compiled."""
 
@@ -69,10 +56,10 @@ class CompiledForward:
         """As the base model; compiled if it is a cached pass of token ids without hooks."""
         if self.failed or args or not self._fits(kwargs):
             return self.plain(*args, **kwargs)
-        cache = _Counted(kwargs["past_key_values"])
+        this = Pass(cache=kwargs["past_key_values"])
         inputs = (kwargs["input_ids"], kwargs["position_ids"], kwargs["attention_mask"])
         try:
-            with running(Pass(cache=cache)):
+            with running(this):
                 result = self._run(inputs)
         except Exception as error:
             log.warning(
@@ -80,7 +67,7 @@ class CompiledForward:
             )
             log.debug("compilation failed", exc_info=error)
             self.failed = True
-        if not self.failed and cache.updates != self.layers:
+        if not self.failed and this.attended != self.layers:
             log.warning("compilation failed, going on without: the model keeps the cache from its attention function")
             self.failed = True
         return self.plain(**kwargs) if self.failed else result

@@ -104,6 +104,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int) -> Tensor:
     """Write the cache and read it, in one step that a compiled pass need not see into: no width is compiled in."""
     this = current()
+    this.attended += 1
     keys, values = this.cache.update(key, value, layer)
     return attend(query, keys, values, mask, this, scaling=scaling).contiguous()
 
