@@ -259,8 +259,7 @@ def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], 
 
 
 def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
-    """With deterministic drafts, sampled text equals plain decoding's for the same seed; no check where drafts are
-    sampled."""
+    """With deterministic drafts, sampled text equals plain decoding's for the same seed; else no check."""
     plan, number = run.plan, len(run.prompts)
     params = SamplingParams(
         temperature=temperature, max_tokens=plan.max_tokens, seed=plan.seed, ignore_eos=True, detokenize=False
@@ -392,8 +391,7 @@ def exact_cells(
 
 
 def _merge(cells: dict[Outcome, float], plan: Plan) -> dict[Outcome, float]:
-    """What is left of a beginning beside its own cells joins a shorter one where it is little, and is impossible where
-    it is nothing."""
+    """What is left of a beginning beside its own cells joins a shorter one where it is little."""
     for outcome in sorted(cells, key=len, reverse=True):
         if outcome and cells[outcome] < IMPOSSIBLE:
             cells[outcome] = 0.0

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The same checkpoint as transformers loads and runs it: `model` is a `PreTrainedModel` that nothing of ours has
-    touched."""
+    """The same checkpoint as transformers loads and runs it: a `PreTrainedModel` that is not ours."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
@@ -51,8 +50,7 @@ class Reference:
         return found
 
     def probs(self, tokens: Sequence[int], params: SamplingParams) -> Tensor:
-        """(V,) float64: the next token's distribution under temperature, top-k, top-p and min-p as transformers applies
-        them."""
+        """(V,) float64: the next token's distribution after transformers' temperature, top-k, top-p and min-p."""
         from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         scores, ids = self.logits(tokens, 1), torch.zeros(1, 0, dtype=torch.int64)

@@ -128,8 +128,7 @@ def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
 
 def plan_scale(config: dict[str, Any], *, billions: float, layers: int | None = None) -> ScalePlan:
     """The shape whose parameter count comes nearest to `billions` x 1e9. Hidden size grows by 4 (by 16 where the MLP
-    would be wider than six times the hidden size), heads by twice the square root of that; the rest goes into layers
-    and MLP width."""
+    would be wider than six times that), heads by twice its square root; the rest goes into layers and MLP width."""
     depth = config["num_hidden_layers"]
     if layers is None:
         layers = depth * min(4, max(1, round(2 * (billions / 0.4) ** 0.35)))

@@ -153,8 +153,7 @@ class Frame:
     ) -> tuple[list[Tensor], int]:
         """What `enter` takes, the tensors on the device: sizes are powers of two, and every row stands at its own place
         in the cache. So one recording serves all rows and texts of about these sizes, and nothing of the cache is
-        copied. The places of other rows, and nodes that are not there, are padding: written to the dump slot, looking
-        at slot 0 alone."""
+        copied. Other rows' places, and nodes that are not there, are padding: in the dump slot, looking at slot 0."""
         batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
         width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
         *others, slots = self._structure(committed, nodes, missing, missing)

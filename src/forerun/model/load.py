@@ -53,8 +53,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights. CheckpointError: there are none, or the index is broken or names
-    others."""
+    """The files that hold a checkpoint's weights. CheckpointError: none, or a broken index."""
     if (directory / INDEX).is_file():
         files = listed_files(directory)
         absent = [file.name for file in files if not file.is_file()]
@@ -93,8 +92,7 @@ def weight_bytes(directory: Path, float_bytes: int | None) -> int:
 # --- models ---
 
 _ONE_LOADS = threading.Lock()
-"""While transformers loads, torch's default dtype is the model's, for all threads: two loads would set back each
-other's."""
+"""While transformers loads, torch's default dtype is the model's, for all threads: one load at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +117,7 @@ class LoadOptions:
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
     def first_device(self) -> torch.device:
-        """Where the model goes if no map says otherwise. ArgumentError: no such device, or this machine or this torch
-        has none."""
+        """Where the model goes if no map says otherwise. ArgumentError: there is no such device."""
         if self.device is None:
             found = torch.accelerator.current_accelerator(check_available=True)
             return torch.device("cpu") if found is None else torch.device(found.type, 0)

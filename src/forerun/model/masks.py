@@ -29,8 +29,7 @@ class MaskStyle:
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
-        """Read the style from a text configuration. UnsupportedModelError: a layer type is none of these, or layers of
-        one type differ in size."""
+        """Read the style from a text configuration. UnsupportedModelError: other types, or sizes that differ."""
         listed = getattr(config, "layer_types", None)
         try:
             window, chunk = (getattr(config, key, None) for key in WINDOWS.values())

@@ -18,8 +18,7 @@ _log = logging.getLogger(__name__)
 
 Work = Callable[..., Any]  # Of tensors on one device, to tensors there; neither reads nor copies a value on the host
 Record = Callable[[Work, tuple[Tensor, ...]], Work]
-"""(work, inputs like those that it will be given) -> the same work, as often as one likes. What it returns lives until
-the next call."""
+"""(work, inputs like those that it will be given) -> the same work again; its result lives until the next call."""
 
 _MOST = 64  # Recordings that are kept; the one that was used least lately goes
 _WARM_UPS = 2

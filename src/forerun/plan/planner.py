@@ -14,8 +14,7 @@ from forerun.plan.assumptions import TEXTS
 MOST_K = 16  # Draft lengths that are looked at; more where the user asks for more
 MOST_BATCH = 1024
 WORTH_IT, A_LITTLE = 1.3, 1.05
-"""Predicted speed-ups that the verdict calls worth it, and a small gain: half of the latter is within the error of a
-prediction (goal: 10 %)."""
+"""Predicted speed-ups that the verdict calls worth it, and a small gain, within the error of predictions."""
 
 DraftAt = Callable[[int], DraftCost]  # The drafter's cost for a batch of that many rows
 

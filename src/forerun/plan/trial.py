@@ -1,7 +1,6 @@
 """Runs a drafter on real prompts at a depth of our choosing, and writes down what was kept and what it cost.
 
-Real engine steps, one row at a time, without scheduler and policy: what is measured does not depend on what the policy
-would have decided.
+Real engine steps, one row at a time, without scheduler and policy: what is measured does not depend on them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Answers of the two completion endpoints, whole or in chunks, and the counts in answers of all.
 
-Shapes are OpenAI's; ``metrics.speculative_decoding`` is vLLM's and marked experimental there, so it is built in one
-place.
+Shapes are OpenAI's; ``metrics.speculative_decoding`` is vLLM's and experimental there, so it is built in one place.
 """
 
 from __future__ import annotations

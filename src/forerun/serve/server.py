@@ -37,9 +37,7 @@ log = logging.getLogger(__name__)
 
 CROWDED_S = 1.0  # How long a request may take to arrive where its address has too many that are arriving
 CUT_EVERY_S = 0.005  # Between two of those: what is cut all at once keeps the others waiting
-MAX_PIECES = 2_000
-"""Chunks of one body that came together with others. Each takes some 20 microseconds: 4 MB in chunks of one byte would
-take minutes."""
+MAX_PIECES = 2_000  # Chunks of one body that came with others, some 20 us each: 4 MB byte by byte would take minutes
 LINGER_S = 1.0  # How long a refused connection stays half open: or the answer could go before it is read
 WRITING_S = 0.2  # How long clients may take to read that their answers were cut off
 LAST_S = 0.75  # After the drain time: when the process ends even if Python has not come to it

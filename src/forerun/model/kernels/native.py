@@ -92,8 +92,7 @@ def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
 
 
 def _open(path: Path, loader: Loader) -> ctypes.CDLL:
-    """The library in a file of ours that nobody else can write to: code that others wrote would run as us. OSError:
-    none there."""
+    """The library in a file that nobody else can write to: others' code would run as us. OSError: none there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
@@ -264,8 +263,7 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def silu_and_mul(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size). ArgumentError: the size is no multiple of
-    `LANES`."""
+    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size). ArgumentError: no multiple of `LANES`."""
     size = both.shape[-1] // 2
     if both.shape[-1] % (2 * LANES):
         raise ArgumentError(f"gates and values come in {LANES}s each, got {both.shape[-1]} of both")

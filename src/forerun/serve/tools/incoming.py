@@ -124,8 +124,7 @@ class Incoming:
             yield None
 
     def json_value(self) -> Steps[None]:
-        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, unchecked. The text's end ends it
-        too."""
+        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, unchecked; or the text's end."""
         first = yield from self.next()
         if first not in ('"', "{", "["):
             if scalar := (yield from self.matching(_SCALAR)):
