@@ -47,7 +47,7 @@ class Target:
     """A causal LM with a cache of `rows` x `slots` tokens."""
 
     def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None, buckets: Buckets | None = None) -> None:
-        """Wrap a loaded model without checking it; most callers want `load`. UnsupportedModelError: it cannot score trees."""
+        """Wrap a loaded model unchecked; most callers want `load`. UnsupportedModelError: it cannot score trees."""
         if rows < 1 or (slots is not None and slots < 1):
             raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
         refuse_stateful(type(model), model.config.model_type)
