@@ -35,7 +35,6 @@ from forerun.serve.protocol.errors import ApiError, bad_request, from_validation
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.session import Job, Session, State
-from forerun.types import RequestOutput
 
 T = TypeVar("T")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # Keep proxies from holding the stream back
@@ -54,24 +53,19 @@ def build_app(session: Session) -> FastAPI:
 
     app = FastAPI(title="forerun", version=version("forerun"), lifespan=lifespan)
     app.router.route_class = StrictRoute
-    _add_guards(app, session)
-    _add_errors(app, messages=session.settings.log_prompts)
+    settings = session.settings
+    app.add_middleware(Guard, settings=settings)
+    if settings.allowed_origins:
+        origins = list(settings.allowed_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Recorder, settings=settings, count=partial(session.metrics.count, "forerun:http_requests", 1))
+    _add_errors(app, messages=settings.log_prompts)
     _add_completions(app, session)
     _add_tokens(app, session)
     _add_operations(app, session)
     _add_playground(app)
-    _describe(app, keyed=bool(session.settings.api_keys))
+    _describe(app, keyed=bool(settings.api_keys))
     return app
-
-
-def _add_guards(app: FastAPI, session: Session) -> None:
-    settings = session.settings
-    app.add_middleware(Guard, settings=settings)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(Recorder, settings=settings, count=partial(session.metrics.count, "forerun:http_requests", 1))
 
 
 def _add_errors(app: FastAPI, *, messages: bool) -> None:
@@ -125,7 +119,9 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
     if (record := logs.RECORD.get()) is not None:
         record.stream = writer.body.stream
     if not writer.body.stream:
-        return JSONResponse(writer.whole(await unless_gone(http, _gathered(session, jobs))))
+        with session.admitted(sum(job.params.n for job in jobs)):
+            work = all_or_none(whole_output(session.answer(job)) for job in jobs)
+            return JSONResponse(writer.whole(await unless_gone(http, work)))
     events = _streamed(session, http, jobs, writer)
     try:
         first = await anext(events)
@@ -142,11 +138,6 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
             yield "data: [DONE]\n\n"  # which only the completion endpoints have
 
     return StreamingResponse(sent(), media_type="text/event-stream", headers=_STREAM_HEADERS)
-
-
-async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
-    with session.admitted(sum(job.params.n for job in jobs)):
-        return await all_or_none(whole_output(session.answer(job)) for job in jobs)
 
 
 async def _streamed(

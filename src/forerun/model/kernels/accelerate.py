@@ -108,18 +108,13 @@ def compile_forward(model: Any) -> bool:
     if reason:
         log.warning("not compiled: %s", reason)
         return False
-    _keep_on_disk()
-    base: Any = base_of(model)
-    base.forward = CompiledForward(base, model.config.get_text_config().num_hidden_layers)
-    return True
-
-
-def _keep_on_disk() -> None:
-    """Keep what the compiler makes below the user's cache folder, unless they named another: /tmp is often emptied."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_root() / "inductor")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_root() / "inductor")  # /tmp is often emptied
+    base: Any = base_of(model)
+    base.forward = CompiledForward(base, model.config.get_text_config().num_hidden_layers)
+    return True
 
 
 def _obstacle(model: Any) -> str | None:

@@ -84,7 +84,12 @@ class _JointForward(_Forward):
     @classmethod
     def joint_of(cls, module: nn.Module) -> PackedWeight | None:
         """The weight of that product; None where the parts are not its parts, all and in this order."""
-        return _joint(*(module._modules.get(name) for name in cls.PARTS))
+        children = [module._modules.get(name) for name in cls.PARTS]
+        parts = [(child.packed_weight, child.index) for child in children if isinstance(child, PackedLinear)]
+        weight = parts[0][0] if parts else None
+        if weight is None or parts != [(weight, index) for index in range(len(children))]:
+            return None
+        return weight if len(weight.sizes) == len(children) and weight.dtype == torch.bfloat16 else None
 
     def intact(self) -> bool:
         """Whether the parts are still those of the joint product: adapters and quantisation put others there."""
@@ -230,15 +235,6 @@ def _install(module: nn.Module) -> bool:
 def _alike(found: Tensor, expected: Tensor) -> bool:
     limit = _ROUNDING * float(expected.abs().max())
     return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
-
-
-def _joint(*children: nn.Module | None) -> PackedWeight | None:
-    """The one weight whose parts these are, all and in this order; None where there is none."""
-    parts = [(child.packed_weight, child.index) for child in children if isinstance(child, PackedLinear)]
-    weight = parts[0][0] if parts else None
-    if weight is None or parts != [(weight, index) for index in range(len(children))]:
-        return None
-    return weight if len(weight.sizes) == len(children) and weight.dtype == torch.bfloat16 else None
 
 
 def _epsilon(module: Any) -> float:
