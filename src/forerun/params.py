@@ -1,7 +1,4 @@
-"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered.
-
-Part of the nouns; `forerun.types` has them all.
-"""
+"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered."""
 
 from __future__ import annotations
 

@@ -3,14 +3,13 @@
 The hidden state is padded with zeros to `hidden_factor` times its width. RMSNorm then divides by a mean square that is
 `hidden_factor` times smaller, so epsilon is divided by that factor and the norm weights by its square root: for 4 and
 16 both are powers of two, hence exact in bf16. Extra attention heads and extra MLP neurons are filled with random
-numbers and meet zero columns in the output projection; extra layers are random too, with zero output projections, so
-they add nothing to the residual stream. Only additions of zero are added, so logits differ from the source's by the
-order of float32 summation at most.
+numbers and meet zero columns in the output projection; extra layers are random too, with zero output projections. Only
+additions of zero are added, so logits differ from the source's by the order of float32 summation at most.
 
 A head grows with its target: boundaries move with the layers that they stood behind, and the projections of queries and
 keys that are normed per head shrink by the same square root. It gets the large target's hidden size, heads and MLP
-width and keeps its own layers and draft vocabulary, so a pass multiplies as often and reads as many bytes as that of a
-head trained for a target of this size; only its acceptance is that of the small head on the small target.
+width and keeps its own layers and draft vocabulary, so a pass costs what that of a head trained for a target of this
+size does; only its acceptance is that of the small head on the small target.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which models can be verified losslessly and how far, by their configuration; and why one cannot, by running it.
-
-The second is asked only after the self-check has failed, and words its error.
-"""
+"""Which models can be verified losslessly and how far, by their configuration; and why one cannot, by running it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The engine behind the routes: loading, admission, limits, draining, metrics.
 
 Metrics have vLLM's names, so that its dashboards, ``vllm bench`` and AIPerf read this server; what vLLM has no name for
-begins with ``forerun:``. Mean acceptance length in PromQL: ``1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m]) /
-rate(vllm:spec_decode_num_drafts_total[1m])``.
+begins with ``forerun:``.
 """
 
 from __future__ import annotations

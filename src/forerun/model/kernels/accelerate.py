@@ -1,7 +1,7 @@
 """Makes the passes of a loaded target cheaper: packed linears, folded attention, fused C kernels, compilation.
 
-`accelerate` does what the model, its dtype and the device allow, and says what that was. Where nothing fits it changes
-nothing. The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked.
+`accelerate` does what the model, its dtype and the device allow. The replaced modules belong to the model object, so a
+model that a user handed in is only accelerated if asked.
 
 In a compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph;
 what lies between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and

@@ -2,8 +2,7 @@
 
 Compiled once by the machine's compiler, then kept in the cache folder, which any number of threads, processes and
 containers may share. Without a compiler, on a processor without AVX-512 BF16, or on another system than Linux, torch
-does what they do: there the fused ones are some forty small operations a layer, which at a few tokens cost more than
-their arithmetic.
+does what they do: some forty small operations a layer, which at a few tokens cost more than their arithmetic.
 """
 
 from __future__ import annotations

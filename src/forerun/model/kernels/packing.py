@@ -3,8 +3,6 @@
 A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 rows on
 every processor that was tried), because a single row runs as two: oneDNN has a separate kernel for one row, which sums
 in another order. Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other devices are left alone.
-
-`ready` and `exchange` give a model in use new weights, plain or packed, tied ones still tied.
 """
 
 from __future__ import annotations
