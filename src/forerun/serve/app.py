@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
@@ -318,7 +317,7 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is not None:
             return app.openapi_schema
-        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        found = FastAPI.openapi(app)  # which keeps it
         schemas = found["components"]["schemas"]
         del schemas["HTTPValidationError"], schemas["ValidationError"]
         schemas |= _ENVELOPES
@@ -328,7 +327,6 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
                 _describe_operation(operation, path, posts=method == "post")
                 if keyed and path not in OPEN_PATHS:
                     operation["security"] = [{"key": []}]
-        app.openapi_schema = found
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]
