@@ -89,8 +89,6 @@ def weight_bytes(directory: Path, float_bytes: int | None) -> int:
     return total
 
 
-# --- models ---
-
 _ONE_LOADS = threading.Lock()
 """While transformers loads, torch's default dtype is the model's, for all threads: one load at a time."""
 

@@ -131,8 +131,6 @@ def _switch_points(config: Any, announced: int) -> list[int]:
     return points
 
 
-# --- why a model cannot be verified ---
-
 _CLASH = "its layers fail on what forerun's KV cache gives them, views of one tensor that holds all rows"
 _HIDDEN = 1  # The token that the probe's second mask hides
 

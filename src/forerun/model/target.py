@@ -273,8 +273,6 @@ class Target:
         """Bytes of weights and cache."""
         return int(self.model.get_memory_footprint()) + packed_bytes(self.model) + self.cache.nbytes()
 
-    # --- one pass ---------------------------------------------------------------------------------------------------
-
     def _append(
         self, rows: Sequence[int], pieces: Sequence[Sequence[int]], boundaries: Set[Boundary]
     ) -> tuple[Tensor, dict[Boundary, Tensor]]:

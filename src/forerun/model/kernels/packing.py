@@ -207,9 +207,6 @@ def packed_bytes(model: nn.Module) -> int:
     return sum(packed.values())
 
 
-# --- new weights for a model in use ---
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """A whole set of weights in the form in which one model holds them."""
