@@ -296,8 +296,7 @@ class Setting:
 
 
 def chi_square_check(run: Run, prompt: Tokens, setting: Setting, *, tests: int) -> Check:
-    """Draw speculative answers to `prompt`, under consecutive seeds or without any, and compare them with the exact
-    distribution; one of `tests` tests."""
+    """Compare speculative answers to `prompt` with the exact distribution; one of `tests` tests."""
     plan = run.plan
     params = replace(setting.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
     level = plan.family_error / tests

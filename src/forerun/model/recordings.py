@@ -105,8 +105,7 @@ def wide(used: int, slots: int) -> int:
 
 
 def recordable(config: Any) -> bool:
-    """Whether a transformers model of this configuration reads nothing on the host in a pass: some rotary embeddings
-    look for the largest position."""
+    """Whether a model's passes read nothing on the host: some rotary embeddings look for the largest position."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
     kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *by_layer_type)}

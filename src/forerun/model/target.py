@@ -133,7 +133,8 @@ class Target:
                 if boundary not in gathered:
                     gathered[boundary] = value.new_zeros(len(rows), max(counts), value.shape[-1])
                 gathered[boundary][sent_ints(active, value.device), start : start + value.shape[1]] = value
-            index, ends = (sent_ints(ints, states.device) for ints in (active, [len(piece) - 1 for piece in pieces]))
+            index = sent_ints(active, states.device)
+            ends = sent_ints([len(piece) - 1 for piece in pieces], states.device)
             ending = states.gather(1, ends.view(-1, 1, 1).expand(-1, 1, states.shape[-1]))
             last = ending if last is None else last.index_copy_(0, index, ending)
         assert last is not None, "every row has a token"

@@ -95,8 +95,7 @@ class Answers:
     def of(
         cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
     ) -> Answers:
-        """Token ids and resolved parameters; conversations go through the chat template. ArgumentError: no prompt, or
-        one that leaves no room for an answer."""
+        """Token ids and resolved parameters; ArgumentError: no prompt, or one that leaves no room."""
         if not prompts or max_tokens < 2 or limit < 1:
             raise ArgumentError("acceptance is measured on at least one prompt and over at least two tokens")
         reader = PromptReader(
@@ -159,8 +158,7 @@ def save_draft_cost(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft:
 
 
 def read_prompts(path: Path) -> list[UserPrompt]:
-    """The prompts of a file, empty lines left out. DataError: it cannot be read, holds none, or a line of JSON has
-    neither ``prompt`` nor ``messages``."""
+    """The prompts of a file, empty lines left out. DataError: it holds none, or something else."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

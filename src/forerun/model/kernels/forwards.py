@@ -192,8 +192,7 @@ class AttentionForward(_JointForward):
         )
 
     def answers(self, forward: Any) -> list[Tensor]:
-        """A pass over two prompts, and what it writes to the cache. Scores are of the order of one, so that another
-        rotation of the queries would show."""
+        """A pass over two prompts, and what it writes to the cache; scores near one, so that rotations show."""
         module: Any = self.module
         batch, count = 2, 3
         cache = SlotCache(batch, count)

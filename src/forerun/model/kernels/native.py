@@ -70,8 +70,7 @@ def _known(name: str, loader: Loader) -> ctypes.CDLL | None:
 
 
 def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
-    """The kernel from the cache, compiled first where it is not there yet. OSError: no compiler, or nothing can be
-    written; SubprocessError: the compiler failed."""
+    """The kernel from the cache, compiled first if need be. OSError: no compiler; SubprocessError: it failed."""
     path = cache_root() / "kernels" / f"{name}-{version()}.so"
     try:
         return _open(path, loader)
@@ -248,8 +247,7 @@ def takes_states(states: Tensor) -> bool:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,). ArgumentError: the sizes
-    differ, or are no multiples of `LANES`."""
+    """RMSNorm of (.., size), in float32, times `weight` (size,). ArgumentError: sizes that do not fit."""
     size = states.shape[-1]
     if weight.shape != (size,) or size % LANES:
         raise ArgumentError(f"a norm of {size} values needs as many weights, in {LANES}s; got {tuple(weight.shape)}")

@@ -243,8 +243,7 @@ def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
 
 def exchange(weights: Weights) -> Weights:
     """Put these weights into the model that they were made for; returns what was there. On a CPU pointers change and no
-    value is copied. On an accelerator values are copied into place, because recorded passes read where they lie. Call
-    it between passes, in the thread that runs them."""
+    value is copied. On an accelerator values are copied into place, where recorded passes read."""
     with torch.inference_mode(False):
         parameters = []
         for own, value in weights.parameters:
