@@ -14,7 +14,7 @@ from forerun.drafters import build
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import CostModel, DraftCost
-from forerun.engine.theory import predict
+from forerun.plan.theory import predict
 from forerun.plan.trial import measure_draft
 from forerun.types import StepTrace
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from forerun.core.tree import TokenTree
 from forerun.model import Target
-from forerun.model.kernels.packing import FusedLinear, PackedLinear, PackedWeight
+from forerun.model.kernels.packing import PackedLinear, PackedWeight
 
 NODES = (1, 2, 4, 8, 16)
 
@@ -84,7 +84,7 @@ def linear_layers(model: nn.Module) -> list[Any]:
     """Every linear layer once: packed weights (fused ones count as one), and plain layers where nothing was packed."""
     found: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, PackedLinear | FusedLinear):
+        if isinstance(module, PackedLinear):
             found[id(module.packed_weight)] = module.packed_weight
         elif isinstance(module, nn.Linear):
             found[id(module)] = module

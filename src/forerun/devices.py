@@ -38,8 +38,7 @@ def sent_ints(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """While open, attention runs in kernels that take any shape at once. On CUDA that leaves out cuDNN, which plans for
-    up to 0.4 s for each new shape."""
+    """While open, attention runs in kernels that take any shape at once. cuDNN plans each new shape for 0.4 s."""
     if device.type != "cuda":
         return nullcontext()
     kernels: AbstractContextManager[None] = sdpa_kernel(

@@ -73,10 +73,8 @@ class DataError(ForerunError, ValueError):
 
 
 def of_the_process(error: BaseException) -> bool:
-    """Whether an error has nothing to do with what raised it: Ctrl-C, an exit, a generator that is closed.
-
-    Panics of libraries written in Rust (tokenizers, grammars) are no `Exception` either, but about what they are given.
-    """
+    """Whether an error has nothing to do with what raised it: Ctrl-C, an exit, a generator that is closed. Panics of
+    libraries written in Rust (tokenizers, grammars) are no `Exception` either, but about what they are given."""
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 

@@ -1,5 +1,4 @@
-"""``manifest.json`` of the directories that forerun writes: sealed with a checksum of what it says. Imports no
-torch."""
+"""``manifest.json`` of the directories that forerun writes, sealed with a checksum. Imports no torch."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ MAX_DEPTH = 64  # Levels of brackets in a JSON text, a schema or a grammar. Ordi
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """Possessive, and with an end for a string that has none: or a text of quotation marks took quadratic time."""
 _OPENING, _CLOSING = b"[{(", b"]})"
-_STEPS = bytes(1 if byte in _OPENING else 255 if byte in _CLOSING else 0 for byte in range(256))
-"""Up a level, or down one (-1 in eight bits)."""
+_STEPS = bytes(1 if byte in _OPENING else 255 if byte in _CLOSING else 0 for byte in range(256))  # Up, or down (-1)
 _OTHERS = bytes(byte for byte in range(256) if byte not in _OPENING + _CLOSING)
 
 

@@ -1,7 +1,4 @@
-"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered.
-
-Part of the nouns; `forerun.types` has them all.
-"""
+"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered."""
 
 from __future__ import annotations
 
@@ -46,12 +43,9 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one request. Names and meaning are vLLM's.
-
-    ``None`` means: what the checkpoint's ``generation_config.json`` says, else the neutral value. Processors apply in
-    this order: allowed tokens, bad words, min tokens, logit bias, penalties, user processors, temperature, min-p,
-    top-k, top-p.
-    """
+    """How to sample one request. Names and meaning are vLLM's. ``None`` means: what the checkpoint's
+    ``generation_config.json`` says, else the neutral value. Processors apply in this order: allowed tokens, bad words,
+    min tokens, logit bias, penalties, user processors, temperature, min-p, top-k, top-p."""
 
     n: int = 1
     """Answers per prompt."""

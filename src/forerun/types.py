@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import NoReturn
 
@@ -16,37 +16,27 @@ from forerun.params import LogitsProcessor as LogitsProcessor
 from forerun.params import SamplingParams as SamplingParams
 from forerun.params import StructuredOutputs as StructuredOutputs
 
-Boundary = int
-"""A layer boundary: the residual stream after that many layers, 0 = embeddings; or `LAST_HIDDEN`."""
-LAST_HIDDEN: Boundary = -1
-"""The hidden state after the final norm: what the output head reads."""
+Boundary = int  # A layer boundary: the residual stream after that many layers, 0 = embeddings; or `LAST_HIDDEN`
+LAST_HIDDEN: Boundary = -1  # The hidden state after the final norm: what the output head reads
 
 
 class Drawn(IntEnum):
     """How a drafted node came about; decides which verification rules may verify it."""
 
-    DETERMINISTIC = 0
-    """Deterministic: a function of the tokens before it (top-k, copied text)."""
-    IID = 1
-    """Drawn from the recorded distribution of its parent, independently of its siblings."""
-    WITHOUT_REPLACEMENT = 2
-    """Drawn from the recorded distribution of its parent with the elder sampled siblings removed and renormalised."""
+    DETERMINISTIC = 0  # A function of the tokens before it (top-k, copied text)
+    IID = 1  # Drawn from the recorded distribution of its parent, independently of its siblings
+    WITHOUT_REPLACEMENT = 2  # The same with the elder sampled siblings removed and renormalised
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftKind:
-    """What a drafter may draft for a request, known before anything is drawn: the verification rule follows from it.
+    """What a drafter may draft for a request, known before anything is drawn: the verification rule follows from it. It
+    must hold for every draft that may come out. A rule that was chosen by looking at the drawn tree would depend on
+    sampled values, and that biases the output."""
 
-    It must hold for every draft that may come out. A rule that was chosen by looking at the drawn tree would depend on
-    sampled values, and that biases the output.
-    """
-
-    sampled: bool = False
-    """Nodes may be sampled. False is safe for any drafter, only less is accepted of sampled nodes."""
-    chain: bool = False
-    """No node ever has two children."""
-    multipath: bool = False
-    """Deterministic siblings and, of the children of a node, at most one sampled: greedy multipath verifies."""
+    sampled: bool = False  # Nodes may be sampled; False is safe for any drafter, only less is accepted of sampled nodes
+    chain: bool = False  # No node ever has two children
+    multipath: bool = False  # Deterministic siblings and at most one sampled child of a node: greedy multipath verifies
 
 
 class CommittedTokens(list[int]):
@@ -69,29 +59,24 @@ class Source(StrEnum):
     DRAFT = "draft"
     RECOVERED = "recovered"
     BONUS = "bonus"
-    TARGET = "target"
-    """Plain decoding: nothing was drafted for this step."""
+    TARGET = "target"  # Plain decoding: nothing was drafted for this step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """What a rule kept of one row's tree."""
 
-    path: tuple[int, ...]
-    """Accepted node ids from the root's child downwards; empty if nothing was kept."""
+    path: tuple[int, ...]  # Accepted node ids from the root's child downwards; empty if nothing was kept
     next_token: int
-    kind: Source
-    """RECOVERED after a rejection, BONUS when the path ended at a leaf, TARGET when nothing was drafted."""
+    kind: Source  # RECOVERED after a rejection, BONUS when the path ended at a leaf, TARGET when nothing was drafted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """How much a drafter may propose, by row of the context."""
 
-    nodes: Sequence[int]
-    """Most nodes, root not counted."""
-    depth: Sequence[int]
-    """Most tokens on one path; already limited by the room left in the answer and in the context."""
+    nodes: Sequence[int]  # Most nodes, root not counted
+    depth: Sequence[int]  # Most tokens on one path; already limited by the room left in the answer and in the context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,15 +92,11 @@ class TracedNode:
     """One drafted node in a `StepTrace`."""
 
     token: int
-    parent: int
-    """Node id; 0 is the root."""
-    draft_prob: float | None
-    """Of a sampled node, under the distribution it was drawn from; of a deterministic one the confidence stated."""
-    target_prob: float | None
-    """Probability under the target's processed distribution; None where no rule asked for that distribution."""
+    parent: int  # Node id; 0 is the root
+    draft_prob: float | None  # Of a sampled node under what it was drawn from, of a deterministic one its confidence
+    target_prob: float | None  # Under the target's processed distribution; None where no rule asked for that
     accepted: bool
-    probe: bool = False
-    """Scored for the drafter's own use, never accepted."""
+    probe: bool = False  # Scored for the drafter's own use, never accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,18 +104,15 @@ class StepTrace:
     """One row's part in one step. Feeds ``--show-draft``, the playground, the benchmark, the metrics and the tests."""
 
     step: int
-    position: int
-    """Committed tokens before the step, prompt included."""
+    position: int  # Committed tokens before the step, prompt included
     drafter: str | None
     rule: str
     nodes: tuple[TracedNode, ...]
     path: tuple[int, ...]
     next_token: int
     kind: Source
-    draft_ms: float
-    """Wall time of the whole batch's proposal; shared by its rows."""
-    verify_ms: float
-    """Wall time of the batch's forward pass and verification."""
+    draft_ms: float  # Wall time of the whole batch's proposal; shared by its rows
+    verify_ms: float  # Wall time of the batch's forward pass and verification
     commit_ms: float
 
     @property
@@ -147,22 +125,15 @@ class StepTrace:
 class SpeculationStats:
     """Counts over the steps of one request, or of many (`add`). Field names are vLLM's."""
 
-    num_spec_steps: int = 0
-    """Target passes in which something was drafted."""
-    num_plain_steps: int = 0
-    """Target passes without a draft, the prompt's not counted."""
-    drafter_errors: int = 0
-    """Times that a drafter failed: raised, or proposed what it may not. The answer went on without it."""
+    num_spec_steps: int = 0  # Target passes in which something was drafted
+    num_plain_steps: int = 0  # Target passes without a draft, the prompt's not counted
+    drafter_errors: int = 0  # Times that a drafter raised, or proposed what it may not; the answer went on without it
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-    num_emitted_tokens: int = 0
-    """Tokens out of speculative steps, bonus and recovered ones included."""
-    drafted_per_depth: list[int] = field(default_factory=list)
-    """Steps whose tree reached depth d + 1."""
-    accepted_per_depth: list[int] = field(default_factory=list)
-    """Steps that accepted a node at depth d + 1."""
-    steps_per_rule: Counter[str] = field(default_factory=Counter)
-    """Speculative steps by the rule that verified them."""
+    num_emitted_tokens: int = 0  # Tokens out of speculative steps, bonus and recovered ones included
+    drafted_per_depth: list[int] = field(default_factory=list)  # Steps whose tree reached depth d + 1
+    accepted_per_depth: list[int] = field(default_factory=list)  # Steps that accepted a node at depth d + 1
+    steps_per_rule: Counter[str] = field(default_factory=Counter)  # Speculative steps by the rule that verified them
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -181,14 +152,12 @@ class SpeculationStats:
 
     def add(self, other: SpeculationStats) -> None:
         """Add another request's counts to these."""
-        for name in (
-            *("num_spec_steps", "num_plain_steps", "drafter_errors", "num_draft_tokens"),
-            *("num_accepted_draft_tokens", "num_emitted_tokens"),
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        _add_counts(self.drafted_per_depth, other.drafted_per_depth)
-        _add_counts(self.accepted_per_depth, other.accepted_per_depth)
-        self.steps_per_rule.update(other.steps_per_rule)
+        for name in (one.name for one in fields(self)):
+            own, more = getattr(self, name), getattr(other, name)
+            if isinstance(own, list):
+                _add_counts(own, more)
+            else:
+                setattr(self, name, own + more)
 
     def record(self, *, drafted: int, depth: int, accepted: int, rule: str = "") -> None:
         """Count one step that drafted `drafted` nodes down to `depth`, of which `rule` kept a path of `accepted`."""
@@ -215,11 +184,9 @@ class OutputToken:
     """One token of an answer."""
 
     id: int
-    text: str
-    """What this token added to the text; empty while a character is incomplete."""
+    text: str  # What this token added to the text; empty while a character is incomplete
     source: Source
-    step: int
-    """Index of the engine step that committed it, counted per request."""
+    step: int  # Index of the engine step that committed it, counted per request
     logprob: TokenLogprob | None = None
     top_logprobs: Mapping[int, TokenLogprob] | None = None
 
@@ -228,18 +195,14 @@ class OutputToken:
 class CompletionOutput:
     """One answer to one prompt."""
 
-    index: int
-    """0 .. n - 1."""
+    index: int  # 0 .. n - 1
     text: str
     token_ids: list[int]
     tokens: list[OutputToken]
-    finish_reason: str | None
-    """``"stop"``, ``"length"``, ``"abort"`` (also where its time was up); None while running."""
-    stop_reason: int | str | None
-    """The stop token id or stop string that ended it; None for the model's own end of text."""
+    finish_reason: str | None  # ``"stop"``, ``"length"``, ``"abort"`` (also where its time was up); None while running
+    stop_reason: int | str | None  # Stop token id or string that ended it; None for the model's own end of text
     speculation: SpeculationStats
-    trace: list[StepTrace] = field(default_factory=list)
-    """Filled where the request asked for it."""
+    trace: list[StepTrace] = field(default_factory=list)  # Filled where the request asked for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,10 +215,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
-    time_to_first_token_s: float | None = None
-    """From the moment the request was queued to its first token."""
-    decode_s: float | None = None
-    """From the first to the last token."""
+    time_to_first_token_s: float | None = None  # From the moment the request was queued to its first token
+    decode_s: float | None = None  # From the first to the last token
     num_cached_tokens: int | None = 0
     """Prompt tokens that were in the cache already and did not have to be read; None: not to be told."""
 
@@ -265,18 +226,12 @@ class StreamChunk:
     """What one engine step added to one answer."""
 
     request_id: str
-    index: int
-    """Which of the `n` answers."""
-    text: str
-    """New text; held back while it may be the beginning of a stop string."""
+    index: int  # Which of the `n` answers
+    text: str  # New text; held back while it may be the beginning of a stop string
     tokens: list[OutputToken]
-    trace: StepTrace | None
-    """Filled where the request asked for it; None for the first token."""
+    trace: StepTrace | None  # Filled where the request asked for it; None for the first token
     finish_reason: str | None
-    prompt_token_ids: list[int] | None = None
-    """On the first chunk of an answer, like the next, which have to be asked for."""
+    prompt_token_ids: list[int] | None = None  # On the first chunk of an answer, like the next, where asked for
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
-    output: RequestOutput | None = None
-    """The whole result, on the last chunk of a request."""
-    error: Exception | None = None
-    """What ended the request before its time; other requests are not concerned."""
+    output: RequestOutput | None = None  # The whole result, on the last chunk of a request
+    error: Exception | None = None  # What ended the request before its time; other requests are not concerned

@@ -21,10 +21,7 @@ _HIDDEN = re.compile(rf"\.(.+)\.[0-9a-f]+\.({_PARTIAL}|{_OLD}|{_GONE})")
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
     """A name beside `path`: what is written there takes the place of `path` when the block ends without an error.
-
-    Raises:
-        OSError: there is no room, or no permission; what was there before is untouched.
-    """
+    OSError: there is no room, or no permission; what was there before is untouched."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = _hidden(path, _PARTIAL)
     try:
@@ -36,11 +33,8 @@ def written(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def written_folder(folder: Path) -> Iterator[Path]:
-    """A fresh folder that takes the place of `folder`, made durable, when the block ends without an error.
-
-    Raises:
-        OSError: there is no room, or no permission; what was there before is untouched.
-    """
+    """A fresh folder that takes the place of `folder`, made durable, when the block ends without an error. OSError:
+    there is no room, or no permission; what was there before is untouched."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = _hidden(folder, _PARTIAL)
     fresh.mkdir()
@@ -71,10 +65,8 @@ def remove_folder(folder: Path) -> None:
 
 
 def tidy(parent: Path) -> None:
-    """Remove what killed processes left half-written or half-removed in `parent`, and undo exchanges cut short.
-
-    Only where nobody else is writing.
-    """
+    """Remove what killed processes left half-written or half-removed in `parent`, and undo exchanges cut short. Only
+    where nobody else is writing."""
     for path in list(parent.iterdir()) if parent.is_dir() else []:
         match = _HIDDEN.fullmatch(path.name)
         if match is None:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from forerun.errors import CheckpointError
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import FusedLinear, cpu_packs, exchange, ready
+from forerun.model.kernels.packing import PackedLinear, cpu_packs, exchange, ready
 
 SIZES = {
     "vocab_size": 32,
@@ -49,7 +49,7 @@ def test_exchanged_weights_compute_what_a_fresh_model_computes(family: str, dtyp
     accelerate(serving)
     fresh = copy.deepcopy(other)
     accelerate(fresh)
-    packed = any(isinstance(module, FusedLinear) for module in serving.modules())
+    packed = any(isinstance(module, PackedLinear) and module.group is not None for module in serving.modules())
     assert packed == (dtype == torch.bfloat16)
     before, expected = logits(serving), logits(fresh)
     weights = ready(serving, state)

@@ -45,8 +45,9 @@ def reference(llm: LLM) -> Reference:
 
 
 def examined(llm: LLM, reference: Reference, prompt: list[int], *, seeded: bool = False) -> tuple[Check, set[str]]:
-    setting = checks.Setting(params=PARAMS, seeded=seeded)
-    return checks.chi_square_check(llm, reference, prompt, setting, PLAN, tests=1)
+    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=PLAN)
+    check = checks.chi_square_check(run, prompt, checks.Setting(params=PARAMS, seeded=seeded), tests=1)
+    return check, run.rules
 
 
 @pytest.fixture(scope="module")

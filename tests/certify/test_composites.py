@@ -32,7 +32,8 @@ def certified(name: str) -> tuple[Check, set[str]]:
     )
     setting = checks.Setting(params=PARAMS, seeded=False)
     reference = Reference(copy.deepcopy(toy()))
-    return checks.chi_square_check(llm, reference, PROMPT, setting, Plan(detect=0.05), tests=4)
+    run = checks.Run(llm=llm, reference=reference, prompts=[PROMPT], plan=Plan(detect=0.05))
+    return checks.chi_square_check(run, PROMPT, setting, tests=4), run.rules
 
 
 @pytest.mark.slow

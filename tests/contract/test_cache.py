@@ -26,7 +26,7 @@ def largest_difference(target: Target, row: int, tokens: Sequence[int]) -> float
     """Between the row's keys and values and those of transformers' own forward over `tokens`."""
     fresh = target.model(torch.tensor([list(tokens)]), use_cache=True).past_key_values
     worst = 0.0
-    for layer in target.cache.layers:
+    for layer in target.cache._stores:
         theirs = fresh.layers[layer].keys, fresh.layers[layer].values
         for ours, other in zip(target.cache.read(layer, row, len(tokens)), theirs, strict=True):
             worst = max(worst, float((ours - other[0].transpose(0, 1)).abs().max()))

@@ -326,9 +326,7 @@ class TestTrial:
 
 def steps_of(costs_by_depth: dict[int, float], *, first: float = 99.0) -> Trial:
     def one(depth: int, ms: float, *, begins: bool = False) -> TrialStep:
-        return TrialStep(
-            drafted=depth, depth=depth, accepted=0, context=5, draft_ms=ms, verify_ms=7.0, commit_ms=0.5, first=begins
-        )
+        return TrialStep(drafted=depth, depth=depth, accepted=0, context=5, ms=ms + 0.5, first=begins)
 
     steps = [one(3, first, begins=True)]
     steps += [one(depth, ms) for _ in range(3) for depth, ms in costs_by_depth.items()]

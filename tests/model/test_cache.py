@@ -159,12 +159,12 @@ def test_unknown_boundaries(target: Target) -> None:
 def test_neighbours_are_not_touched(target: Target) -> None:
     """What happens in one row leaves the bytes of another as they were, padding included."""
     target.prefill([0, 1, 2], [random_tokens(20, row) for row in range(3)])
-    before = [target.cache.read(layer, 1, 20)[0].clone() for layer in target.cache.layers]
+    before = [target.cache.read(layer, 1, 20)[0].clone() for layer in range(target.num_layers)]
     target.prefill([0, 2], [[3], random_tokens(9, 5)])
     target.score([0, 2], trees(0, [4, 5]))
     target.commit([0, 2], [(1, 3), (1, 2)])
     target.truncate([2], [0])
-    after = [target.cache.read(layer, 1, 20)[0] for layer in target.cache.layers]
+    after = [target.cache.read(layer, 1, 20)[0] for layer in range(target.num_layers)]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 

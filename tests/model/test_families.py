@@ -69,8 +69,8 @@ def compare_cache(target: Target, rows: list[int], sequences: list[list[int]]) -
     """What the rounds left in the slots is what a prefill of the same tokens writes."""
     fresh = Target.load(target.model, rows=len(rows), slots=64, self_check=False)
     fresh.prefill(range(len(rows)), [tokens[:-1] for tokens in sequences])
-    assert fresh.cache.layers == target.cache.layers
-    for layer in fresh.cache.layers:
+    assert fresh.cache._stores.keys() == target.cache._stores.keys()
+    for layer in fresh.cache._stores:
         for index, row in enumerate(rows):
             grown = target.cache.read(layer, row, target.lengths[row])
             for ours, theirs in zip(grown, fresh.cache.read(layer, index, fresh.lengths[index]), strict=True):

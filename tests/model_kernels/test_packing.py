@@ -9,7 +9,7 @@ from torch import nn
 
 from forerun.model import Target
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import FusedGroup, FusedLinear, PackedLinear, cpu_packs, pack, packable
+from forerun.model.kernels.packing import FusedGroup, PackedLinear, cpu_packs, pack, packable
 from model_kernels.conftest import build
 
 pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 linears in oneDNN on this processor")
@@ -42,9 +42,9 @@ def test_a_rows_bits_do_not_depend_on_how_many_rows_there_are(shape: tuple[int, 
         assert torch.equal(packed(states[row : row + 1]), whole[row : row + 1]), row
 
 
-def fused(layers: list[nn.Linear]) -> list[FusedLinear]:
+def fused(layers: list[nn.Linear]) -> list[PackedLinear]:
     group = FusedGroup(layers)
-    return [FusedLinear(layer, group, index) for index, layer in enumerate(layers)]
+    return [PackedLinear(layer, group, index) for index, layer in enumerate(layers)]
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from forerun.engine import theory
 from forerun.engine.costs import CostModel, DraftCost
 from forerun.errors import ArgumentError, DataError
-from forerun.plan import planner
+from forerun.plan import planner, theory
 from forerun.plan.assumptions import DEVICES, FreeVerification, Roofline, Size
 from forerun.plan.measured import read_prompts
 from forerun.plan.planner import Load, judge, plan, plan_tree

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.engine.theory import expected_tokens_per_pass
 from forerun.errors import ArgumentError
 from forerun.plan.assumptions import (
     DEVICES,
@@ -20,6 +19,7 @@ from forerun.plan.assumptions import (
     dtype_named,
     text_named,
 )
+from forerun.plan.theory import expected_tokens_per_pass
 
 BALANCE = {"3090": 76, "a100": 153, "4090": 164, "h100": 295, "h200": 206, "b200": 281}
 """Tokens in a pass at the end of the free region, bf16, peak figures (algorithms sheet, section 1.4)."""

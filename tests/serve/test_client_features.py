@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from forerun.serve.chat_format import chat_format_of
-from forerun.serve.completing import completion_logprobs
-from forerun.serve.protocol.requests import ChatRequest
-from forerun.types import OutputToken, Source, TokenLogprob
+from forerun.serve.completing import CompletionWriter
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
+from forerun.types import OutputToken, Source, StreamChunk, TokenLogprob
 from serve.conftest import NAME, Live, serving, with_template
 from serve.test_probes import ASK, CALL, NAMED, OTHER, TEMPLATE, TOOL, allowed
 
@@ -125,7 +126,11 @@ class TestPromptLogprobs:
     def test_of_tokens_with_the_same_text_the_likeliest_counts(self) -> None:
         best = {place: TokenLogprob(logprob=-float(place), rank=place) for place in (1, 2, 3)}
         token = OutputToken(id=3, text="", source=Source.TARGET, step=0, logprob=best[3], top_logprobs=best)
-        found = completion_logprobs([token], lambda token: "odd" if token % 2 else "even", 0)
+        tokenizer: Any = SimpleNamespace(decode=lambda ids: "odd" if ids[0] % 2 else "even")
+        body = CompletionRequest(prompt="", logprobs=3)
+        chunk = StreamChunk(request_id="", index=0, text="", tokens=[token], trace=None, finish_reason=None)
+        [choice] = CompletionWriter(body, NAME, tokenizer).delta(0, chunk, 0)
+        found = choice["logprobs"]
         assert found["top_logprobs"] == [{"odd": -1.0, "even": -2.0}] and found["token_logprobs"] == [-3.0]
 
 

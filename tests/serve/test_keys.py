@@ -134,7 +134,7 @@ class TestDomains:
 
         async def alone() -> None:
             with pytest.raises(LookupError):
-                guards.current_client()
+                guards.CLIENT.get()
 
         contextvars.Context().run(asyncio.run, alone())  # where no other test has named anybody
 

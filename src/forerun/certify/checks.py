@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forerun.certify.reference import (
-    LOGPROB_TOLERANCE,
-    TIE_EPSILON,
-    Difference,
-    Reference,
-    dtype_name,
-    epsilon_of,
-    first_worse,
-)
+from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, dtype_name, epsilon_of, first_worse
 from forerun.core.enumeration import TOLERANCE, check_rules
 from forerun.core.rules import rule_named
 from forerun.errors import ArgumentError
@@ -31,6 +23,52 @@ from forerun.types import CompletionOutput, SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:
     from forerun import LLM
+
+NUCLEUS = 0.9  # The top-p of the second chi-square test at each temperature, in float32: neither side may forget to cut
+IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure
+_TOGETHER = 1024  # Answers asked for at once
+
+Tokens = list[int]
+Outcome = tuple[int, ...]
+REST: Outcome = ()  # The cell of everything that has no cell of its own
+
+
+def certify(
+    llm: LLM,
+    prompts: Sequence[str],
+    plan: Plan | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    reference: Reference | None = None,
+) -> Report:
+    """Prove, as far as a run can, that `llm`'s speculation changes nothing. ArgumentError: the model has no drafter or
+    no tokenizer, or there are no prompts.
+
+    Args:
+        llm: configured with the drafter to examine.
+        prompts: texts; the ends of the first few are used.
+        plan: how much to check.
+        progress: is told what is being done.
+        reference: the target as transformers runs it; None loads its checkpoint a second time.
+    """
+    plan = plan or Plan()
+    if llm.speculative is None:
+        raise ArgumentError(
+            "there is nothing to certify without a drafter; name one with --drafter (see: forerun drafters)"
+        )
+    texts = _token_prompts(llm, prompts, plan)
+    if reference is None:
+        progress("loading the target as transformers runs it")
+        reference = Reference.of(llm)
+    run = Run(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
+    checks = [*_text_checks(run), *_distribution_checks(run)]
+    return Report(
+        model=llm.target.name_or_path,
+        drafter=llm.speculative.method,
+        dtype=dtype_name(llm),
+        device=str(llm.target.device),
+        checks=[*_rule_checks(run), *checks],
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,15 +78,11 @@ class Plan:
     prompts: int = 6  # Prompts for the greedy and the log-probability check
     prompt_tokens: int = 192  # Tokens of each, cut from the end
     max_tokens: int = 96  # Tokens of each greedy answer
-    detect: float = 0.1
-    """Total variation from the target's distribution that each chi-square test is to detect; sets how many answers are
-    drawn."""
+    detect: float = 0.1  # Total variation that each chi-square test is to detect; sets how many answers are drawn
     power: float = 0.99  # Probability with which it does
-    sample_tokens: int = 5
-    """Tokens of each sampled answer: the first comes without a draft, the next from drafts up to three levels deep."""
+    sample_tokens: int = 5  # Tokens of each sampled answer: the first has no draft, the next have up to three levels
     sample_prompt_tokens: int = 24
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    """0 asks for the greedy checks, any other for a chi-square test at that temperature."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # 0 asks for the greedy checks, any other for a chi-square test
     family_error: float = 1e-6  # Probability that any chi-square test of this run fails although all is well
     cells: int = 24  # Most cells of a chi-square test: more see finer, and need more answers
     least: float = 0.01  # Least probability of a cell
@@ -89,10 +123,161 @@ class Report:
         return {"passed": self.passed, **asdict(self), "checks": checks}
 
 
-Outcome = tuple[int, ...]
-REST: Outcome = ()  # The cell of everything that has no cell of its own
-IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure
-_TOGETHER = 1024  # Answers asked for at once
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What is examined, and the rules that were seen to verify drafts."""
+
+    llm: LLM
+    reference: Reference
+    prompts: list[Tokens]  # As long as the plan wants them
+    plan: Plan
+    progress: Callable[[str], None] = lambda _: None
+    rules: set[str] = field(default_factory=set)
+
+    def answers(self, prompts: Sequence[Tokens], params: Sequence[SamplingParams]) -> Iterator[CompletionOutput]:
+        """Speculative answers with drafting counted as free: a policy that drafts nothing, which is often right in
+        answers as short as these, would leave nothing to compare."""
+        with self.llm.engine.drafting.free_of_charge():
+            for start in range(0, len(prompts), _TOGETHER):
+                some = slice(start, start + _TOGETHER)
+                requests = [{"prompt_token_ids": prompt} for prompt in prompts[some]]
+                for output in self.llm.generate(requests, list(params[some])):
+                    self.rules.update(output.outputs[0].speculation.steps_per_rule)
+                    yield output.outputs[0]
+
+
+def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[Tokens]:
+    if llm.tokenizer is None:
+        raise ArgumentError("certify needs the model's tokenizer to read its prompts")
+    length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)
+    if length < 1:
+        raise ArgumentError(f"answers of {plan.max_tokens} tokens leave no room for a prompt in {llm.max_model_len}")
+    tokens = [list(llm.tokenizer(text, verbose=False)["input_ids"])[:length] for text in prompts[: plan.prompts]]
+    tokens = [prompt for prompt in tokens if prompt]
+    if not tokens:
+        raise ArgumentError("certify needs at least one prompt that is not empty")
+    return tokens
+
+
+def _text_checks(run: Run) -> Iterator[Check]:
+    for temperature in run.plan.temperatures:
+        if temperature == 0:
+            run.progress("greedy text against plain decoding")
+            yield from _greedy_checks(run)
+        else:
+            run.progress(f"sampled text for a seed, T = {temperature:g}")
+            yield from _seed_check(run, temperature)
+
+
+def _distribution_checks(run: Run) -> Iterator[Check]:
+    # Rounding moves the border of the nucleus, and a token at the border is then all or nothing.
+    cuts = (1.0, NUCLEUS) if epsilon_of(run.llm) == 0 else (1.0,)
+    settings = [
+        Setting(
+            params=SamplingParams(temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0),
+            seeded=seeded,
+        )
+        for temperature in run.plan.temperatures
+        if temperature > 0
+        for top_p in cuts
+        for seeded in (False, True)
+    ]
+    for index, setting in enumerate(settings):
+        prompt = run.prompts[index % len(run.prompts)][: run.plan.sample_prompt_tokens]
+        run.progress(f"sampled answers against the exact distribution, {setting.name}")
+        yield chi_square_check(run, prompt, setting, tests=len(settings))
+
+
+def _rule_checks(run: Run) -> Iterator[Check]:
+    for name in sorted(run.rules):
+        run.progress(f"the exact distributions of the rule {name}")
+        passed, summary, figures = False, "this rule is not lossless, by its own account", dict[str, Any]()
+        if rule_named(name).lossless:
+            found = list(check_rules([name]))
+            worst = max((case.error for case in found), default=float("inf"))
+            passed = bool(found) and all(case.passed for case in found)
+            summary = f"{len(found)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
+            figures = {"cases": len(found), "largest_error": worst, "tolerance": TOLERANCE}
+        yield Check(name=f"rule {name}", passed=passed, summary=summary, figures=figures)
+
+
+def _greedy_checks(run: Run) -> list[Check]:
+    """Greedy equality and equality of log-probabilities. One pass of transformers over prompt and answer shows at every
+    position which token is its own greedy one, as far as the answer had not yet parted from its own."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=run.plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False
+    )
+    answers = list(run.answers(run.prompts, [params] * len(run.prompts)))
+    stats, parted, worst, compared = SpeculationStats(), list[Difference](), 0.0, 0
+    for index, (prompt, answer) in enumerate(zip(run.prompts, answers, strict=True)):
+        stats.add(answer.speculation)
+        logits = run.reference.logits([*prompt, *answer.token_ids[:-1]], len(answer.token_ids))
+        difference = first_worse(logits, answer.token_ids, index, epsilon_of(run.llm))
+        if difference is not None:
+            parted.append(difference)
+        common = len(answer.token_ids) if difference is None else difference.position
+        for position, token in enumerate(answer.tokens[:common]):
+            assert token.logprob is not None
+            expected = float(logits[position].log_softmax(-1)[token.id])
+            worst, compared = max(worst, abs(expected - token.logprob.logprob)), compared + 1
+    tolerance = LOGPROB_TOLERANCE.get(dtype_name(run.llm), 5e-4)
+    logprobs = Check(
+        name="log-probabilities",
+        passed=worst <= tolerance and compared > 0,
+        summary=f"at most {worst:.2g} nats from transformers' over {compared} tokens (tolerance {tolerance:g})",
+        figures={"largest_difference": worst, "tokens": compared, "tolerance": tolerance},
+    )
+    return [_equality(answers, parted, stats), logprobs]
+
+
+def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], total: SpeculationStats) -> Check:
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    bugs = [parted for parted in found if not parted.tie]
+    summary = "nothing was drafted, so nothing was proved; choose other prompts or another drafter"
+    if total.num_spec_steps:
+        summary = f"{len(answers) - len(found)} of {len(answers)} answers are transformers' own, {tokens} tokens, "
+        summary += f"{total.mean_acceptance_length:.2f} tokens per target pass"
+        for parted in found:
+            summary += (
+                f"; prompt {parted.prompt} parts at token {parted.position}: {parted.plain} or {parted.speculative}, "
+                f"gap {parted.gap:.3g} nats, {'a numeric tie' if parted.tie else 'NOT a tie'} "
+                f"(epsilon {parted.epsilon:g})"
+            )
+    return Check(
+        name="greedy equality",
+        passed=not bugs and total.num_spec_steps > 0,
+        summary=summary,
+        figures={
+            "prompts": len(answers),
+            "tokens": tokens,
+            "ties": len(found) - len(bugs),
+            "bugs": len(bugs),
+            "differences": [asdict(parted) | {"tie": parted.tie} for parted in found],
+            "mean_acceptance_length": round(total.mean_acceptance_length, 4),
+        },
+    )
+
+
+def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
+    """With deterministic drafts, sampled text equals plain decoding's for the same seed; else no check."""
+    plan, number = run.plan, len(run.prompts)
+    params = SamplingParams(
+        temperature=temperature, max_tokens=plan.max_tokens, seed=plan.seed, ignore_eos=True, detokenize=False
+    )
+    speculative = list(run.answers(run.prompts, [params] * number))
+    if {rule for answer in speculative for rule in answer.speculation.steps_per_rule} != {"sample_walk"}:
+        return
+    outputs = run.llm.generate([{"prompt_token_ids": prompt} for prompt in run.prompts], params, speculative=False)
+    plain = [output.outputs[0] for output in outputs]
+    same = sum(one.token_ids == other.token_ids for one, other in zip(plain, speculative, strict=True))
+    fine = same == number or epsilon_of(run.llm) > 0
+    share = f"{same} of {number} sampled answers equal plain decoding's for the same seed"
+    yield Check(
+        name=f"same seed, same text, T = {temperature:g}",
+        passed=fine,
+        summary=f"{share}; the format's rounding moves the others" if fine and same < number else share,
+        figures={"equal": same, "prompts": number, "temperature": temperature},
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +285,7 @@ class Setting:
     """One way to ask for sampled answers."""
 
     params: SamplingParams
-    seeded: bool
-    """Whether each request has a seed of its own. Without one, `auto`, `merge` and `first_of` may sample drafts."""
+    seeded: bool  # Each request has a seed of its own; without, `auto`, `merge` and `first_of` may sample drafts
 
     @property
     def name(self) -> str:
@@ -111,26 +295,23 @@ class Setting:
         return f"T = {self.params.temperature:g}{nucleus}, {'seeded' if self.seeded else 'no seed'}"
 
 
-def chi_square_check(
-    llm: LLM, reference: Reference, prompt: Sequence[int], setting: Setting, plan: Plan, tests: int
-) -> tuple[Check, set[str]]:
-    """Draw speculative answers to `prompt` and compare them with the exact distribution; one of `tests` tests. Also the
-    names of the rules that verified drafts.
-
-    Where the engine decides how much to draft, it decides as if drafts were free: a policy that drafts nothing in such
-    short answers, which is often right, would leave nothing to compare.
-    """
+def chi_square_check(run: Run, prompt: Tokens, setting: Setting, *, tests: int) -> Check:
+    """Compare speculative answers to `prompt` with the exact distribution; one of `tests` tests."""
+    plan = run.plan
     params = replace(setting.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
     level = plan.family_error / tests
-    cells = exact_cells(reference, prompt, params, plan)
+    cells = exact_cells(run.reference, prompt, params, plan)
     possible = sum(chance > 0 for chance in cells.values())
     samples = draws_for(possible - 1, level, plan)
-    with llm.engine.drafting.free_of_charge():
-        answers, stats = draw(llm, prompt, setting, params, samples, plan.seed)
+    asked = [replace(params, seed=plan.seed + index if setting.seeded else None) for index in range(samples)]
+    answers, stats = list[Outcome](), SpeculationStats()
+    for answer in run.answers([prompt] * samples, asked):
+        stats.add(answer.speculation)
+        answers.append(tuple(answer.token_ids))
     statistic, freedom = pearson(cells, count(cells, answers), samples)
     chance = survival(statistic, freedom)
     verified = stats.num_draft_tokens > 0
-    check = Check(
+    return Check(
         name=f"sampled distribution, {setting.name}",
         passed=chance >= level and verified,
         summary=(
@@ -154,7 +335,6 @@ def chi_square_check(
             "depth": len(stats.drafted_per_depth),
         },
     )
-    return check, set(stats.steps_per_rule)
 
 
 def draws_for(freedom: int, level: float, plan: Plan) -> int:
@@ -210,8 +390,7 @@ def exact_cells(
 
 
 def _merge(cells: dict[Outcome, float], plan: Plan) -> dict[Outcome, float]:
-    """What is left of a beginning beside its own cells joins a shorter one where it is little, and is impossible where
-    it is nothing."""
+    """What is left of a beginning beside its own cells joins a shorter one where it is little."""
     for outcome in sorted(cells, key=len, reverse=True):
         if outcome and cells[outcome] < IMPOSSIBLE:
             cells[outcome] = 0.0
@@ -232,21 +411,6 @@ def _home(beginning: Outcome, cells: Mapping[Outcome, float]) -> Outcome:
     """The cell that answers with this beginning fall into: the longest part of it that has one."""
     lengths = range(len(beginning), 0, -1)
     return next((beginning[:length] for length in lengths if beginning[:length] in cells), REST)
-
-
-def draw(
-    llm: LLM, prompt: Sequence[int], setting: Setting, params: SamplingParams, samples: int, seed: int
-) -> tuple[list[Outcome], SpeculationStats]:
-    """Speculative answers as a user gets them: under consecutive seeds, or without any."""
-    answers, stats = list[Outcome](), SpeculationStats()
-    for start in range(0, samples, _TOGETHER):
-        number = min(_TOGETHER, samples - start)
-        seeds = [seed + start + index if setting.seeded else None for index in range(number)]
-        many = [replace(params, seed=own) for own in seeds]
-        for output in llm.generate([{"prompt_token_ids": list(prompt)}] * number, many):
-            stats.add(output.outputs[0].speculation)
-            answers.append(tuple(output.outputs[0].token_ids))
-    return answers, stats
 
 
 def count(cells: Mapping[Outcome, float], answers: Iterable[Outcome]) -> Counter[Outcome]:
@@ -272,227 +436,3 @@ def survival(statistic: float, freedom: int) -> float:
         return 0.0
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
-
-
-Tokens = list[int]
-
-
-def greedy_checks(
-    llm: LLM, reference: Reference, prompts: Sequence[Tokens], plan: Plan
-) -> tuple[list[Check], set[str]]:
-    """Greedy equality and equality of log-probabilities, and the names of the rules that verified. One pass of
-    transformers over prompt and answer shows at every position which token is its own greedy one, as far as the answer
-    had not yet parted from its own."""
-    params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False)
-    answers = _answers(llm, prompts, params)
-    stats, parted, worst, compared = SpeculationStats(), list[Difference](), 0.0, 0
-    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        stats.add(answer.speculation)
-        logits = reference.logits([*prompt, *answer.token_ids[:-1]], len(answer.token_ids))
-        difference = first_worse(logits, answer.token_ids, index, epsilon_of(llm))
-        if difference is not None:
-            parted.append(difference)
-        common = len(answer.token_ids) if difference is None else difference.position
-        for position, token in enumerate(answer.tokens[:common]):
-            assert token.logprob is not None
-            expected = float(logits[position].log_softmax(-1)[token.id])
-            worst, compared = max(worst, abs(expected - token.logprob.logprob)), compared + 1
-    checks = [_equality(answers, parted, stats), _logprob_equality(llm, worst, compared)]
-    return checks, _rules(answers)
-
-
-def seed_check(llm: LLM, prompts: Sequence[Tokens], plan: Plan, temperature: float) -> tuple[Check | None, set[str]]:
-    """With deterministic drafts, sampled text equals plain decoding's for the same seed; None where drafts are sampled.
-    Also the names of the rules that verified."""
-    params = SamplingParams(
-        temperature=temperature, max_tokens=plan.max_tokens, seed=plan.seed, ignore_eos=True, detokenize=False
-    )
-    speculative = _answers(llm, prompts, params)
-    rules = _rules(speculative)
-    if rules != {"sample_walk"}:
-        return None, rules
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, speculative=False)
-    plain = [output.outputs[0] for output in outputs]
-    same = sum(one.token_ids == other.token_ids for one, other in zip(plain, speculative, strict=True))
-    exact = epsilon_of(llm) == 0
-    share = f"{same} of {len(prompts)} sampled answers equal plain decoding's for the same seed"
-    check = Check(
-        name=f"same seed, same text, T = {temperature:g}",
-        passed=same == len(prompts) or not exact,
-        summary=share if exact or same == len(prompts) else f"{share}; the format's rounding moves the others",
-        figures={"equal": same, "prompts": len(prompts), "temperature": temperature},
-    )
-    return check, rules
-
-
-def _answers(llm: LLM, prompts: Sequence[Tokens], params: SamplingParams) -> list[CompletionOutput]:
-    """Speculative answers with drafting counted as free: a policy that drafts nothing would prove nothing."""
-    with llm.engine.drafting.free_of_charge():
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    return [output.outputs[0] for output in outputs]
-
-
-def _rules(answers: Sequence[CompletionOutput]) -> set[str]:
-    """Names of the rules that verified drafts."""
-    return {rule for answer in answers for rule in answer.speculation.steps_per_rule}
-
-
-def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], total: SpeculationStats) -> Check:
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    bugs = [parted for parted in found if not parted.tie]
-    return Check(
-        name="greedy equality",
-        passed=not bugs and total.num_spec_steps > 0,
-        summary=_equality_summary(len(answers), tokens, found, total),
-        figures={
-            "prompts": len(answers),
-            "tokens": tokens,
-            "ties": len(found) - len(bugs),
-            "bugs": len(bugs),
-            "differences": [asdict(parted) | {"tie": parted.tie} for parted in found],
-            "mean_acceptance_length": round(total.mean_acceptance_length, 4),
-        },
-    )
-
-
-def _equality_summary(prompts: int, tokens: int, found: Sequence[Difference], total: SpeculationStats) -> str:
-    if not total.num_spec_steps:
-        return "nothing was drafted, so nothing was proved; choose other prompts or another drafter"
-    text = f"{prompts - len(found)} of {prompts} answers are transformers' own, {tokens} tokens, "
-    text += f"{total.mean_acceptance_length:.2f} tokens per target pass"
-    for parted in found:
-        kind = "a numeric tie" if parted.tie else "NOT a tie"
-        text += (
-            f"; prompt {parted.prompt} parts at token {parted.position}: {parted.plain} or {parted.speculative}, "
-            f"gap {parted.gap:.3g} nats, {kind} (epsilon {parted.epsilon:g})"
-        )
-    return text
-
-
-def _logprob_equality(llm: LLM, worst: float, compared: int) -> Check:
-    tolerance = LOGPROB_TOLERANCE.get(dtype_name(llm), 5e-4)
-    return Check(
-        name="log-probabilities",
-        passed=worst <= tolerance and compared > 0,
-        summary=f"at most {worst:.2g} nats from transformers' over {compared} tokens (tolerance {tolerance:g})",
-        figures={"largest_difference": worst, "tokens": compared, "tolerance": tolerance},
-    )
-
-
-Progress = Callable[[str], None]
-NUCLEUS = 0.9  # The top-p of the second chi-square test at each temperature, in float32: neither side may forget to cut
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Subject:
-    llm: LLM
-    reference: Reference
-    prompts: list[list[int]]  # Token ids, as long as the plan wants them
-    plan: Plan
-    progress: Progress
-    rules: set[str] = field(default_factory=set)  # Names of those that verified drafts
-
-
-def certify(
-    llm: LLM,
-    prompts: Sequence[str],
-    plan: Plan | None = None,
-    progress: Progress = lambda _: None,
-    *,
-    reference: Reference | None = None,
-) -> Report:
-    """Prove, as far as a run can, that `llm`'s speculation changes nothing. ArgumentError: the model has no drafter or
-    no tokenizer, or there are no prompts.
-
-    Args:
-        llm: configured with the drafter to examine.
-        prompts: texts; the ends of the first few are used.
-        plan: how much to check.
-        progress: is told what is being done.
-        reference: the target as transformers runs it; None loads its checkpoint a second time.
-    """
-    plan = plan or Plan()
-    if llm.speculative is None:
-        raise ArgumentError(
-            "there is nothing to certify without a drafter; name one with --drafter (see: forerun drafters)"
-        )
-    texts = _token_prompts(llm, prompts, plan)
-    if reference is None:
-        progress("loading the target as transformers runs it")
-        reference = Reference.of(llm)
-    subject = _Subject(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
-    checks = [*_text_checks(subject), *_distribution_checks(subject)]
-    return Report(
-        model=llm.target.name_or_path,
-        drafter=llm.speculative.method,
-        dtype=dtype_name(llm),
-        device=str(llm.target.device),
-        checks=[*_rule_checks(subject), *checks],
-    )
-
-
-def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[list[int]]:
-    if llm.tokenizer is None:
-        raise ArgumentError("certify needs the model's tokenizer to read its prompts")
-    length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)
-    if length < 1:
-        raise ArgumentError(f"answers of {plan.max_tokens} tokens leave no room for a prompt in {llm.max_model_len}")
-    tokens = [list(llm.tokenizer(text, verbose=False)["input_ids"])[:length] for text in prompts[: plan.prompts]]
-    tokens = [prompt for prompt in tokens if prompt]
-    if not tokens:
-        raise ArgumentError("certify needs at least one prompt that is not empty")
-    return tokens
-
-
-def _text_checks(subject: _Subject) -> list[Check]:
-    checks: list[Check] = []
-    for temperature in subject.plan.temperatures:
-        if temperature == 0:
-            subject.progress("greedy text against plain decoding")
-            found, rules = greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
-        else:
-            subject.progress(f"sampled text for a seed, T = {temperature:g}")
-            check, rules = seed_check(subject.llm, subject.prompts, subject.plan, temperature)
-            found = [check] if check is not None else []
-        checks += found
-        subject.rules.update(rules)
-    return checks
-
-
-def _distribution_checks(subject: _Subject) -> list[Check]:
-    plan = subject.plan
-    # Rounding moves the border of the nucleus, and a token at the border is then all or nothing.
-    cuts = (1.0, NUCLEUS) if TIE_EPSILON.get(dtype_name(subject.llm), 0.0) == 0 else (1.0,)
-    settings = [
-        Setting(
-            params=SamplingParams(temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0),
-            seeded=seeded,
-        )
-        for temperature in plan.temperatures
-        if temperature > 0
-        for top_p in cuts
-        for seeded in (False, True)
-    ]
-    checks = []
-    for index, setting in enumerate(settings):
-        prompt = subject.prompts[index % len(subject.prompts)][: plan.sample_prompt_tokens]
-        subject.progress(f"sampled answers against the exact distribution, {setting.name}")
-        check, rules = chi_square_check(subject.llm, subject.reference, prompt, setting, plan, tests=len(settings))
-        checks.append(check)
-        subject.rules.update(rules)
-    return checks
-
-
-def _rule_checks(subject: _Subject) -> list[Check]:
-    checks = []
-    for name in sorted(subject.rules):
-        subject.progress(f"the exact distributions of the rule {name}")
-        passed, summary, figures = False, "this rule is not lossless, by its own account", dict[str, Any]()
-        if rule_named(name).lossless:
-            found = list(check_rules([name]))
-            worst = max((case.error for case in found), default=float("inf"))
-            passed = bool(found) and all(case.passed for case in found)
-            summary = f"{len(found)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
-            figures = {"cases": len(found), "largest_error": worst, "tolerance": TOLERANCE}
-        checks.append(Check(name=f"rule {name}", passed=passed, summary=summary, figures=figures))
-    return checks

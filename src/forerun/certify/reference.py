@@ -6,6 +6,8 @@ likely may change places; anything more than that is a bug.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The same checkpoint as transformers loads and runs it: `model` is a `PreTrainedModel` that nothing of ours has
-    touched."""
+    """The same checkpoint as transformers loads and runs it: a `PreTrainedModel` that is not ours."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
@@ -49,8 +50,7 @@ class Reference:
         return found
 
     def probs(self, tokens: Sequence[int], params: SamplingParams) -> Tensor:
-        """(V,) float64: the next token's distribution under temperature, top-k, top-p and min-p as transformers applies
-        them."""
+        """(V,) float64: the next token's distribution after transformers' temperature, top-k, top-p and min-p."""
         from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         scores, ids = self.logits(tokens, 1), torch.zeros(1, 0, dtype=torch.int64)
@@ -118,35 +118,28 @@ def first_worse(logits: Tensor, answer: Sequence[int], index: int, epsilon: floa
 
 def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
     """Index of the first token that differs, a missing one included; None for equal answers."""
-    for position, (one, other) in enumerate(zip(plain, speculative, strict=False)):
-        if one != other:
-            return position
-    return None if len(plain) == len(speculative) else min(len(plain), len(speculative))
+    pairs = enumerate(itertools.zip_longest(plain, speculative))
+    return next((position for position, (one, other) in pairs if one != other), None)
 
 
 def difference(
     llm: LLM, prompt: Sequence[int], answers: tuple[Sequence[int], Sequence[int]], index: int
 ) -> Difference | None:
     """Where the plain and the speculative answer to `prompt` part, and how near the two best tokens are there."""
-    plain, speculative = answers
-    position = first_difference(plain, speculative)
+    position = first_difference(*answers)
     if position is None:
         return None
-    one = plain[position] if position < len(plain) else None
-    other = speculative[position] if position < len(speculative) else None
+    plain, speculative = list(itertools.zip_longest(*answers))[position]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=8, detokenize=False, ignore_eos=True)
+    prefix = {"prompt_token_ids": [*prompt, *answers[0][:position]]}
+    token = llm.generate(prefix, params, speculative=False)[0].outputs[0].tokens[0]
+    likeliest: dict[int | None, float] = {name: entry.logprob for name, entry in (token.top_logprobs or {}).items()}
+    worse = min(likeliest.get(name, -math.inf) for name in (plain, speculative))
     return Difference(
         prompt=index,
         position=position,
-        plain=one,
-        speculative=other,
-        gap=_gap(llm, [*prompt, *plain[:position]], {one, other}),
+        plain=plain,
+        speculative=speculative,
+        gap=max(likeliest.values()) - worse,
         epsilon=epsilon_of(llm),
     )
-
-
-def _gap(llm: LLM, prefix: list[int], tokens: set[int | None]) -> float:
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=8, detokenize=False, ignore_eos=True)
-    token = llm.generate({"prompt_token_ids": prefix}, params, speculative=False)[0].outputs[0].tokens[0]
-    likeliest = {name: entry.logprob for name, entry in (token.top_logprobs or {}).items()}
-    values = [likeliest.get(name, float("-inf")) if name is not None else float("-inf") for name in tokens]
-    return max(likeliest.values()) - min(values)

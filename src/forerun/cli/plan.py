@@ -13,10 +13,9 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, SpeculationOptions, numbers
-from forerun.engine import theory
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
-from forerun.plan import assumptions
+from forerun.plan import assumptions, theory
 from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
 from forerun.plan.planner import MOST_BATCH, Line, Load, Plan, Verdict, judge, plan_tree
 from forerun.plan.planner import plan as make_plan

@@ -27,11 +27,7 @@ class Prompt:
 
 
 def resolve(name: str | Path) -> str | Path:
-    """The folder of a shipped model for its name; anything else unchanged.
-
-    Raises:
-        CheckpointError: the name is a shipped model's, but this installation lacks its files.
-    """
+    """The folder of a shipped model for its name; anything else unchanged. CheckpointError: its files are missing."""
     if str(name) not in MODELS:
         return name
     folder = FOLDER / MODELS[str(name)]
@@ -50,11 +46,7 @@ def prompts() -> list[Prompt]:
 
 
 def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[int]]:
-    """`count` excerpts of `length` tokens out of the shipped held-out files, from inside each file.
-
-    Raises:
-        ArgumentError: the files do not hold that many excerpts.
-    """
+    """`count` excerpts of `length` tokens out of the held-out files. ArgumentError: they do not hold as many."""
     encoded = [tokenizer.encode(prompt.text, add_special_tokens=False, verbose=False) for prompt in prompts()]
     excerpts: list[list[int]] = []
     for taken in itertools.count():

@@ -3,14 +3,13 @@
 The hidden state is padded with zeros to `hidden_factor` times its width. RMSNorm then divides by a mean square that is
 `hidden_factor` times smaller, so epsilon is divided by that factor and the norm weights by its square root: for 4 and
 16 both are powers of two, hence exact in bf16. Extra attention heads and extra MLP neurons are filled with random
-numbers and meet zero columns in the output projection; extra layers are random too, with zero output projections, so
-they add nothing to the residual stream. Only additions of zero are added, so logits differ from the source's by the
-order of float32 summation at most.
+numbers and meet zero columns in the output projection; extra layers are random too, with zero output projections. Only
+additions of zero are added, so logits differ from the source's by the order of float32 summation at most.
 
 A head grows with its target: boundaries move with the layers that they stood behind, and the projections of queries and
 keys that are normed per head shrink by the same square root. It gets the large target's hidden size, heads and MLP
-width and keeps its own layers and draft vocabulary, so a pass multiplies as often and reads as many bytes as that of a
-head trained for a target of this size; only its acceptance is that of the small head on the small target.
+width and keeps its own layers and draft vocabulary, so a pass costs what that of a head trained for a target of this
+size does; only its acceptance is that of the small head on the small target.
 """
 
 from __future__ import annotations
@@ -116,11 +115,9 @@ def cache_folder() -> Path:
 
 
 def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
-    """The layer boundary of the scale model that holds the source's `boundary`, zero padding aside.
-
-    The source's layers are spread evenly, each followed by its identity layers, so a boundary keeps its share of the
-    cost. ``-1`` (`LAST_HIDDEN`) stays; there the padded entries are zero as well.
-    """
+    """The layer boundary of the scale model that holds the source's `boundary`, zero padding aside. The source's layers
+    are spread evenly, each followed by its identity layers, so a boundary keeps its share of the cost. ``-1``
+    (`LAST_HIDDEN`) stays; there the padded entries are zero as well."""
     if boundary == -1:
         return -1
     if not 0 <= boundary <= scaled.source_layers:
@@ -129,11 +126,8 @@ def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
 
 
 def plan_scale(config: dict[str, Any], *, billions: float, layers: int | None = None) -> ScalePlan:
-    """The shape whose parameter count comes nearest to `billions` x 1e9.
-
-    Hidden size grows by 4 (by 16 where the MLP would be wider than six times the hidden size), heads by twice the
-    square root of that; the rest goes into layers and MLP width.
-    """
+    """The shape whose parameter count comes nearest to `billions` x 1e9. Hidden size grows by 4 (by 16 where the MLP
+    would be wider than six times that), heads by twice its square root; the rest goes into layers and MLP width."""
     depth = config["num_hidden_layers"]
     if layers is None:
         layers = depth * min(4, max(1, round(2 * (billions / 0.4) ** 0.35)))
@@ -331,11 +325,8 @@ _WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")  # Write into the hidde
 
 def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
     """The head of `scaled` that gives, on the states of `scaled`, the logits that `head` gives on those of its source,
-    for which it was trained; they differ by the order of summation at most.
-
-    Raises:
-        ArgumentError: no EAGLE-3 head, or one that reads layers which the source does not have.
-    """
+    for which it was trained; they differ by the order of summation at most. ArgumentError: no EAGLE-3 head, or one that
+    reads layers which the source does not have."""
     wide = scale_config(head.config, scaled)
     shapes = expected_shapes(wide)
     tensors = {name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()}
@@ -344,11 +335,7 @@ def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
 
 def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
     """`scale_head` of a directory, hub id or shipped name, as a checkpoint of the same format; reuses what it wrote
-    before.
-
-    Raises:
-        CheckpointError: `source` is missing, or no head.
-    """
+    before. CheckpointError: `source` is missing, or no head."""
     stored = read_files(resolve(source))
     made = content_hash(stored.directory, asdict(scaled.plan), scaled.source_layers)
     folder = cache_folder() / f"{scaled.path.name}-head-{made[:12]}"

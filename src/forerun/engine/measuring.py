@@ -221,7 +221,7 @@ def identity(target: Target) -> dict[str, Any]:
     import torch
 
     from forerun.model.kernels import native
-    from forerun.model.kernels.packing import FusedLinear, PackedLinear
+    from forerun.model.kernels.packing import PackedLinear
 
     on_cpu = target.device.type == "cpu"
     modules = list(target.model.modules())
@@ -234,7 +234,7 @@ def identity(target: Target) -> dict[str, Any]:
         "dtype": str(target.dtype),
         "threads": torch.get_num_threads() if on_cpu else None,
         "kernel": native.version() if on_cpu and native.attention_kernel() is not None else None,
-        "packed": sum(isinstance(module, PackedLinear | FusedLinear) for module in modules),
+        "packed": sum(isinstance(module, PackedLinear) for module in modules),
         "compiled": any(type(getattr(module, "forward", None)).__name__ == "CompiledForward" for module in modules),
         "torch": torch.__version__,
         "buckets": asdict(target.buckets),

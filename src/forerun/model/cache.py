@@ -1,7 +1,6 @@
 """The row-and-slot KV cache: every row keeps its own length; an accepted path is gathered into place.
 
-transformers calls `SlotCache.update` and, in some families, `get_seq_length`. Sliding layers keep all their slots; the
-window is in the mask.
+transformers calls `SlotCache.update` and, in some families, `get_seq_length`. Sliding layers keep all slots.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ class SlotCache:
 
     def opened(self, layer_idx: int, shape: tuple[int, int], *, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """What `update` writes to, for a layer that does it itself: keys and values (rows, slots + 1, heads, dim) of
-        the `shape` (heads, dim) and of the dtype and device of `like`, and (M,) int64: each token's place in (rows *
-        (slots + 1))."""
+        the `shape` (heads, dim) and of the dtype and device of `like`, and (M,) int64: each token's place."""
         return self._of(layer_idx, shape, shape, like), self._on(like.device).flat
 
     def seen(self, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -151,11 +149,8 @@ class SlotCache:
     @torch.inference_mode()
     def clear(self, row: int, start: int) -> int:
         """Zero a row's slots from `start` on, so that nothing of them reaches whoever is given the row; returns how
-        many there were that a pass may have written to.
-
-        A mask is added to scores, and what is multiplied with a weight of zero is added, too: of a token that a query
-        may not see, NaN and infinity reach it all the same.
-        """
+        many there were that a pass may have written to. A mask is added to scores, and what is multiplied with a weight
+        of zero is added, too: of a token that a query may not see, NaN and infinity reach it all the same."""
         count = max(0, self._touched[row] - start)
         if count:
             for store in self._tensors():
@@ -174,11 +169,6 @@ class SlotCache:
         keys, values = self._stores[layer]
         return keys[row, :length], values[row, :length]
 
-    @property
-    def layers(self) -> list[int]:
-        """The layers that have been seen."""
-        return sorted(self._stores)
-
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self._tensors())
 
@@ -195,8 +185,7 @@ class SlotCache:
         return self._windows[device]
 
     def reserve(self, other: SlotCache) -> None:
-        """Allocate now what another cache of the same model had to allocate: a lack of memory (OutOfMemoryError) shows
-        at once."""
+        """Allocate now what another cache of the same model had to allocate: OutOfMemoryError now, not later."""
         for layer, pair in other._stores.items():
             self._of(layer, pair[0].shape[2:], pair[1].shape[2:], pair[0])
 

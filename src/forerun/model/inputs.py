@@ -152,11 +152,8 @@ class Frame:
         self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, device: torch.device
     ) -> tuple[list[Tensor], int]:
         """What `enter` takes, the tensors on the device: sizes are powers of two, and every row stands at its own place
-        in the cache.
-
-        So one recording serves all rows and texts of about these sizes, and nothing of the cache is copied. The places
-        of other rows, and nodes that are not there, are padding: written to the dump slot, looking at slot 0 alone.
-        """
+        in the cache. So one recording serves all rows and texts of about these sizes, and nothing of the cache is
+        copied. Other rows' places, and nodes that are not there, are padding: in the dump slot, looking at slot 0."""
         batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
         width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
         *others, slots = self._structure(committed, nodes, missing, missing)
@@ -201,12 +198,10 @@ class Frame:
         flat: Flat | None = None,
         select: bool = True,
     ) -> dict[str, Any]:
-        """Keyword arguments for the base model's forward; tells the cache where the tokens go.
-
-        Padding nodes are written to the dump slot and look at slot 0 alone. The width counts them, so that it is the
-        same for a plain and a speculative step that are padded to the same N. With `flat` the model is handed the real
-        tokens alone, as one sequence; the mask stays that of the rows. `select` is that of `SlotCache.begin`.
-        """
+        """Keyword arguments for the base model's forward; tells the cache where the tokens go. Padding nodes are
+        written to the dump slot and look at slot 0 alone. The width counts them, so that it is the same for a plain and
+        a speculative step that are padded to the same N. With `flat` the model is handed the real tokens alone, as one
+        sequence; the mask stays that of the rows. `select` is that of `SlotCache.begin`."""
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing, used = size - nodes.fresh, max(committed) + nodes.start + size
         width = self.buckets.pad_width(used, self.cache.slots, on_cpu=device.type == "cpu")
@@ -235,5 +230,4 @@ class Scored:
     """What one forward pass said."""
 
     logits: Tensor  # (B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``
-    hidden_states: Mapping[Boundary, Tensor] = field(default_factory=dict)
-    """boundary -> (B, N, H) hidden states of the tokens that were run, left aligned."""
+    hidden_states: Mapping[Boundary, Tensor] = field(default_factory=dict)  # (B, N, H) of the tokens run, left aligned

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +29,7 @@ class Plan:
 
     start: int = 0  # Boundary whose states go in; 0 runs from the embeddings
     stop: int  # Boundary whose states come out: the residual stream after this many layers, before the final norm
-    skip: frozenset[tuple[int, str]] = frozenset()
-    """(layer, "attn" | "mlp"): sublayers that add nothing to the residual stream."""
+    skip: frozenset[tuple[int, str]] = frozenset()  # (layer, "attn" or "mlp"): sublayers that add nothing
 
     def check(self, layers: int) -> None:
         """Raise ArgumentError unless the plan fits a model of that many layers."""
@@ -189,9 +189,6 @@ class OutputHead:
         return logits if states.dim() == 3 else logits.view(*states.shape[:-1], -1)
 
 
-# --- hidden states at layer boundaries ---
-
-
 def check_boundaries(boundaries: Set[Boundary], layers: int) -> None:
     """Raise ArgumentError for a boundary that the model does not have."""
     for boundary in boundaries:
@@ -222,8 +219,6 @@ def _hook(layers: nn.ModuleList, boundary: Boundary, caught: dict[Boundary, Tens
         return layers[boundary].register_forward_pre_hook(before, with_kwargs=True)
     return layers[-1].register_forward_hook(after)
 
-
-# --- passes over some of the layers ---
 
 _PARTS = {
     "attn": ("self_attn", "attn", "attention", "self_attention"),
@@ -331,8 +326,7 @@ class LayerRanges:
         removed: list[tuple[nn.Module, str, nn.Module]] = []
         try:
             for layer, part in sorted(plan.skip):
-                module = self._layers[layer]
-                name = self._sublayer(layer, part)
+                module, name = self._layers[layer], self._sublayer(layer, part)
                 stub = _Nothing(self._answer(layer, part, device))
                 removed.append((module, name, getattr(module, name)))
                 module._modules[name] = stub
@@ -352,23 +346,19 @@ class LayerRanges:
 
     def _answer(self, layer: int, part: str, device: torch.device) -> int | None:
         """How many further members the sublayer's answer has; found once by running one token through the model."""
-        if (layer, part) not in self._extras:
-            self._probe(part, device)
-        return self._extras[layer, part]
+        if (layer, part) in self._extras:
+            return self._extras[layer, part]
 
-    def _probe(self, part: str, device: torch.device) -> None:
-        def note(layer: int) -> Any:
-            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                self._extras[layer, part] = len(output) - 1 if isinstance(output, tuple) else None
-
-            return hook
+        def note(key: tuple[int, str], _module: nn.Module, _args: Any, output: Any) -> None:
+            self._extras[key] = len(output) - 1 if isinstance(output, tuple) else None
 
         handles = [
-            getattr(module, self._sublayer(layer, part)).register_forward_hook(note(layer))
-            for layer, module in enumerate(self._layers)
+            getattr(module, self._sublayer(index, part)).register_forward_hook(partial(note, (index, part)))
+            for index, module in enumerate(self._layers)
         ]
         try:
             self._base(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
+        return self._extras[layer, part]

@@ -53,8 +53,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights. CheckpointError: there are none, or the index is broken or names
-    others."""
+    """The files that hold a checkpoint's weights. CheckpointError: none, or a broken index."""
     if (directory / INDEX).is_file():
         files = listed_files(directory)
         absent = [file.name for file in files if not file.is_file()]
@@ -90,37 +89,25 @@ def weight_bytes(directory: Path, float_bytes: int | None) -> int:
     return total
 
 
-# --- models ---
-
 _ONE_LOADS = threading.Lock()
-"""While transformers loads, torch's default dtype is the model's, for all threads: two loads would set back each
-other's."""
+"""While transformers loads, torch's default dtype is the model's, for all threads: one load at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
     """How to open a checkpoint, named as in transformers' ``from_pretrained``, and what is done to the model then."""
 
-    dtype: Any = "auto"
-    """torch dtype or its name; "auto" is the checkpoint's own."""
-    device: Any = None
-    """None: the accelerator that torch finds (CUDA, XPU, MPS, ...), else the CPU."""
-    device_map: Any = None
-    """Where each module goes (several GPUs, CPU or disk offload); excludes `device`."""
-    tp_plan: Any = None
-    """"auto" under torchrun: tensor parallel."""
-    adapter: str | Path | None = None
-    """Directory or hub id of a PEFT adapter."""
+    dtype: Any = "auto"  # torch dtype or its name; "auto" is the checkpoint's own
+    device: Any = None  # None: the accelerator that torch finds (CUDA, XPU, MPS, ...), else the CPU
+    device_map: Any = None  # Where each module goes (several GPUs, CPU or disk offload); excludes `device`
+    tp_plan: Any = None  # "auto" under torchrun: tensor parallel
+    adapter: str | Path | None = None  # Directory or hub id of a PEFT adapter
     revision: str | None = None
     trust_remote_code: bool = False
-    token: str | bool | None = None
-    """Hugging Face token; None: ``HF_TOKEN`` or the one that is stored."""
-    self_check: bool = True
-    """Compare small trees with plain forwards first, which may shorten the context; see `model.self_check`."""
-    repack: bool | None = None
-    """Make the modules faster in place (`kernels.accelerate`); None: only those that were loaded here."""
-    compile: bool = False
-    """Compile the forward; takes a while at each new shape."""
+    token: str | bool | None = None  # Hugging Face token; None: ``HF_TOKEN`` or the one that is stored
+    self_check: bool = True  # Compare small trees with plain forwards first, which may shorten the context
+    repack: bool | None = None  # Make the modules faster in place (`accelerate`); None: only those loaded here
+    compile: bool = False  # Compile the forward; takes a while at each new shape
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -128,8 +115,7 @@ class LoadOptions:
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
     def first_device(self) -> torch.device:
-        """Where the model goes if no map says otherwise. ArgumentError: no such device, or this machine or this torch
-        has none."""
+        """Where the model goes if no map says otherwise. ArgumentError: there is no such device."""
         if self.device is None:
             found = torch.accelerator.current_accelerator(check_available=True)
             return torch.device("cpu") if found is None else torch.device(found.type, 0)
@@ -143,12 +129,8 @@ class LoadOptions:
 
 
 def read_config(name: str | Path, options: LoadOptions) -> Any:
-    """The configuration of a directory or hub id, refused if it cannot be verified.
-
-    Raises:
-        CheckpointError: missing, corrupt (so may be the defaults beside it) or gated.
-        UnsupportedModelError: of a kind that forerun does not verify.
-    """
+    """The configuration of a directory or hub id, refused if it cannot be verified. CheckpointError: missing, corrupt
+    (so may be the defaults beside it) or gated. UnsupportedModelError: of a kind that forerun does not verify."""
     from transformers import AutoConfig, GenerationConfig
 
     check_directory(name)

@@ -15,8 +15,7 @@ from torch import Tensor
 from forerun.errors import UNSERVED, UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
-"""Layer type -> the key of a configuration that says how many tokens its layers look at."""
+WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}  # Layer type -> a key of configurations
 AttentionMask = Tensor | dict[str, Tensor]
 
 
@@ -24,15 +23,13 @@ AttentionMask = Tensor | dict[str, Tensor]
 class MaskStyle:
     """What kind of mask a model's forward takes."""
 
-    types: tuple[str, ...]
-    """Layer types present, `FULL`, `SLIDING` or `CHUNKED`; several are handed over as a dict, one as a bare tensor."""
+    types: tuple[str, ...]  # Layer types present: `FULL`, `SLIDING` or `CHUNKED`; several are handed over as a dict
     window: int | None  # Positions that a sliding layer looks back, itself included
     chunk: int | None = None  # Positions of a chunk; a chunked layer looks at tokens of its own chunk
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
-        """Read the style from a text configuration. UnsupportedModelError: a layer type is none of these, or layers of
-        one type differ in size."""
+        """Read the style from a text configuration. UnsupportedModelError: other types, or sizes that differ."""
         listed = getattr(config, "layer_types", None)
         try:
             window, chunk = (getattr(config, key, None) for key in WINDOWS.values())

@@ -26,11 +26,9 @@ widths outside always agreed to the bit; with these, a token would get other bit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
-    """Sizes that the nodes and the visible cache of a scoring pass are padded up to.
-
-    Both are functions of committed length and node count only, never of what other steps did. With one entry in
-    `nodes`, plain and speculative steps have the same shapes: the reproducible mode (docs/losslessness.md).
-    """
+    """Sizes that the nodes and the visible cache of a scoring pass are padded up to. Both are functions of committed
+    length and node count only, never of what other steps did. With one entry in `nodes`, plain and speculative steps
+    have the same shapes: the reproducible mode (docs/losslessness.md)."""
 
     nodes: tuple[int, ...] = ()  # Allowed N, rising; larger passes are not padded. Empty: N is never padded.
     width: int = 64  # Visible cache slots are a multiple of this; on a CPU `AWKWARD` last blocks are left out
@@ -88,6 +86,7 @@ class Pass:
     flat: Flat | None = None  # How its tokens stand; None: as a rectangle
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
     cache: Any = None  # Of a compiled pass, whose graph holds none
+    attended: int = 0  # Layers of a compiled pass that used the cache
     _repeated: tuple[Tensor, int, Tensor] | None = None
 
     def repeated(self, mask: Tensor, times: int) -> Tensor:

@@ -17,9 +17,114 @@ from forerun.model.layers import base_of, device_of, is_quantised, turn_of
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.model.support import context_length, refuse_config, refusing, text_config
 
+_log = logging.getLogger(__name__)
+
 Made = TypeVar("Made", bound=Any)  # A `Target`, of whatever class; that module imports this one
 SCORED_NODES = 16  # Nodes a row whose logits and float32 probabilities the plan counts
 _GIB = 2**30
+DEFAULT_TOKENS = 8192  # Most tokens of a row where nobody asked for a number and the context is longer
+HEADROOM = 129  # Slots behind the context for the nodes of a tree that stands at its end
+LEAST_SLOTS = 512  # Where memory is short and nobody asked for a number, slots are lowered to this, not further
+_SMALL = 2**30  # Bytes of weights below which loading shows no progress
+
+
+def prepare(cls: type[Made], source: Any, options: LoadOptions, *, rows: int, slots: int | None, reserve: int) -> Made:
+    """The checked target; see `Target.load`."""
+    if rows < 1 or (slots is not None and slots < 1) or reserve < 0:
+        raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
+    named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve)
+    model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
+    # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
+    plain = named and not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
+    faster = options.compile or (plain if options.repack is None else options.repack)
+    with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
+        expected = self_check.expect(model) if options.self_check else None
+        if faster:
+            _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=options.compile))
+        with refusing(model):
+            trial = cls(model, rows=2, slots=1 if expected is None else expected.slots)
+        limit = self_check.check(trial, expected) if expected is not None else None
+    target: Made = cls(model, rows=rows, slots=slots)
+    if limit is not None:
+        target.max_length = min(target.max_length, limit)
+    target.cache.reserve(trial.cache)
+    return target
+
+
+class _Sizes(NamedTuple):
+    """How much a target shall hold."""
+
+    rows: int
+    slots: int | None
+    reserve: int  # Bytes to leave free
+
+
+def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
+    if options.device is not None and options.device_map is not None:
+        raise ArgumentError("device and device_map exclude each other")
+    config = read_config(name, options)
+    weights = stored_bytes(name, options, config)
+    device = options.first_device() if options.device_map is None and options.tp_plan is None else None
+    itemsize = (resolved_dtype(options, config) or torch.float32).itemsize
+    slots = _slots(config.get_text_config(decoder=True), sizes, device, weights, itemsize)
+    return open_model(name, options, config, quiet=weights < _SMALL), slots
+
+
+def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
+    """A model that the caller has loaded; only its cache must still fit."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise ArgumentError(f"a target is a directory, a hub id or a loaded causal LM, got {type(model).__name__}")
+    if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
+        raise ArgumentError(
+            "device_map, tp_plan, adapter and revision choose how a checkpoint is loaded; this model is loaded "
+            "already: load it that way, or pass its directory"
+        )
+    model = without_wrapper(model)
+    refuse_config(model.config, type(model))
+    dtype = None if options.dtype in ("auto", None) else resolved_dtype(options, model.config)
+    place = device_of(model.get_input_embeddings())
+    wanted = place if options.device is None else torch.device(options.device)
+    if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
+        raise ArgumentError(
+            f"this model is loaded already, in {model.dtype} on {place}, and is left as it is; move or convert it "
+            "before, or pass its directory"
+        )
+    device = None if _spread(model) else place
+    return model.eval(), _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
+
+
+def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int) -> int:
+    """Slots of a row; fewer than the default where memory is short, else OutOfMemoryError. Without a `device` the model
+    goes on several: transformers decides what fits where, and nothing is checked before."""
+    slots = sizes.slots if sizes.slots is not None else default_slots(context_length(config))
+    if device is None:
+        return slots
+    plan = MemoryPlan(
+        rows=sizes.rows,
+        slots=slots,
+        weights=weights,
+        token=cache_bytes_per_token(config, itemsize),
+        probs=sizes.rows * SCORED_NODES * int(config.vocab_size) * (itemsize + 4),
+        reserve=sizes.reserve,
+    )
+    available = available_bytes(device)
+    fitting = plan.fitting_slots(available)
+    if sizes.slots is None and LEAST_SLOTS <= fitting < slots:
+        _log.warning("%d slots a row instead of %d: the memory of %s ends there", fitting, slots, device)
+        return fitting
+    plan.check(available, str(device))
+    return slots
+
+
+def _spread(model: Any) -> bool:
+    """Whether modules stand on several devices, on disk, or in shards: repacking them would break that."""
+    placed = getattr(model, "hf_device_map", None) or {}
+    return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))
+
+
+def default_slots(context: int) -> int:
+    """Slots of a row where nobody asked for a number."""
+    return min(context, DEFAULT_TOKENS) + HEADROOM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,24 +151,20 @@ class MemoryPlan:
         """Raise OutOfMemoryError, with what to lower, unless the plan fits into `available` bytes."""
         if self.total <= available:
             return
+        advice = 'Use a smaller dtype, a quantised checkpoint, or device_map="auto" to offload layers.'
+        if (slots := self.fitting_slots(available)) > 0:
+            rows = max(1, slots * self.rows // self.slots)
+            advice = f"Lower slots to {slots}" + (f", or rows to {rows}." if rows < self.rows else ".")
         raise OutOfMemoryError(
             f"{self.total / _GIB:.2f} GiB are needed on {where}, {available / _GIB:.2f} GiB are free: "
             f"weights {self.weights / _GIB:.2f}, KV cache {self.cache / _GIB:.2f} ({self.rows} rows x {self.slots} "
-            f"slots), logits and probabilities {self.probs / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. "
-            f"{self._advice(available)}"
+            f"slots), logits and probabilities {self.probs / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. {advice}"
         )
 
     def fitting_slots(self, available: int) -> int:
         """Most slots of a row that would fit, with as many rows; 0 if none."""
         room = available - self.weights - self.probs - self.reserve
         return max(0, room // max(1, self.token * self.rows) - 1)
-
-    def _advice(self, available: int) -> str:
-        slots = self.fitting_slots(available)
-        if slots > 0:
-            rows = max(1, slots * self.rows // self.slots)
-            return f"Lower slots to {slots}" + (f", or rows to {rows}." if rows < self.rows else ".")
-        return 'Use a smaller dtype, a quantised checkpoint, or device_map="auto" to offload layers.'
 
 
 def cache_bytes_per_token(config: Any, itemsize: int) -> int:
@@ -79,11 +180,6 @@ def _cached_width(config: Any) -> int:
         return int(config.kv_lora_rank + config.qk_rope_head_dim)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * int(heads) * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def prob_bytes(config: Any, rows: int, itemsize: int) -> int:
-    """Bytes of one step's logits and float32 probabilities."""
-    return rows * SCORED_NODES * int(config.vocab_size) * (itemsize + 4)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -104,114 +200,3 @@ def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
         return 2**62 if limit == "max" else int(limit) - used + int(cached.get("inactive_file", 0))
     except (OSError, ValueError):
         return 2**62
-
-
-DEFAULT_TOKENS = 8192  # Most tokens of a row where nobody asked for a number and the context is longer
-HEADROOM = 129  # Slots behind the context for the nodes of a tree that stands at its end
-LEAST_SLOTS = 512  # Where memory is short and nobody asked for a number, slots are lowered to this, not further
-_SMALL = 2**30  # Bytes of weights below which loading shows no progress
-_log = logging.getLogger(__name__)
-
-
-class _Sizes(NamedTuple):
-    """How much a target shall hold."""
-
-    rows: int
-    slots: int | None
-    reserve: int  # Bytes to leave free
-
-
-def default_slots(context: int) -> int:
-    """Slots of a row where nobody asked for a number."""
-    return min(context, DEFAULT_TOKENS) + HEADROOM
-
-
-def prepare(cls: type[Made], source: Any, options: LoadOptions, *, rows: int, slots: int | None, reserve: int) -> Made:
-    """The checked target; see `Target.load`."""
-    if rows < 1 or (slots is not None and slots < 1) or reserve < 0:
-        raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
-    named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve)
-    model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
-    # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
-    plain = named and not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
-    faster = options.compile or (plain if options.repack is None else options.repack)
-    with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
-        expected = self_check.expect(model) if options.self_check else None
-        if faster:
-            _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=options.compile))
-        with refusing(model):
-            trial = cls(model, rows=2, slots=1 if expected is None else expected.slots)
-        limit = self_check.check(trial, expected) if expected is not None else None
-    target: Made = cls(model, rows=rows, slots=slots)
-    if limit is not None:
-        target.max_length = min(target.max_length, limit)
-    target.cache.reserve(trial.cache)
-    return target
-
-
-def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
-    if options.device is not None and options.device_map is not None:
-        raise ArgumentError("device and device_map exclude each other")
-    config = read_config(name, options)
-    weights = stored_bytes(name, options, config)
-    device = options.first_device() if options.device_map is None and options.tp_plan is None else None
-    itemsize = (resolved_dtype(options, config) or torch.float32).itemsize
-    slots = _slots(config.get_text_config(decoder=True), sizes, device, weights, itemsize)
-    return open_model(name, options, config, quiet=weights < _SMALL), slots
-
-
-def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
-    """A model that the caller has loaded; only its cache must still fit."""
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ArgumentError(f"a target is a directory, a hub id or a loaded causal LM, got {type(model).__name__}")
-    if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
-        raise ArgumentError(
-            "device_map, tp_plan, adapter and revision choose how a checkpoint is loaded; this model is loaded "
-            "already: load it that way, or pass its directory"
-        )
-    model = without_wrapper(model)
-    refuse_config(model.config, type(model))
-    _leave_alone(model, options)
-    device = None if _spread(model) else device_of(model.get_input_embeddings())
-    return model.eval(), _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
-
-
-def _leave_alone(model: Any, options: LoadOptions) -> None:
-    """Raise ArgumentError if a loaded model would have to be moved or converted."""
-    dtype = None if options.dtype in ("auto", None) else resolved_dtype(options, model.config)
-    place = device_of(model.get_input_embeddings())
-    wanted = place if options.device is None else torch.device(options.device)
-    if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
-        raise ArgumentError(
-            f"this model is loaded already, in {model.dtype} on {place}, and is left as it is; move or convert it "
-            "before, or pass its directory"
-        )
-
-
-def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int) -> int:
-    """Slots of a row; fewer than the default where memory is short, else OutOfMemoryError. Without a `device` the model
-    goes on several: transformers decides what fits where, and nothing is checked before."""
-    slots = sizes.slots if sizes.slots is not None else default_slots(context_length(config))
-    if device is None:
-        return slots
-    plan = MemoryPlan(
-        rows=sizes.rows,
-        slots=slots,
-        weights=weights,
-        token=cache_bytes_per_token(config, itemsize),
-        probs=prob_bytes(config, sizes.rows, itemsize),
-        reserve=sizes.reserve,
-    )
-    available = available_bytes(device)
-    fitting = plan.fitting_slots(available)
-    if sizes.slots is None and LEAST_SLOTS <= fitting < slots:
-        _log.warning("%d slots a row instead of %d: the memory of %s ends there", fitting, slots, device)
-        return fitting
-    plan.check(available, str(device))
-    return slots
-
-
-def _spread(model: Any) -> bool:
-    """Whether modules stand on several devices, on disk, or in shards: repacking them would break that."""
-    placed = getattr(model, "hf_device_map", None) or {}
-    return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))

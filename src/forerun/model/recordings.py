@@ -16,17 +16,13 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-Work = Callable[..., Any]
-"""Of tensors on one device, to tensors there, in any structure. Reads no value on the host and copies none from it."""
+Work = Callable[..., Any]  # Of tensors on one device, to tensors there; neither reads nor copies a value on the host
 Record = Callable[[Work, tuple[Tensor, ...]], Work]
-"""(work, inputs like those that it will be given) -> the same work, as often as one likes. What it returns lives until
-the next call."""
+"""(work, inputs like those that it will be given) -> the same work again; its result lives until the next call."""
 
 _MOST = 64  # Recordings that are kept; the one that was used least lately goes
 _WARM_UPS = 2
-LEAST_WIDTH = 256
-"""Slots of a cache that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four
-times..."""
+LEAST_WIDTH = 256  # Slots of a cache that a recorded pass reads at least, or twice, four times, ... as many
 
 
 class Recordings:
@@ -109,8 +105,7 @@ def wide(used: int, slots: int) -> int:
 
 
 def recordable(config: Any) -> bool:
-    """Whether a transformers model of this configuration reads nothing on the host in a pass: some rotary embeddings
-    look for the largest position."""
+    """Whether a model's passes read nothing on the host: some rotary embeddings look for the largest position."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
     kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *by_layer_type)}

@@ -35,8 +35,7 @@ _PARENTS = (0, 0, 1, 2)  # Root with two children, each with one child
 _PATHS = ((2, 4), (1, 3))  # Kept by row; both need tokens moved
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """Largest root-mean-square error of a node's logits, in units of their spread. A wrong mask gives 0.3 and more."""
-_JUMPING_LIMIT = 2.5e-1
-"""For models whose logits jump where a rounding error decides: quantised activations, 16-bit routers of experts."""
+_JUMPING_LIMIT = 2.5e-1  # Where rounding errors decide: quantised activations, 16-bit routers of experts
 _NEAR, _SHORT_WINDOW = 64, 8
 """Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks are shortened."""
 _BEHIND = 3  # Tokens by which a prompt passes a size
@@ -90,12 +89,8 @@ def short_windows(config: Any) -> Iterator[None]:
 
 
 def expect(model: Any) -> Expected:
-    """Run the check's sequences through the model as it is, past all sizes that can be passed in seconds.
-
-    Raises:
-        NumericError: the logits are not finite.
-        UnsupportedModelError: a plain forward fails, or the model is not causal.
-    """
+    """Run the check's sequences through the model as it is, past all sizes that can be passed in seconds. NumericError:
+    the logits are not finite. UnsupportedModelError: a plain forward fails, or the model is not causal."""
     config = text_config(model)
     context = most_positions(config)
     sizes: dict[int, str] = {}
@@ -173,10 +168,7 @@ def _jumps(model: Any) -> str | None:
 def check(target: Any, expected: Expected) -> int | None:
     """Score the check's trees with a `Target`, whose rows must be free and at least two with ``expected.slots`` slots.
     Returns the tokens up to which the model was found right, where it is not, or may not be, right beyond; else None.
-
-    Raises:
-        UnsupportedModelError: a node's logits differ from the plain forward, or the model cannot be driven this way.
-    """
+    UnsupportedModelError: a node's logits differ from the plain forward, or the model cannot be driven this way."""
     near = [size for size in sorted(expected.sizes) if _SHORT_WINDOW < size <= _NEAR]
     wrong = _complaint(target, expected.near, ", ".join(f"{expected.sizes[size]} = {size}" for size in near))
     if wrong:
@@ -252,8 +244,7 @@ def _errors(target: Any, expected: Reference) -> dict[str, float]:
     }
     for row, prefix in enumerate(expected.prefixes):
         kept, dropped = expected.kept[row], expected.dropped[row]
-        last = len(prefix) - 1 - start
-        """Of the root, among the expected logits."""
+        last = len(prefix) - 1 - start  # Of the root, among the expected logits
         other = _PATHS[1 - row]
         pairs = (
             (prompt[row, :last], kept[:last]),

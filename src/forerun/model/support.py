@@ -1,7 +1,4 @@
-"""Which models can be verified losslessly and how far, by their configuration; and why one cannot, by running it.
-
-The second is asked only after the self-check has failed, and words its error.
-"""
+"""Which models can be verified losslessly and how far, by their configuration; and why one cannot, by running it."""
 
 from __future__ import annotations
 
@@ -92,12 +89,10 @@ def _integers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def context_length(config: Any) -> int:
-    """Positions that a text configuration allows.
-
-    A rope that switches its frequencies on the batch's largest position (dynamic, longrope) would let one row change
-    another's logits; below the original length it never switches, so the context ends there, and a warning says so. So
-    does that of a model that scales queries by the number of tokens in the cache (Llama 4's temperature tuning).
-    """
+    """Positions that a text configuration allows. A rope that switches its frequencies on the batch's largest position
+    (dynamic, longrope) would let one row change another's logits; below the original length it never switches, so the
+    context ends there, and a warning says so. So does that of a model that scales queries by the number of tokens in
+    the cache (Llama 4's temperature tuning)."""
     announced, limit = _announced(config), most_positions(config)
     if limit < announced:
         _log.warning(
@@ -135,8 +130,6 @@ def _switch_points(config: Any, announced: int) -> list[int]:
             points.append(announced)
     return points
 
-
-# --- why a model cannot be verified ---
 
 _CLASH = "its layers fail on what forerun's KV cache gives them, views of one tensor that holds all rows"
 _HIDDEN = 1  # The token that the probe's second mask hides

@@ -6,7 +6,7 @@ tree. Not safe for use from several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any, Self
 
@@ -39,47 +39,6 @@ from forerun.model.recordings import Recordings, recordable
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
-
-class Gathered:
-    """Collects the passes of one prefill of `counts` tokens a sequence; with `all_logits` those of every token, else of
-    each sequence's last, from `head`, states (.., H) -> logits (.., V)."""
-
-    def __init__(self, counts: Sequence[int], head: Callable[[Tensor], Tensor], *, all_logits: bool) -> None:
-        self._counts, self._head, self._all_logits = counts, head, all_logits
-        self._logits: Tensor | None = None
-        self._hidden_states: dict[Boundary, Tensor] = {}
-
-    def add(self, active: Sequence[int], start: int, states: Tensor, hidden_states: Mapping[Boundary, Tensor]) -> None:
-        """A pass over `active` sequences from token `start` on: states (B, M, H) after the final norm, and others."""
-        for boundary, value in hidden_states.items():
-            if boundary not in self._hidden_states:
-                self._hidden_states[boundary] = value.new_zeros(len(self._counts), max(self._counts), value.shape[-1])
-            self._hidden_states[boundary][sent_ints(active, value.device), start : start + value.shape[1]] = value
-        if self._all_logits:
-            self._put(active, slice(start, start + states.shape[1]), self._head(states))
-            return
-        ended = [entry for entry, index in enumerate(active) if self._counts[index] <= start + states.shape[1]]
-        if ended:
-            ending = [active[entry] for entry in ended]
-            index = [self._counts[index] - start - 1 for index in ending]
-            last = states[sent_ints(ended, states.device), sent_ints(index, states.device)]
-            self._put(ending, slice(0, 1), self._head(last.unsqueeze(1)))
-
-    def scored(self) -> Scored:
-        """Logits (B, M, V), M the longest sequence, or (B, 1, V); hidden states (B, M, H)."""
-        assert self._logits is not None, "a prefill has at least one token"
-        return Scored(logits=self._logits, hidden_states=self._hidden_states)
-
-    def _put(self, sequences: Sequence[int], tokens: slice, values: Tensor) -> None:
-        if self._logits is None:
-            size = max(self._counts) if self._all_logits else 1
-            self._logits = values.new_zeros(len(self._counts), size, values.shape[-1])
-        if list(sequences) == list(range(len(self._counts))):
-            self._logits[:, tokens] = values
-        else:
-            self._logits[sent_ints(sequences, values.device), tokens] = values
-
-
 ALIGNED = 16  # On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask
 PIECE = 512  # Most prompt tokens of a row in one pass
 
@@ -88,8 +47,7 @@ class Target:
     """A causal LM with a cache of `rows` x `slots` tokens."""
 
     def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None, buckets: Buckets | None = None) -> None:
-        """Wrap a loaded model without checking it; most callers want `load`. UnsupportedModelError: it cannot be driven
-        as a token tree."""
+        """Wrap a loaded model unchecked; most callers want `load`. UnsupportedModelError: it cannot score trees."""
         if rows < 1 or (slots is not None and slots < 1):
             raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
         refuse_stateful(type(model), model.config.model_type)
@@ -152,47 +110,59 @@ class Target:
         boundaries: Set[Boundary] = frozenset(),
         all_logits: bool = False,
     ) -> Scored:
-        """Append ``tokens[i]`` to row ``rows[i]``.
+        """Append ``tokens[i]`` to row ``rows[i]``. ArgumentError: a chunk is empty, or does not fit the row's slots or
+        the context.
 
         Returns:
             logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; hidden states (B, M, H),
                 left aligned, M the longest chunk.
-
-        Raises:
-            ArgumentError: a chunk is empty, or does not fit the row's slots or the context.
         """
         counts = [len(chunk) for chunk in tokens]
         self._check_room(rows, counts, counts)
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
         check_boundaries(boundaries, self.num_layers)
-        gathered = Gathered(counts, self.head, all_logits=all_logits)
+        wanted = boundaries | {LAST_HIDDEN} if all_logits else boundaries
+        gathered: dict[Boundary, Tensor] = {}
+        last: Tensor | None = None  # (B, 1, H) of each row's last token so far, after the final norm
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PIECE]) for index in active]
-            states, caught = self._append([rows[index] for index in active], pieces, boundaries)
-            gathered.add(active, start, states, caught)
-        return gathered.scored()
+            states, caught = self._append([rows[index] for index in active], pieces, wanted)
+            for boundary, value in caught.items():
+                if boundary not in gathered:
+                    gathered[boundary] = value.new_zeros(len(rows), max(counts), value.shape[-1])
+                gathered[boundary][sent_ints(active, value.device), start : start + value.shape[1]] = value
+            index = sent_ints(active, states.device)
+            ends = sent_ints([len(piece) - 1 for piece in pieces], states.device)
+            ending = states.gather(1, ends.view(-1, 1, 1).expand(-1, 1, states.shape[-1]))
+            last = ending if last is None else last.index_copy_(0, index, ending)
+        assert last is not None, "every row has a token"
+        logits = self.head(gathered[LAST_HIDDEN] if all_logits else last)
+        return Scored(logits=logits, hidden_states={boundary: gathered[boundary] for boundary in boundaries})
 
     @torch.inference_mode()
     def score(
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
     ) -> Scored:
         """One forward pass over each row's tree: logits (B, N - start, V) and hidden states (B, N - start, H).
+        ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
 
         Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
         tree's `resume` has begun is completed: the logits are those of a whole pass. Of `Nodes`, packed already, those
         from `Nodes.start` on are run.
-
-        Raises:
-            ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
         """
         check_boundaries(boundaries, self.num_layers)
         nodes = self._nodes(rows, trees)
         if self.recordings.active and not any(nodes.resume) and not self.buckets.nodes:
             return self._recorded(rows, nodes, boundaries)
         flat = self._flat(nodes, padded=True)
-        states, caught = self._score(rows, nodes, boundaries, flat)
+        begun = nodes.begun([self.writes[row] for row in rows], boundaries)
+        with self._turn, attention_kernels(self.device):
+            if begun is None:
+                states, caught = self._forward(rows, nodes, boundaries, flat, padded=True)
+            else:
+                states, caught = self._complete(rows, nodes, begun, boundaries)
         logits = self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
         self._note_run(rows, nodes)
         kept = {boundary: value[:, : nodes.fresh] for boundary, value in caught.items()}
@@ -202,7 +172,8 @@ class Target:
     def run(
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: Plan, *, states: Tensor | None = None
     ) -> Tensor:
-        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots.
+        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots. ArgumentError: the
+        plan does not fit the model, or states are missing or misshapen.
 
         Args:
             states: (B, N - start, H) at boundary ``plan.start``; needed unless that is 0.
@@ -210,9 +181,6 @@ class Target:
         Returns:
             (B, N - start, H) at boundary ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give
                 logits. Skipped attention writes no keys; run these layers in full before committing.
-
-        Raises:
-            ArgumentError: the plan does not fit the model, or states are missing or misshapen.
         """
         plan.check(self.num_layers)
         nodes = self._nodes(rows, trees)
@@ -306,8 +274,6 @@ class Target:
         """Bytes of weights and cache."""
         return int(self.model.get_memory_footprint()) + packed_bytes(self.model) + self.cache.nbytes()
 
-    # --- one pass ---------------------------------------------------------------------------------------------------
-
     def _append(
         self, rows: Sequence[int], pieces: Sequence[Sequence[int]], boundaries: Set[Boundary]
     ) -> tuple[Tensor, dict[Boundary, Tensor]]:
@@ -320,15 +286,6 @@ class Target:
             self.lengths[row] += len(piece)
             self._ran.pop(row, None)
         return result
-
-    def _score(
-        self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None
-    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
-        begun = nodes.begun([self.writes[row] for row in rows], boundaries)
-        with self._turn, attention_kernels(self.device):
-            if begun is None:
-                return self._forward(rows, nodes, boundaries, flat, padded=True)
-            return self._complete(rows, nodes, begun, boundaries)
 
     # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
     # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.

@@ -1,2 +1,1 @@
-"""The planner: what speculation can bring, before anything is trained or bought. The formulas are
-`forerun.engine.theory`'s, measured costs `forerun.engine.costs`'s; only `measured` and `trial` import torch."""
+"""The planner: what speculation can bring, before anything is trained. Only `measured` and `trial` import torch."""

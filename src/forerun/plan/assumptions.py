@@ -12,10 +12,11 @@ because no figure holds for all: launches, the traffic between tensor-parallel d
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
-from forerun.engine.theory import alpha_of
 from forerun.errors import ArgumentError, nearest
+from forerun.plan.theory import alpha_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +26,7 @@ class Text:
     tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
     k: int
     source: str
-    trained: tuple[str, float] | None = None
-    """Drafter and its speed-up on Spec-Bench, Vicuna-7B, A100, batch 1, temperature 0."""
+    trained: tuple[str, float] | None = None  # Drafter, its speed-up on Spec-Bench, Vicuna-7B, A100, batch 1, T = 0
     untrained: tuple[str, float] | None = None  # The fastest without training of the same table
 
 
@@ -121,8 +121,7 @@ DEVICES: dict[str, Device] = {
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight. Narrow weights are multiplied in bf16, as engines do at small batches; scales are not counted."""
-_SUFFIXES = ("80gb", "80g", "sxm5", "sxm4", "sxm")
-"""What may stand behind a name in the table without being another product."""
+_SUFFIXES = ("80gb", "80g", "sxm5", "sxm4", "sxm")  # What may follow a name in the table without being another product
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16", "fp4": "int4"}
 
 
@@ -155,7 +154,7 @@ def dtype_named(name: str) -> str:
 
 
 FREE_PASS = 1.05  # A pass counts as free up to this many plain ones
-_MOST = 4096
+_MOST = 8192  # Nodes that are looked at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,8 +162,7 @@ class Size:
     """How large a model is."""
 
     params: float  # All weights
-    active_params: float | None = None
-    """Weights that one token runs through, for a mixture of experts; None for a dense model."""
+    active_params: float | None = None  # Those that one token runs through, for a mixture of experts; None: dense
     experts: int | None = None  # Routed experts of a layer
     experts_per_token: int | None = None  # How many of them a token is sent to
 
@@ -206,11 +204,9 @@ class Size:
         return self.active - self.experts_per_token * self.expert
 
     def touched(self, tokens: float) -> float:
-        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random.
-
-        Of E experts, E * (1 - (1 - k/E)^n) are expected to be chosen: the weights read grow with n, which is why
-        speculation on a mixture of experts pays most at moderate batches (MoESD, arXiv 2505.19645).
-        """
+        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random. Of E experts, E * (1 -
+        (1 - k/E)^n) are expected to be chosen: the weights read grow with n, which is why speculation on a mixture of
+        experts pays most at moderate batches (MoESD, arXiv 2505.19645)."""
         if self.experts is None or self.experts_per_token is None:
             return self.params
         missed: float = (1 - self.experts_per_token / self.experts) ** tokens
@@ -269,8 +265,7 @@ class Roofline:
     dtype: str = "bfloat16"  # Of the weights; a key of `BYTES`
     tp: int = 1  # Devices that share each layer; traffic between them is not counted
     kv: KeyValues | None = None  # None: the cache's traffic is not counted
-    compute_efficiency: float = 0.4
-    """Share of the peak arithmetic that is reached: with `bandwidth_efficiency` half of the peak's free width."""
+    compute_efficiency: float = 0.4  # Share of the peak arithmetic that is reached; with the next: half the free width
     bandwidth_efficiency: float = 0.8  # Share of the peak bandwidth that is reached
 
     def __post_init__(self) -> None:
@@ -306,13 +301,7 @@ class Roofline:
     def free_nodes(self, rows: int = 1, context: int = 0) -> int:
         """Most nodes per row that cost at most `FREE_PASS` plain passes."""
         limit = FREE_PASS * self.pass_ms(1, rows, context)
-        low, high = 1, 2
-        while high <= _MOST and self.pass_ms(high, rows, context) <= limit:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.pass_ms(middle, rows, context) <= limit else (low, middle)
-        return low
+        return bisect_right(range(_MOST), limit, key=lambda nodes: self.pass_ms(nodes, rows, context)) - 1
 
     def weights_gb(self) -> float:
         """All weights, 1e9 bytes."""

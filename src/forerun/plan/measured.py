@@ -17,46 +17,13 @@ from forerun.engine.llm import LLM
 from forerun.engine.measuring import save
 from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, DataError, ForerunError
-from forerun.plan.planner import DraftAt, Load
+from forerun.plan.planner import Load
 from forerun.plan.trial import Trial, measure_draft, try_drafter
 from forerun.types import SamplingParams
 
-JSON_LINES = (".jsonl", ".ndjson")
-UserPrompt = str | Sequence[Mapping[str, Any]]  # A text, or the messages of a conversation whose last answer is wanted
-
-
-def read_prompts(path: Path) -> list[UserPrompt]:
-    """The prompts of a file, empty lines left out. DataError: it cannot be read, holds none, or a line of JSON has
-    neither ``prompt`` nor ``messages``."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read prompts from {path}: {error}") from error
-    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not filled:
-        raise DataError(f"{path} holds no prompts; one a line is expected, or JSON lines with 'prompt' or 'messages'")
-    if path.suffix not in JSON_LINES:
-        return [line for _, line in filled]
-    return [_from_json(line, f"{path}:{number}") for number, line in filled]
-
-
-def _from_json(line: str, where: str) -> UserPrompt:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
-    fields = record if isinstance(record, dict) else {}
-    text, messages = fields.get("prompt"), fields.get("messages")
-    if isinstance(text, str):
-        return text
-    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        # What an assistant said last is what the target shall write itself.
-        asked: list[dict[str, Any]] = messages[:-1] if messages[-1].get("role") == "assistant" else messages
-        return asked
-    raise DataError(f"{where} needs 'prompt' (a string) or 'messages' (a list), got {line[:60]!r}")
-
-
 log = logging.getLogger(__name__)
+
+UserPrompt = str | Sequence[Mapping[str, Any]]  # A text, or the messages of a conversation whose last answer is wanted
 Tell = Callable[[str], None]
 LONGEST = 32  # Depth of a trial where neither user nor drafter says one
 
@@ -81,11 +48,16 @@ class Measured:
 
     def load(self, cost: CostModel, *, rows: int) -> Load:
         """The planner's load. At a batch the drafter's cost is assumed to grow as the target's plain pass does."""
-        trial = self.trial
+        trial, draft = self.trial, self.draft
+
+        def draft_at(batch: int) -> DraftCost:
+            share = cost.pass_ms(1, batch, trial.context) / cost.pass_ms(1, 1, trial.context)
+            return DraftCost(fixed_ms=draft.fixed_ms * share, level_ms=draft.level_ms * share)
+
         return Load(
             survival=trial.survival or [0.0],
             cost=cost,
-            draft=grown_with(cost, self.draft, trial.context),
+            draft=draft_at,
             rows=rows,
             context=trial.context,
             coverage=trial.coverage,
@@ -111,16 +83,6 @@ class Measured:
         }
 
 
-def grown_with(cost: CostModel, draft: DraftCost, context: int) -> DraftAt:
-    """The drafter's cost at a batch, in proportion to the target's plain pass."""
-
-    def at(rows: int) -> DraftCost:
-        share = cost.pass_ms(1, rows, context) / cost.pass_ms(1, 1, context)
-        return DraftCost(fixed_ms=draft.fixed_ms * share, level_ms=draft.level_ms * share)
-
-    return at
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
     """The prompts as the target reads them, and how it answers."""
@@ -133,8 +95,7 @@ class Answers:
     def of(
         cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
     ) -> Answers:
-        """Token ids and resolved parameters; conversations go through the chat template. ArgumentError: no prompt, or
-        one that leaves no room for an answer."""
+        """Token ids and resolved parameters; ArgumentError: no prompt, or one that leaves no room."""
         if not prompts or max_tokens < 2 or limit < 1:
             raise ArgumentError("acceptance is measured on at least one prompt and over at least two tokens")
         reader = PromptReader(
@@ -153,37 +114,24 @@ def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell:
     """Let one drafter help with the answers; its text is the target's own, whatever is drafted. ForerunError: the
     drafter cannot be built, or no row of the target is free."""
     target = llm.target
-    drafter = build(
-        config.method,
-        config.drafter_options,
-        DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots),
-    )
-    depth = depth_of(config)
-    model = config.options.get("model")
+    setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
+    drafter = build(config.method, config.drafter_options, setup)
+    depth, model = depth_of(config), config.options.get("model")
     tell(f"{config.method} drafts")
+    prompts, stops = answers.prompts, answers.stop_ids
     trial = try_drafter(
-        target,
-        drafter,
-        answers.prompts,
-        answers.params,
-        depths=(depth,),
-        name=config.method,
-        stop_ids=answers.stop_ids,
-        rule=config.rule,
+        target, drafter, prompts, answers.params, depths=(depth,), name=config.method, stop_ids=stops, rule=config.rule
     )
     if not trial.steps:
         raise ArgumentError("every answer ended with its first token; nothing could be measured")
     tell(f"what {config.method} costs")
-    reached = max(1, round(trial.depth) or depth)
-    draft = measure_draft(target, drafter, answers.prompts[0], depth=reached)
+    draft = measure_draft(target, drafter, prompts[0], depth=max(1, round(trial.depth) or depth))
     return Measured(method=config.method, model=None if model is None else str(model), trial=trial, draft=draft)
 
 
 def depth_of(config: SpeculativeConfig) -> int:
     """Levels that a configuration drafts at most; the drafter's own options limit it further."""
-    if config.num_speculative_tokens is not None:
-        return config.num_speculative_tokens
-    return default_length(config.method) or LONGEST
+    return config.num_speculative_tokens or default_length(config.method) or LONGEST
 
 
 def rank_models(
@@ -207,3 +155,33 @@ def save_draft_cost(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft:
     known = cost.with_draft(config.key, draft)
     save(llm.target, known)
     return known
+
+
+def read_prompts(path: Path) -> list[UserPrompt]:
+    """The prompts of a file, empty lines left out. DataError: it holds none, or something else."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read prompts from {path}: {error}") from error
+    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not filled:
+        raise DataError(f"{path} holds no prompts; one a line is expected, or JSON lines with 'prompt' or 'messages'")
+    if path.suffix not in (".jsonl", ".ndjson"):
+        return [line for _, line in filled]
+    return [_from_json(line, f"{path}:{number}") for number, line in filled]
+
+
+def _from_json(line: str, where: str) -> UserPrompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+    fields = record if isinstance(record, dict) else {}
+    text, messages = fields.get("prompt"), fields.get("messages")
+    if isinstance(text, str):
+        return text
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        # What an assistant said last is what the target shall write itself.
+        asked: list[dict[str, Any]] = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+        return asked
+    raise DataError(f"{where} needs 'prompt' (a string) or 'messages' (a list), got {line[:60]!r}")

@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters import DRAFTERS
-from forerun.engine import theory
 from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
+from forerun.plan import theory
 from forerun.plan.assumptions import TEXTS
 
 MOST_K = 16  # Draft lengths that are looked at; more where the user asks for more
 MOST_BATCH = 1024
 WORTH_IT, A_LITTLE = 1.3, 1.05
-"""Predicted speed-ups that the verdict calls worth it, and a small gain: half of the latter is within the error of a
-prediction (goal: 10 %)."""
+"""Predicted speed-ups that the verdict calls worth it, and a small gain, within the error of predictions."""
 
 DraftAt = Callable[[int], DraftCost]  # The drafter's cost for a batch of that many rows
 
@@ -30,8 +29,7 @@ class Load:
     rows: int = 1  # Batch: sequences that are decoded together
     context: int = 0  # Committed tokens of each row
     coverage: float = 1.0  # Share of the steps in which something is drafted
-    nodes_per_level: float = 1.0
-    """Drafted nodes over the K that was allowed; 1 for a chain, less where a drafter often finds less to say."""
+    nodes_per_level: float = 1.0  # Drafted nodes over the K that was allowed; below 1 where a drafter finds less to say
     filled: float = 1.0  # Mean depth of a draft over the K that was allowed
 
     def __post_init__(self) -> None:
@@ -72,8 +70,7 @@ class Plan:
     lines: tuple[Line, ...]  # By draft length, from 0
     asked: Line  # The length that was asked for, else the best
     best: Line
-    break_even_batch: int | None
-    """Largest batch at which `asked` (the best, where that is plain) still gains 2 %; None: beyond `MOST_BATCH`."""
+    break_even_batch: int | None  # Largest batch at which `asked` (or K = 1) still gains 2 %; None: beyond `MOST_BATCH`
     batches: tuple[tuple[int, float], ...]  # (batch, speed-up of the best length there)
     unbounded: bool  # Neither drafting nor verifying costs anything on paper, so more is always better
 
@@ -95,9 +92,7 @@ def plan(load: Load, *, k: int | None = None) -> Plan:
         lines=tuple(lines),
         asked=asked,
         best=best,
-        break_even_batch=theory.break_even_batch(
-            lambda rows: load.predict(judged, rows).speedup, most=MOST_BATCH, worth=theory.WORTH
-        ),
+        break_even_batch=theory.break_even_batch(lambda rows: load.predict(judged, rows).speedup, most=MOST_BATCH),
         batches=tuple((rows, best_at(rows)) for rows in powers),
         unbounded=best.k == lines[-1].k and lines[-1].v == 1.0 and load.draft(load.rows).level_ms == 0,
     )

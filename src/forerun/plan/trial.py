@@ -1,15 +1,15 @@
 """Runs a drafter on real prompts at a depth of our choosing, and writes down what was kept and what it cost.
 
-Real engine steps, one row at a time, without scheduler and policy: what is measured does not depend on what the policy
-would have decided.
+Real engine steps, one row at a time, without scheduler and policy: what is measured does not depend on them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -33,9 +33,7 @@ class TrialStep:
     depth: int
     accepted: int
     context: int  # Committed tokens before the step
-    draft_ms: float
-    verify_ms: float
-    commit_ms: float
+    ms: float  # Of drafting and committing: all but the target's pass and its verification
     first: bool  # Whether it was the prompt's first one, in which a drafter may catch up with the whole prompt
 
 
@@ -95,7 +93,7 @@ def try_drafter(
     name: str = "plain",
     stop_ids: frozenset[int] = frozenset(),
     rule: str | None = None,
-    seconds: float | None = None,
+    seconds: float = math.inf,
 ) -> Trial:
     """Answer the prompts one after the other on a free row, which is free again afterwards. The drafter learns from
     what it sees, as in use; it must know nothing of the row. ArgumentError: no row is free, or a prompt does not fit.
@@ -108,9 +106,10 @@ def try_drafter(
         seconds: stop after this long.
     """
     [row_id] = free_rows(target, 1)
-    deadline = time.perf_counter() + (seconds or float("inf"))
+    deadline = time.perf_counter() + seconds
     done: list[TrialStep] = []
-    turns = _turns(drafter, name, depths)
+    turns = itertools.cycle(depths)
+    most = params.max_tokens or 1
     for index, prompt in enumerate(prompts):
         row = Row(
             cache_row=row_id,
@@ -119,12 +118,18 @@ def try_drafter(
             sampler=Sampler(params, prompt),
             seed=(params.seed or 0) + index,
             stop_ids=stop_ids,
-            room=params.max_tokens or 1,
+            room=most,
             rule=rule,
         )
         try:
-            _begin(target, drafter, row)
-            done += _answer(target, row, turns, len(prompt) + (params.max_tokens or 1), deadline)
+            boundaries = drafter.requires if drafter is not None else frozenset()
+            scored = target.prefill([row_id], [row.tokens], boundaries=boundaries)
+            first_tokens([row], scored.logits)
+            row.room -= 1
+            if drafter is not None:
+                drafter.extend(context_for([row], [0], [len(row.tokens)], scored.hidden_states))
+            while row.room > 0 and row.tokens[-1] not in stop_ids and time.perf_counter() < deadline:
+                done.append(_step(target, drafter, name, row, next(turns)))
         finally:
             target.truncate([row_id], [0])
             if drafter is not None:
@@ -132,58 +137,29 @@ def try_drafter(
     return Trial(steps=tuple(done))
 
 
-def _turns(drafter: Drafter | None, name: str, depths: Sequence[int]) -> Iterator[list[Group]]:
-    """Who drafts, step by step."""
-    for depth in itertools.cycle(depths):
-        if drafter is None:
-            yield []
-        else:
-            yield [Group(name=name, drafter=drafter, members=[0], depths=[depth], nodes=MAX_SPECULATIVE_TOKENS)]
-
-
-def _begin(target: Target, drafter: Drafter | None, row: Row) -> None:
-    """Prefill, first token, and the drafter's first look."""
-    boundaries = drafter.requires if drafter is not None else frozenset()
-    scored = target.prefill([row.cache_row], [row.tokens], boundaries=boundaries)
-    first_tokens([row], scored.logits)
-    row.room -= 1
+def _step(target: Target, drafter: Drafter | None, name: str, row: Row, depth: int) -> TrialStep:
+    """One step of the row, drafted `depth` levels deep at most."""
+    groups, context = [], len(row.tokens) - 1
     if drafter is not None:
-        drafter.extend(context_for([row], [0], [len(row.tokens)], scored.hidden_states))
-
-
-def _answer(target: Target, row: Row, turns: Iterator[list[Group]], end: int, deadline: float) -> list[TrialStep]:
-    done: list[TrialStep] = []
-    while len(row.tokens) < end and row.tokens[-1] not in row.stop_ids and time.perf_counter() < deadline:
-        context = len(row.tokens) - 1
-        [emitted] = step(target, [row], next(turns))
-        row.room -= len(emitted.tokens)
-        done.append(
-            TrialStep(
-                drafted=emitted.drafted,
-                depth=emitted.depth if emitted.drafted else 0,
-                accepted=sum(source is Source.DRAFT for source in emitted.sources),
-                context=context,
-                draft_ms=emitted.trace.draft_ms,
-                verify_ms=emitted.trace.verify_ms,
-                commit_ms=emitted.trace.commit_ms,
-                first=not done,
-            )
-        )
-    return done
+        groups = [Group(name=name, drafter=drafter, members=[0], depths=[depth], nodes=MAX_SPECULATIVE_TOKENS)]
+    [emitted] = step(target, [row], groups)
+    row.room -= len(emitted.tokens)
+    return TrialStep(
+        drafted=emitted.drafted,
+        depth=emitted.depth if emitted.drafted else 0,
+        accepted=sum(source is Source.DRAFT for source in emitted.sources),
+        context=context,
+        ms=emitted.trace.draft_ms + emitted.trace.commit_ms,
+        first=emitted.trace.step == 1,  # 0 is the prompt's own
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-# --- what a proposal costs ------------------------------------------------------------------------------------------
-
-STEPS = 32  # Steps that are timed by default
-SECONDS = 8.0
-
-
 def measure_draft(
-    target: Target, drafter: Drafter, text: Sequence[int], *, depth: int, steps: int = STEPS, seconds: float = SECONDS
+    target: Target, drafter: Drafter, text: Sequence[int], *, depth: int, steps: int = 32, seconds: float = 8.0
 ) -> DraftCost:
     """Let a drafter continue `text` on a free row, at full depth and at depth 1 in turns, and fit a line.
     ArgumentError: no row is free, or the text does not fit beside the answer.
@@ -210,7 +186,7 @@ def measure_draft(
     plain = try_drafter(target, None, [list(text)], short, depths=(0,), seconds=seconds / 4)
     trial = try_drafter(target, drafter, [list(text)], params, depths=(depth, 1), seconds=seconds)
     # What a step takes besides the target's pass and its verification.
-    besides = [done.draft_ms + done.commit_ms for done in plain.steps if not done.first]
+    besides = [done.ms for done in plain.steps if not done.first]
     return fit(trial, besides_ms=median(besides or [0.0]))
 
 
@@ -219,7 +195,7 @@ def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
     times: dict[int, list[float]] = defaultdict(list)
     for done in trial.steps:
         if not done.first:
-            times[done.depth].append(max(0.0, done.draft_ms + done.commit_ms - besides_ms))
+            times[done.depth].append(max(0.0, done.ms - besides_ms))
     if len(times) > 1:
         times.pop(0, None)
     points = [(depth, median(found), len(found)) for depth, found in times.items()]

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
@@ -27,7 +26,7 @@ from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer
-from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, own_path, refusal_of
+from forerun.serve.guards import OPEN_PATHS, Guard, Recorder, StrictRoute, aside, own_path, refusal_of
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
@@ -35,7 +34,6 @@ from forerun.serve.protocol.errors import ApiError, bad_request, from_validation
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.session import Job, Session, State
-from forerun.types import RequestOutput
 
 T = TypeVar("T")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # Keep proxies from holding the stream back
@@ -54,25 +52,19 @@ def build_app(session: Session) -> FastAPI:
 
     app = FastAPI(title="forerun", version=version("forerun"), lifespan=lifespan)
     app.router.route_class = StrictRoute
-    _add_guards(app, session)
-    _add_errors(app, messages=session.settings.log_prompts)
+    settings = session.settings
+    app.add_middleware(Guard, settings=settings)
+    if settings.allowed_origins:
+        origins = list(settings.allowed_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Recorder, settings=settings, count=partial(session.metrics.count, "forerun:http_requests", 1))
+    _add_errors(app, messages=settings.log_prompts)
     _add_completions(app, session)
     _add_tokens(app, session)
     _add_operations(app, session)
     _add_playground(app)
-    _describe(app, keyed=bool(session.settings.api_keys))
+    _describe(app, keyed=bool(settings.api_keys))
     return app
-
-
-def _add_guards(app: FastAPI, session: Session) -> None:
-    settings = session.settings
-    app.add_middleware(BodyLimit, most=settings.max_body_bytes)
-    app.add_middleware(KeyCheck, settings=settings)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(Recorder, settings=settings, count=partial(session.metrics.count, "forerun:http_requests", 1))
 
 
 def _add_errors(app: FastAPI, *, messages: bool) -> None:
@@ -123,10 +115,12 @@ def _add_completions(app: FastAPI, session: Session) -> None:
 
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> Response:
     """The whole answer, or a stream that has begun: what the engine refuses is still a 400."""
-    if (record := logs.current()) is not None:
+    if (record := logs.RECORD.get()) is not None:
         record.stream = writer.body.stream
     if not writer.body.stream:
-        return JSONResponse(writer.whole(await unless_gone(http, _gathered(session, jobs))))
+        with session.admitted(sum(job.params.n for job in jobs)):
+            work = all_or_none(whole_output(session.answer(job)) for job in jobs)
+            return JSONResponse(writer.whole(await unless_gone(http, work)))
     events = _streamed(session, http, jobs, writer)
     try:
         first = await anext(events)
@@ -143,11 +137,6 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
             yield "data: [DONE]\n\n"  # which only the completion endpoints have
 
     return StreamingResponse(sent(), media_type="text/event-stream", headers=_STREAM_HEADERS)
-
-
-async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
-    with session.admitted(sum(job.params.n for job in jobs)):
-        return await all_or_none(whole_output(session.answer(job)) for job in jobs)
 
 
 async def _streamed(
@@ -328,7 +317,7 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is not None:
             return app.openapi_schema
-        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        found = FastAPI.openapi(app)  # which keeps it
         schemas = found["components"]["schemas"]
         del schemas["HTTPValidationError"], schemas["ValidationError"]
         schemas |= _ENVELOPES
@@ -338,7 +327,6 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
                 _describe_operation(operation, path, posts=method == "post")
                 if keyed and path not in OPEN_PATHS:
                     operation["security"] = [{"key": []}]
-        app.openapi_schema = found
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]

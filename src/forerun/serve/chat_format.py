@@ -1,7 +1,4 @@
-"""How a model writes chats: reasoning and tool calls, as its chat template shows or the operator says.
-
-Makes a request's messages into a prompt, what they ask of the answer into one grammar, and the answer into pieces.
-"""
+"""How a model writes chats: reasoning and tool calls, as its chat template shows or the operator says."""
 
 from __future__ import annotations
 

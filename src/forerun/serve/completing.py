@@ -1,7 +1,6 @@
 """Answers of the two completion endpoints, whole or in chunks, and the counts in answers of all.
 
-Shapes are OpenAI's; ``metrics.speculative_decoding`` is vLLM's and marked experimental there, so it is built in one
-place.
+Shapes are OpenAI's; ``metrics.speculative_decoding`` is vLLM's and experimental there, so it is built in one place.
 """
 
 from __future__ import annotations
@@ -37,107 +36,6 @@ PromptLogprobs = Sequence[Mapping[int, TokenLogprob] | None]  # As the engine gi
 LEAST_LOGPROB = -9999.0  # Stands for minus infinity, which JSON does not know
 
 
-def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
-    return [answer for output in outputs for answer in output.outputs]
-
-
-def _pooled(outputs: Sequence[RequestOutput]) -> SpeculationStats:
-    """The counts of all answers together."""
-    total = SpeculationStats()
-    for answer in _answers(outputs):
-        total.add(answer.speculation)
-    return total
-
-
-def _usage(prompt: int, completion: int) -> dict[str, Any]:
-    """The counts alone, in tokens."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def speculation_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """vLLM's per-request statistics, as NVIDIA AIPerf and ``vllm bench`` read them."""
-    stats = _pooled(outputs)
-    reached = [stats.num_spec_steps, *stats.accepted_per_depth]
-    histogram = [steps - deeper for steps, deeper in zip(reached, [*reached[1:], 0], strict=True)]
-    return {
-        "speculative_decoding": {
-            "mean_acceptance_length": stats.mean_acceptance_length,
-            "draft_acceptance_rate": stats.draft_acceptance_rate,
-            "acceptance_histogram": histogram,
-            "num_spec_steps": stats.num_spec_steps,
-            "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
-            "num_draft_tokens": stats.num_draft_tokens,
-            "num_spec_tokens": len(stats.drafted_per_depth),
-        }
-    }
-
-
-def completion_logprobs(tokens: Sequence[OutputToken], name: Callable[[int], str], offset: int) -> dict[str, Any]:
-    """``logprobs`` of a completion choice; `offset`: characters of its text before the first token.
-
-    Of the likeliest tokens with the same text, such as parts of characters, the likeliest is told.
-    """
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token in tokens:
-        best: dict[str, float] = {}
-        if token.logprob is not None:
-            likeliest = {**(token.top_logprobs or {}), token.id: token.logprob}
-            for other, value in sorted(likeliest.items(), key=lambda pair: pair[1].rank):
-                best.setdefault(name(other), _finite(value))
-        found["tokens"].append(name(token.id))
-        found["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
-        found["top_logprobs"].append(None if token.logprob is None else best)
-        found["text_offset"].append(offset)
-        offset += len(token.text)
-    return found
-
-
-def _finite(value: TokenLogprob) -> float:
-    return max(value.logprob, LEAST_LOGPROB)
-
-
-class MessageWriter:
-    """Writes an assistant's message in OpenAI's shape, whole or as deltas, out of the pieces of its text.
-
-    Reasoning goes by two names, vLLM's older ``reasoning_content`` and its newer ``reasoning``: clients read either.
-    """
-
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        self._new_id = new_id
-        self.calls = 0  # Calls begun
-
-    def delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """What these pieces add to the message."""
-        found: dict[str, Any] = {}
-        if content := "".join(piece.text for piece in pieces if piece.kind is Kind.CONTENT):
-            found["content"] = content
-        if reasoning := "".join(piece.text for piece in pieces if piece.kind is Kind.REASONING):
-            found |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        calls: list[dict[str, Any]] = []
-        for piece in pieces:
-            if piece.kind is Kind.CALL:
-                function = {"name": piece.text, "arguments": ""}
-                calls.append({"index": self.calls, "id": self._new_id(), "type": "function", "function": function})
-                self.calls += 1
-            elif piece.kind is Kind.ARGUMENTS:
-                if not calls:
-                    calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += piece.text
-        return found | ({"tool_calls": calls} if calls else {})
-
-    def message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The whole message."""
-        found = self.delta(pieces)
-        calls = [{key: value for key, value in call.items() if key != "index"} for call in found.pop("tool_calls", [])]
-        content = found.pop("content", None if calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None, **found}
-        return message | ({"tool_calls": calls} if calls else {})
-
-    def finish_reason(self, reason: str | None) -> str | None:
-        """The engine's reason, or that the model waits for what its calls bring."""
-        return "tool_calls" if reason == "stop" and self.calls else reason
-
-
 class Writer(ABC):
     """Writes the choices of a completion; the tokenizer names tokens in log-probabilities."""
 
@@ -149,6 +47,7 @@ class Writer(ABC):
     def __init__(self, body: ChatRequest | CompletionRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.body, self.tokenizer = body, tokenizer
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        self.wants_tokens = self.wants_logprobs or body.return_token_ids  # Something is said of each token
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
         self._begun: dict[int, int] = {}  # Choice -> characters sent
         self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its answer so far
@@ -186,11 +85,6 @@ class Writer(ABC):
         if wanted or self.body.return_speculation_trace:
             outputs = [self._outputs[job] for job in sorted(self._outputs)]
             yield {**self._head(self.chunk_kind), "choices": [], **self._closing(outputs)}
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether something is to be said of each token, and not of the text alone."""
-        return self.wants_logprobs or self.body.return_token_ids
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -353,8 +247,8 @@ class CompletionWriter(Writer):
         ids, prompt_logprobs = output.prompt_token_ids, output.prompt_logprobs
         echoed = self._echoed(index, ids)
         logprobs = self._logprobs(answer.tokens, len(echoed))
-        if logprobs is not None and self.body.echo:
-            own = self._logprobs_of_prompt(ids, prompt_logprobs)
+        own = self._logprobs_of_prompt(ids, prompt_logprobs) if self.body.echo else None
+        if logprobs is not None and own is not None:
             logprobs = {name: [*own[name], *values] for name, values in logprobs.items()}
         return {
             "index": index,
@@ -370,7 +264,7 @@ class CompletionWriter(Writer):
         echoed = self._echoed(index, ids)
         if not echoed and not self.body.return_token_ids:
             return [], 0
-        logprobs = self._logprobs_of_prompt(ids, chunk.prompt_logprobs) if echoed and self.wants_logprobs else None
+        logprobs = self._logprobs_of_prompt(ids, chunk.prompt_logprobs) if echoed else None
         opened = {"index": index, "text": echoed, "logprobs": logprobs, "finish_reason": None}
         return [{**opened, **self.about_prompt(ids, None)}], len(echoed)
 
@@ -387,14 +281,109 @@ class CompletionWriter(Writer):
             return prompt
         return str(self.tokenizer.decode(list(ids)))
 
-    def _logprobs_of_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
+    def _logprobs_of_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any] | None:
         """With the likeliest in each place; without numbers where the answer ended before its prompt was read."""
         texts, top, tokens = Detokenizer(self.tokenizer, (), skip_special=True), self.body.logprobs or 0, []
         for token, entry in zip(ids, logprobs, strict=True) if logprobs is not None else ():
             told: dict[str, Any] = {"logprob": None if entry is None else entry[token]}
             told["top_logprobs"] = {other: value for other, value in (entry or {}).items() if value.rank <= top}
             tokens.append(OutputToken(id=token, text=texts.add(token), source=Source.TARGET, step=0, **told))
-        return completion_logprobs(tokens, self._name, 0)
+        return self._logprobs(tokens, 0)
 
     def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
-        return completion_logprobs(tokens, self._name, offset) if self.wants_logprobs else None
+        """``logprobs`` where they were asked for; `offset`: characters of the text before the first token. Of the
+        likeliest tokens with the same text, such as parts of characters, the likeliest is told."""
+        if not self.wants_logprobs:
+            return None
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            best: dict[str, float] = {}
+            if token.logprob is not None:
+                likeliest = {**(token.top_logprobs or {}), token.id: token.logprob}
+                for other, value in sorted(likeliest.items(), key=lambda pair: pair[1].rank):
+                    best.setdefault(self._name(other), _finite(value))
+            found["tokens"].append(self._name(token.id))
+            found["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
+            found["top_logprobs"].append(None if token.logprob is None else best)
+            found["text_offset"].append(offset)
+            offset += len(token.text)
+        return found
+
+
+class MessageWriter:
+    """Writes an assistant's message in OpenAI's shape, whole or as deltas, out of the pieces of its text. Reasoning
+    goes by two names, vLLM's older ``reasoning_content`` and its newer ``reasoning``: clients read either."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self.calls = 0  # Calls begun
+
+    def delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """What these pieces add to the message."""
+        found: dict[str, Any] = {}
+        if content := "".join(piece.text for piece in pieces if piece.kind is Kind.CONTENT):
+            found["content"] = content
+        if reasoning := "".join(piece.text for piece in pieces if piece.kind is Kind.REASONING):
+            found |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        calls: list[dict[str, Any]] = []
+        for piece in pieces:
+            if piece.kind is Kind.CALL:
+                function = {"name": piece.text, "arguments": ""}
+                calls.append({"index": self.calls, "id": self._new_id(), "type": "function", "function": function})
+                self.calls += 1
+            elif piece.kind is Kind.ARGUMENTS:
+                if not calls:
+                    calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += piece.text
+        return found | ({"tool_calls": calls} if calls else {})
+
+    def message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The whole message."""
+        found = self.delta(pieces)
+        calls = [{key: value for key, value in call.items() if key != "index"} for call in found.pop("tool_calls", [])]
+        content = found.pop("content", None if calls else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **found}
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The engine's reason, or that the model waits for what its calls bring."""
+        return "tool_calls" if reason == "stop" and self.calls else reason
+
+
+def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
+    return [answer for output in outputs for answer in output.outputs]
+
+
+def _pooled(outputs: Sequence[RequestOutput]) -> SpeculationStats:
+    """The counts of all answers together."""
+    total = SpeculationStats()
+    for answer in _answers(outputs):
+        total.add(answer.speculation)
+    return total
+
+
+def _usage(prompt: int, completion: int) -> dict[str, Any]:
+    """The counts alone, in tokens."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def speculation_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """vLLM's per-request statistics, as NVIDIA AIPerf and ``vllm bench`` read them."""
+    stats = _pooled(outputs)
+    reached = [stats.num_spec_steps, *stats.accepted_per_depth]
+    histogram = [steps - deeper for steps, deeper in zip(reached, [*reached[1:], 0], strict=True)]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": stats.mean_acceptance_length,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": stats.num_spec_steps,
+            "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_spec_tokens": len(stats.drafted_per_depth),
+        }
+    }
+
+
+def _finite(value: TokenLogprob) -> float:
+    return max(value.logprob, LEAST_LOGPROB)

@@ -37,6 +37,120 @@ from forerun.serve.settings import ServeSettings
 
 T = TypeVar("T")
 _SECRET = secrets.token_bytes(32)
+CLIENT: ContextVar[Client] = ContextVar("client")  # Whom this task answers; without a default, which could leak text
+OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
+CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
+MAX_ALL_KEYS = 100_000  # Of all objects of one body together
+MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of its own
+_LANES = Lanes("forerun-bodies")
+
+
+class Recorder:
+    """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, str], None]) -> None:
+        self._app, self._settings, self._count = app, settings, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given, started = Headers(scope=scope).get("x-request-id", ""), time.perf_counter()
+        name = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        client = scope["client"][0] if self._settings.log_clients and scope.get("client") else None
+        record = RequestRecord(request_id=name, method=scope["method"], client=client)
+        logs.RECORD.set(record)
+        # HEAD is answered as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "method": method, "root_path": self._settings.root_path}
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        except BaseException as error:
+            if of_the_process(error) or isinstance(error, asyncio.CancelledError):
+                raise
+            logs.write_error(error, message=self._settings.log_prompts)
+            if record.status is None:
+                await refusal_of(scope, mistake())(scope, receive, named)
+        finally:
+            record.status = record.status or CLIENT_GONE
+            record.route = getattr(scope.get("route"), "path", record.route)
+            record.duration_s = time.perf_counter() - started
+            self._count(record.route, str(record.status))
+            logs.write(record, routine=record.route in OPEN_PATHS)
+
+
+class Guard:
+    """401 without one of the keys, else what follows knows the client; 413 for a body of more than the operator's
+    bytes, announced or not; 415 for one that is compressed."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+        self._app, self._settings, self._most = app, settings, settings.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        too_large = ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
+        if (error := self._refusal(scope, too_large)) is not None:
+            await refusal_of(scope, error)(scope, receive, send)
+            return
+        read, refused = 0, False
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._most:
+                raise too_large
+            return message
+
+        async def corrected(message: Message) -> None:
+            """Whatever the application makes of an unfinished body, the answer is a 413."""
+            nonlocal refused
+            if read <= self._most:
+                await send(message)
+            elif not refused:
+                refused = True
+                await refusal_of(scope, too_large)(scope, receive, send)
+
+        await self._app(scope, counted, corrected)
+
+    def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
+        """What is wrong with the head of a request, whose client is known from here on."""
+        if own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            client = client_of(scope, self._settings)
+            if client is None:
+                return ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+            CLIENT.set(client)
+        headers = Headers(scope=scope)
+        announced = headers.get("content-length", "0")
+        if not announced.isdecimal() or int(announced) > self._most:
+            return too_large
+        if headers.get("content-encoding", "identity") != "identity":
+            return ApiError(415, "bodies are read as they are: leave out Content-Encoding")
+        return None
+
+
+def refusal_of(scope: Scope, error: ApiError) -> JSONResponse:
+    """The answer that is an error and nothing else, in the envelope that clients of the path know."""
+    if (record := logs.RECORD.get()) is not None:
+        record.code = error.code
+    return JSONResponse(error.body(own_path(scope)), status_code=error.status, headers=error.headers)
+
+
+def own_path(scope: Scope) -> str:
+    """The path as routes are declared: without the one that a proxy offers the server under, if it was sent along."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +158,7 @@ class Client:
     """Whoever sent a request."""
 
     name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
-    domain: str | None
-    """Isolation domain of the request; None is the one that unnamed clients share if the operator says so."""
+    domain: str | None  # Isolation domain of the request; None is the one that unnamed clients share where they may
     key: str = ""  # The hash of its API key, where it has one
     adapt: bool  # Whether online adaptation may learn from it
 
@@ -72,32 +185,9 @@ def client_of(scope: Scope, settings: ServeSettings) -> Client | None:
     return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
 
 
-_client: ContextVar[Client] = ContextVar("client")
-
-
-def answer_for(client: Client) -> None:
-    """From here on this task answers that client."""
-    _client.set(client)
-
-
-def current_client() -> Client:
-    """The client that this task answers; LookupError where nobody said, since a guess could leak text."""
-    return _client.get()
-
-
 def _hashed(*parts: str) -> str:
     whole = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=16).hexdigest()
-
-
-# --- JSON bodies ---
-
-MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
-
-MAX_ALL_KEYS = 100_000  # Of all objects of one body together
-MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of its own
-
-_LANES = Lanes("forerun-bodies")
 
 
 def read_json(body: bytes) -> Any:
@@ -186,126 +276,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> NoReturn:
     raise ValueError(f"there is no {name} in JSON")
-
-
-# --- middleware ---
-
-OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
-CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
-_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-
-
-def own_path(scope: Scope) -> str:
-    """The path as routes are declared: without the one that a proxy offers the server under, if it was sent along."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
-
-
-class Recorder:
-    """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors."""
-
-    def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, str], None]) -> None:
-        self._app, self._settings, self._count = app, settings, count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        record, started = self._record(scope), time.perf_counter()
-        logs.begin(record)
-        # HEAD is answered as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        scope = {**scope, "method": method, "root_path": self._settings.root_path}
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
-            await send(message)
-
-        try:
-            await self._app(scope, receive, named)
-        except BaseException as error:
-            if of_the_process(error) or isinstance(error, asyncio.CancelledError):
-                raise
-            logs.write_error(error, message=self._settings.log_prompts)
-            if record.status is None:
-                await refusal_of(scope, mistake())(scope, receive, named)
-        finally:
-            record.status = record.status or CLIENT_GONE
-            record.route = getattr(scope.get("route"), "path", record.route)
-            record.duration_s = time.perf_counter() - started
-            self._count(record.route, str(record.status))
-            logs.write(record, routine=record.route in OPEN_PATHS)
-
-    def _record(self, scope: Scope) -> RequestRecord:
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        client = scope["client"][0] if self._settings.log_clients and scope.get("client") else None
-        return RequestRecord(request_id=name, method=scope["method"], client=client)
-
-
-class KeyCheck:
-    """401 without one of the keys; else what follows knows the client."""
-
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
-        self._app, self._settings = app, settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            client = client_of(scope, self._settings)
-            if client is None:
-                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
-                await refusal_of(scope, error)(scope, receive, send)
-                return
-            answer_for(client)
-        await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """413 for a body of more than `most` bytes, announced or not; 415 for one that is compressed."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most = app, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        announced, coding = headers.get("content-length", "0"), headers.get("content-encoding", "identity")
-        too_large = ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
-        if not announced.isdecimal() or int(announced) > self._most:
-            await refusal_of(scope, too_large)(scope, receive, send)
-            return
-        if coding != "identity":
-            error = ApiError(415, "bodies are read as they are: leave out Content-Encoding")
-            await refusal_of(scope, error)(scope, receive, send)
-            return
-        read, refused = 0, False
-
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._most:
-                raise too_large
-            return message
-
-        async def corrected(message: Message) -> None:
-            """Whatever the application makes of an unfinished body, the answer is a 413."""
-            nonlocal refused
-            if read <= self._most:
-                await send(message)
-            elif not refused:
-                refused = True
-                await refusal_of(scope, too_large)(scope, receive, send)
-
-        await self._app(scope, counted, corrected)
-
-
-def refusal_of(scope: Scope, error: ApiError) -> JSONResponse:
-    """The answer that is an error and nothing else, in the envelope that clients of the path know."""
-    if (record := logs.current()) is not None:
-        record.code = error.code
-    return JSONResponse(error.body(own_path(scope)), status_code=error.status, headers=error.headers)

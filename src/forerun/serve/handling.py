@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 
 from forerun.serve.chat_format import ChatFormat, chat_format_of
-from forerun.serve.guards import current_client
+from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling, joined
 from forerun.serve.session import Job, Session
@@ -127,7 +127,7 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
     if body.return_speculation_trace and not session.settings.allow_traces:
         message = "this server gives no traces (it was started without --allow-traces)"
         raise bad_request(message, "return_speculation_trace")
-    client, longest = current_client(), session.settings.request_timeout_s
+    client, longest = CLIENT.get(), session.settings.request_timeout_s
     _at_most(body.timeout_s, longest, "timeout_s")
     if body.prediction is not None:
         prompt = {**prompt, "prediction": joined(body.prediction.content)}

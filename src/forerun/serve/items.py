@@ -101,11 +101,7 @@ class ItemWriter(ABC):
         """Complete the `_item`, and the events that close it."""
 
 
-_EVENTS = {
-    Kind.CONTENT: "output_text",
-    Kind.REASONING: "reasoning_text",
-    Kind.ARGUMENTS: "function_call_arguments",
-}
+_EVENTS = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text", Kind.ARGUMENTS: "function_call_arguments"}
 """Names of the events about a text, and of the parts that hold it."""
 
 

@@ -64,17 +64,7 @@ class RequestRecord:
 
 
 _WRITTEN = "_forerun_written"  # Attribute of an exception that is in the log
-_current: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default=None)
-
-
-def begin(record: RequestRecord) -> None:
-    """Make it the record of the request that runs here, for `current`."""
-    _current.set(record)
-
-
-def current() -> RequestRecord | None:
-    """The record of the request that runs here; None outside of requests."""
-    return _current.get()
+RECORD: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default=None)  # Of the request that runs here
 
 
 def write(record: RequestRecord, *, routine: bool) -> None:
@@ -88,7 +78,7 @@ def write_error(error: BaseException, *, message: bool) -> None:
     """An error that nobody expected, once; with `message` also what it says, which may quote a prompt."""
     if isinstance(error, EngineError | RequestError) and error.__cause__ is not None:
         error = error.__cause__
-    record = current()
+    record = RECORD.get()
     if record is not None:
         record.code = record.code or "internal_error"
     if getattr(error, _WRITTEN, False):

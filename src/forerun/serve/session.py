@@ -1,8 +1,7 @@
 """The engine behind the routes: loading, admission, limits, draining, metrics.
 
 Metrics have vLLM's names, so that its dashboards, ``vllm bench`` and AIPerf read this server; what vLLM has no name for
-begins with ``forerun:``. Mean acceptance length in PromQL: ``1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m]) /
-rate(vllm:spec_decode_num_drafts_total[1m])``.
+begins with ``forerun:``.
 """
 
 from __future__ import annotations
@@ -26,11 +25,262 @@ from forerun import AsyncLLM, errors
 from forerun.drafters import default_length
 from forerun.engine.llm import Speculative
 from forerun.serve import logs
-from forerun.serve.guards import current_client
+from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
 from forerun.serve.protocol.requests import Speculation
 from forerun.serve.settings import ServeSettings
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
+
+log = logging.getLogger(__name__)
+
+CLOSING_S = 0.2  # How long the engine's thread may take to end once the drain time is over
+GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a chat template is tried with
+
+
+class Session:
+    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop."""
+
+    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
+        self.settings, self._load = settings, load
+        self.state = State.LOADING
+        self.failure: BaseException | None = None  # Why the model could not be loaded
+        self.in_flight = 0  # Answers that wait or run
+        self._held = Counter[str]()  # Those of each client
+        self.cut_off = 0  # Answers that were still running when the drain time was over
+        self.metrics = Metrics(settings.model_name)
+        self._engine: AsyncLLM | None = None
+        self._drained_by = 0.0
+        self._closing: asyncio.Future[None] | None = None
+        name, register = settings.model_name, self.metrics.registry.register
+        register(Figures(name, "vllm:", ENGINE, self._engine_figures))
+        register(Figures(name, "forerun:adaptation_", ADAPTATION, self._adaptation_figures))
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine; an ApiError (503) while it is not there, or no longer."""
+        health = self.health
+        if self._engine is None or health is not State.READY:
+            raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
+        return self._engine
+
+    @property
+    def health(self) -> State:
+        """`state`, or that the engine has been at one step for longer than the operator allows."""
+        frozen = self._engine is not None and self._engine.busy_s > self.settings.step_timeout_s
+        return State.FROZEN if frozen and self.state is State.READY else self.state
+
+    @property
+    def drain_left_s(self) -> float:
+        """What is left of the drain time, seconds."""
+        return max(0.0, self._drained_by - time.monotonic())
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a thread still loads or computes after `drain`: nothing can end it but the end of the process."""
+        if self._engine is None:
+            return self.state is not State.FAILED
+        return self._closing is None or not self._closing.done()
+
+    async def start(self) -> None:
+        """Load the model; `state` and `failure` tell how it ended."""
+        try:
+            self._engine = await asyncio.to_thread(self._opened)
+        except BaseException as error:
+            if errors.of_the_process(error) or isinstance(error, asyncio.CancelledError):
+                raise
+            self.state, self.failure = State.FAILED, error
+            if isinstance(error, errors.ForerunError | OSError):
+                log.error("%s", error)
+            else:
+                log.error("the model could not be loaded, for a reason that nobody expected", exc_info=error)
+            return
+        if self.state is State.LOADING:
+            self.state = State.READY
+            log.info("serving %s", self.settings.model_name)
+
+    def _opened(self) -> AsyncLLM:
+        """The engine; what would fail at the first request is tried here."""
+        engine = self._load()
+        if engine.llm.tokenizer is not None and engine.llm.tokenizer.chat_template:
+            try:
+                engine.llm.chat_prompt(GREETING)
+            except errors.ArgumentError as error:
+                raise errors.CheckpointError(f"the model's chat template cannot be used: {error}") from error
+        # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
+        own = engine.llm.speculative
+        for name in self.settings.client_drafters:
+            options: dict[str, Any] = {"method": name}
+            length = default_length(name)
+            if length is not None:
+                options["num_speculative_tokens"] = max(length, self.settings.max_speculative_tokens)
+            if own is None or name != own.method:
+                engine.offer(options)
+        return engine
+
+    def begin_drain(self) -> None:
+        """Take no more requests from now on; the drain time begins. A signal handler may call it."""
+        if self.state not in (State.DRAINING, State.FAILED):
+            self.state = State.DRAINING
+            self._drained_by = time.monotonic() + self.settings.drain_s
+
+    async def drain(self) -> None:
+        """Wait for the running answers until the drain time is over, cut off the others and close the engine, once."""
+        self.begin_drain()
+        while self.in_flight and self.drain_left_s:
+            await asyncio.sleep(0.02)
+        if self._engine is None or self._closing is not None:
+            return
+        if self.in_flight:
+            self.cut_off = self.in_flight
+            log.warning("%d answers were cut off at the end of the drain time", self.cut_off)
+        self._closing = asyncio.ensure_future(self._engine.close())
+        await asyncio.wait([self._closing], timeout=self.drain_left_s + CLOSING_S)
+
+    @contextmanager
+    def admitted(self, answers: int) -> Iterator[None]:
+        """Room for so many answers while the block runs; an ApiError (429) where the queue is full. Where there are
+        several API keys, one may hold no more answers than stay free: whoever comes next finds room."""
+        client, most = CLIENT.get().name, self.settings.queue_for(answers)
+        held, free = self._held[client], most - self.in_flight - answers
+        if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
+            own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
+            message = f"{self.in_flight} answers wait or run{own}; the server takes {most}; try again later"
+            raise ApiError(429, message, code="queue_full", retry_after_s=1)
+        self.in_flight += answers
+        self._held[client] += answers
+        try:
+            yield
+        finally:
+            self.in_flight -= answers
+            self._held[client] -= answers
+            if not self._held[client]:
+                del self._held[client]
+
+    async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
+        """The chunks of one request; leaving early frees its rows."""
+        stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
+        record, begun = self._taken_on(job), False
+        reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
+        try:
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    if chunk.output is not None:
+                        reason = None
+                        self.metrics.finished(chunk.output)
+                        if record is not None:
+                            record.finished(chunk.output)
+                    begun = True
+                    yield self._told(chunk)
+        except (errors.NumericError, errors.RequestError):
+            reason = "error"
+            raise
+        except (errors.ForerunError, ValueError) as error:
+            if begun:
+                reason = "abort" if isinstance(error, errors.SlowReaderError) else "error"
+            else:
+                reason = None
+                self.metrics.count("forerun:answers_refused", job.params.n)
+            raise refusal(error) from error
+        except Exception as error:
+            reason = "error"
+            if self.state is State.DRAINING:
+                raise ApiError(503, "the server was stopped", code=self.state.value) from error
+            raise
+        finally:
+            if reason is not None:
+                self.metrics.count("vllm:request_success", job.params.n, reason)
+                if record is not None:
+                    record.finish_reasons += [reason] * job.params.n
+
+    def _taken_on(self, job: Job) -> logs.RequestRecord | None:
+        """Count the job's answers, and note in the request's record, which is returned, what drafts for them."""
+        self.metrics.count("forerun:answers_admitted", job.params.n)
+        asked, own, record = job.options["speculative"], self.engine.llm.speculative, logs.RECORD.get()
+        if record is not None:
+            chosen = asked["method"] if isinstance(asked, dict) else None
+            record.drafter = chosen or (own.method if asked is None and own is not None else "none")
+            record.prompts += [job.prompt] if self.settings.log_prompts else []
+        return record
+
+    def _told(self, chunk: StreamChunk) -> StreamChunk:
+        """The chunk with nothing in it that the operator keeps to himself."""
+        if chunk.output is None or self.settings.enable_prompt_tokens_details:
+            return chunk
+        return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
+
+    def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
+        """What drafts for a request: the server's drafter unless the client asks for another one that it may have."""
+        if request is None:
+            return {"method": "prediction"} if predicted else None
+        if not request.enabled:
+            return False
+        own, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
+        name = request.drafter or (own.method if own is not None else None)
+        if name is None:
+            raise bad_request(f"the server has no drafter of its own; name one: {offered}", "speculative.drafter")
+        if name not in self.drafters():
+            raise bad_request(f"drafter {name!r} is not offered; offered: {offered}", "speculative.drafter")
+        base: dict[str, Any] = {}
+        if own is not None and name == own.method:
+            base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
+        length, most = request.num_speculative_tokens, self.longest(name)
+        if length is not None and length > most:
+            message = f"num_speculative_tokens is at most {most} for {name!r} here, got {length}"
+            raise bad_request(message, "speculative.num_speculative_tokens")
+        if not base:
+            length = length or default_length(name)
+        asked = {"num_speculative_tokens": length, "rule": request.rule}
+        return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
+
+    def longest(self, name: str) -> int:
+        """Tokens that a request may have a drafter draft in a step: never more than it was built for."""
+        most, own = self.settings.max_speculative_tokens, self.engine.llm.speculative
+        if own is None or name != own.method:
+            return most
+        return min(most, own.num_speculative_tokens or default_length(name) or most)
+
+    def drafters(self) -> list[str]:
+        """What a request may choose from, the server's own drafter first."""
+        own = self._engine.llm.speculative if self._engine is not None else None
+        mine = [own.method] if own is not None else []
+        return list(dict.fromkeys([*mine, *self.settings.client_drafters]))
+
+    def _engine_figures(self) -> dict[str, float]:
+        if self._engine is None:
+            return {name: 0.0 for texts in ENGINE.values() for name in texts}
+        engine, target = self._engine.llm.engine, self._engine.llm.target
+        return {
+            "num_requests_running": engine.running,
+            "num_requests_waiting": engine.waiting,
+            "kv_cache_usage_perc": sum(target.lengths) / (target.rows * target.slots),
+            "num_preemptions": engine.preemptions,
+            "prefix_cache_queries": engine.prefix_queries,
+            "prefix_cache_hits": engine.prefix_hits,
+        }
+
+    def _adaptation_figures(self) -> dict[str, float] | None:
+        adaptation = self._engine.llm.adaptation if self._engine is not None else None
+        return None if adaptation is None else asdict(adaptation.stats())
+
+
+class State(StrEnum):
+    """Of a server."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FROZEN = "frozen"
+    FAILED = "failed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One prompt to answer."""
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    options: dict[str, Any]  # Of `AsyncLLM.stream`: who drafts, who asks, what is shared, how long it may take
+
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _COUNTERS: dict[str, tuple[str, ...]] = {
@@ -154,257 +404,3 @@ class Metrics:
     def text(self) -> bytes:
         """In the exposition format."""
         return prometheus_client.generate_latest(self.registry)
-
-
-log = logging.getLogger(__name__)
-
-CLOSING_S = 0.2  # How long the engine's thread may take to end once the drain time is over
-GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a chat template is tried with
-
-
-class State(StrEnum):
-    """Of a server."""
-
-    LOADING = "loading"
-    READY = "ready"
-    FROZEN = "frozen"
-    FAILED = "failed"
-    DRAINING = "draining"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One prompt to answer."""
-
-    prompt: dict[str, Any]
-    params: SamplingParams
-    options: dict[str, Any]
-    """Keywords of `AsyncLLM.stream`: what drafts, who asks, what that shares with whom, how long it may take."""
-
-
-class Session:
-    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop."""
-
-    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
-        self.settings, self._load = settings, load
-        self.state = State.LOADING
-        self.failure: BaseException | None = None  # Why the model could not be loaded
-        self.in_flight = 0  # Answers that wait or run
-        self._held = Counter[str]()  # Those of each client
-        self.cut_off = 0  # Answers that were still running when the drain time was over
-        self.metrics = Metrics(settings.model_name)
-        self._engine: AsyncLLM | None = None
-        self._drained_by = 0.0
-        self._closing: asyncio.Future[None] | None = None
-        name, register = settings.model_name, self.metrics.registry.register
-        register(Figures(name, "vllm:", ENGINE, self._engine_figures))
-        register(Figures(name, "forerun:adaptation_", ADAPTATION, self._adaptation_figures))
-
-    @property
-    def engine(self) -> AsyncLLM:
-        """The engine; an ApiError (503) while it is not there, or no longer."""
-        health = self.health
-        if self._engine is None or health is not State.READY:
-            raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
-        return self._engine
-
-    @property
-    def health(self) -> State:
-        """`state`, or that the engine has been at one step for longer than the operator allows."""
-        frozen = self._engine is not None and self._engine.busy_s > self.settings.step_timeout_s
-        return State.FROZEN if frozen and self.state is State.READY else self.state
-
-    @property
-    def drain_left_s(self) -> float:
-        """What is left of the drain time, seconds."""
-        return max(0.0, self._drained_by - time.monotonic())
-
-    @property
-    def stuck(self) -> bool:
-        """Whether a thread still loads or computes after `drain`: nothing can end it but the end of the process."""
-        if self._engine is None:
-            return self.state is not State.FAILED
-        return self._closing is None or not self._closing.done()
-
-    async def start(self) -> None:
-        """Load the model; `state` and `failure` tell how it ended."""
-        try:
-            self._engine = await asyncio.to_thread(self._opened)
-        except BaseException as error:
-            if errors.of_the_process(error) or isinstance(error, asyncio.CancelledError):
-                raise
-            self.state, self.failure = State.FAILED, error
-            if isinstance(error, errors.ForerunError | OSError):
-                log.error("%s", error)
-            else:
-                log.error("the model could not be loaded, for a reason that nobody expected", exc_info=error)
-            return
-        if self.state is State.LOADING:
-            self.state = State.READY
-            log.info("serving %s", self.settings.model_name)
-
-    def _opened(self) -> AsyncLLM:
-        """The engine; what would fail at the first request is tried here."""
-        engine = self._load()
-        if engine.llm.tokenizer is not None and engine.llm.tokenizer.chat_template:
-            try:
-                engine.llm.chat_prompt(GREETING)
-            except errors.ArgumentError as error:
-                raise errors.CheckpointError(f"the model's chat template cannot be used: {error}") from error
-        # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
-        own = engine.llm.speculative
-        for name in self.settings.client_drafters:
-            options: dict[str, Any] = {"method": name}
-            length = default_length(name)
-            if length is not None:
-                options["num_speculative_tokens"] = max(length, self.settings.max_speculative_tokens)
-            if own is None or name != own.method:
-                engine.offer(options)
-        return engine
-
-    def begin_drain(self) -> None:
-        """Take no more requests from now on; the drain time begins. A signal handler may call it."""
-        if self.state not in (State.DRAINING, State.FAILED):
-            self.state = State.DRAINING
-            self._drained_by = time.monotonic() + self.settings.drain_s
-
-    async def drain(self) -> None:
-        """Wait for the running answers until the drain time is over, cut off the others and close the engine, once."""
-        self.begin_drain()
-        while self.in_flight and self.drain_left_s:
-            await asyncio.sleep(0.02)
-        if self._engine is None or self._closing is not None:
-            return
-        if self.in_flight:
-            self.cut_off = self.in_flight
-            log.warning("%d answers were cut off at the end of the drain time", self.cut_off)
-        self._closing = asyncio.ensure_future(self._engine.close())
-        await asyncio.wait([self._closing], timeout=self.drain_left_s + CLOSING_S)
-
-    @contextmanager
-    def admitted(self, answers: int) -> Iterator[None]:
-        """Room for so many answers while the block runs; an ApiError (429) where the queue is full.
-
-        Where there are several API keys, one may hold no more answers than stay free: whoever comes next finds room.
-        """
-        client, most = current_client().name, self.settings.queue_for(answers)
-        held, free = self._held[client], most - self.in_flight - answers
-        if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
-            own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
-            message = f"{self.in_flight} answers wait or run{own}; the server takes {most}; try again later"
-            raise ApiError(429, message, code="queue_full", retry_after_s=1)
-        self.in_flight += answers
-        self._held[client] += answers
-        try:
-            yield
-        finally:
-            self.in_flight -= answers
-            self._held[client] -= answers
-            if not self._held[client]:
-                del self._held[client]
-
-    async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
-        """The chunks of one request; leaving early frees its rows."""
-        stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
-        record, begun = self._taken_on(job), False
-        reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
-        try:
-            async with aclosing(stream) as chunks:
-                async for chunk in chunks:
-                    if chunk.output is not None:
-                        reason = None
-                        self.metrics.finished(chunk.output)
-                        if record is not None:
-                            record.finished(chunk.output)
-                    begun = True
-                    yield self._told(chunk)
-        except (errors.NumericError, errors.RequestError):
-            reason = "error"
-            raise
-        except (errors.ForerunError, ValueError) as error:
-            if begun:
-                reason = "abort" if isinstance(error, errors.SlowReaderError) else "error"
-            else:
-                reason = None
-                self.metrics.count("forerun:answers_refused", job.params.n)
-            raise refusal(error) from error
-        except Exception as error:
-            reason = "error"
-            if self.state is State.DRAINING:
-                raise ApiError(503, "the server was stopped", code=self.state.value) from error
-            raise
-        finally:
-            if reason is not None:
-                self.metrics.count("vllm:request_success", job.params.n, reason)
-                if record is not None:
-                    record.finish_reasons += [reason] * job.params.n
-
-    def _taken_on(self, job: Job) -> logs.RequestRecord | None:
-        """Count the job's answers, and note in the request's record, which is returned, what drafts for them."""
-        self.metrics.count("forerun:answers_admitted", job.params.n)
-        asked, own, record = job.options["speculative"], self.engine.llm.speculative, logs.current()
-        if record is not None:
-            chosen = asked["method"] if isinstance(asked, dict) else None
-            record.drafter = chosen or (own.method if asked is None and own is not None else "none")
-            record.prompts += [job.prompt] if self.settings.log_prompts else []
-        return record
-
-    def _told(self, chunk: StreamChunk) -> StreamChunk:
-        """The chunk with nothing in it that the operator keeps to himself."""
-        if chunk.output is None or self.settings.enable_prompt_tokens_details:
-            return chunk
-        return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
-
-    def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
-        """What drafts for a request: the server's drafter unless the client asks for another one that it may have."""
-        if request is None:
-            return {"method": "prediction"} if predicted else None
-        if not request.enabled:
-            return False
-        own, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
-        name = request.drafter or (own.method if own is not None else None)
-        if name is None:
-            raise bad_request(f"the server has no drafter of its own; name one: {offered}", "speculative.drafter")
-        if name not in self.drafters():
-            raise bad_request(f"drafter {name!r} is not offered; offered: {offered}", "speculative.drafter")
-        base: dict[str, Any] = {}
-        if own is not None and name == own.method:
-            base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
-        length, most = request.num_speculative_tokens, self.longest(name)
-        if length is not None and length > most:
-            message = f"num_speculative_tokens is at most {most} for {name!r} here, got {length}"
-            raise bad_request(message, "speculative.num_speculative_tokens")
-        if not base:
-            length = length or default_length(name)
-        asked = {"num_speculative_tokens": length, "rule": request.rule}
-        return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
-
-    def longest(self, name: str) -> int:
-        """Tokens that a request may have a drafter draft in a step: never more than it was built for."""
-        most, own = self.settings.max_speculative_tokens, self.engine.llm.speculative
-        if own is None or name != own.method:
-            return most
-        return min(most, own.num_speculative_tokens or default_length(name) or most)
-
-    def drafters(self) -> list[str]:
-        """What a request may choose from, the server's own drafter first."""
-        own = self._engine.llm.speculative if self._engine is not None else None
-        mine = [own.method] if own is not None else []
-        return list(dict.fromkeys([*mine, *self.settings.client_drafters]))
-
-    def _engine_figures(self) -> dict[str, float]:
-        if self._engine is None:
-            return {name: 0.0 for texts in ENGINE.values() for name in texts}
-        engine, target = self._engine.llm.engine, self._engine.llm.target
-        return {
-            "num_requests_running": engine.running,
-            "num_requests_waiting": engine.waiting,
-            "kv_cache_usage_perc": sum(target.lengths) / (target.rows * target.slots),
-            "num_preemptions": engine.preemptions,
-            "prefix_cache_queries": engine.prefix_queries,
-            "prefix_cache_hits": engine.prefix_hits,
-        }
-
-    def _adaptation_figures(self) -> dict[str, float] | None:
-        adaptation = self._engine.llm.adaptation if self._engine is not None else None
-        return None if adaptation is None else asdict(adaptation.stats())

@@ -89,8 +89,7 @@ class ServeSettings:
     """Write prompts and the messages of unexpected errors, which may quote them."""
 
     def queue_for(self, answers: int) -> int:
-        """Answers that may wait or run where a request of so many is taken on: a part of the queue is left to those who
-        ask for one."""
+        """Answers that may wait or run where a request asks for so many: a part is left to single ones."""
         return self.max_queue if answers == 1 else self.max_queue - self.max_queue // 4
 
     @property

@@ -19,7 +19,7 @@ from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model.kernels.packing import FusedLinear, PackedLinear
+from forerun.model.kernels.packing import PackedLinear
 from forerun.model.layers import base_name, base_of, layers_of, replaced, shallow
 
 BITS = (8, 4)
@@ -95,7 +95,7 @@ def _weight(module: nn.Module) -> Tensor | None:
     """(out, in) of a linear layer of a kind that is known; None of any other module."""
     from transformers.pytorch_utils import Conv1D
 
-    if type(module) in (nn.Linear, PackedLinear, FusedLinear):
+    if type(module) in (nn.Linear, PackedLinear):
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight if weight.is_floating_point() else None
     if type(module) is Conv1D:

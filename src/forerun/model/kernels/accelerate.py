@@ -1,7 +1,7 @@
 """Makes the passes of a loaded target cheaper: packed linears, folded attention, fused C kernels, compilation.
 
-`accelerate` does what the model, its dtype and the device allow, and says what that was. Where nothing fits it changes
-nothing. The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked.
+`accelerate` does what the model, its dtype and the device allow. The replaced modules belong to the model object, so a
+model that a user handed in is only accelerated if asked.
 
 In a compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph;
 what lies between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and
@@ -40,19 +40,6 @@ class _PassThrough:
         return keys, values
 
 
-class _Counted:
-    """The cache, and how many layers used it in one pass."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.updates = 0
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self.updates += 1
-        result: tuple[Tensor, Tensor] = self.cache.update(keys, values, layer)
-        return result
-
-
 class CompiledForward:
     """Has the signature of a base model's forward, and falls back to it where a pass cannot be compiled."""
 
@@ -69,10 +56,10 @@ class CompiledForward:
         """As the base model; compiled if it is a cached pass of token ids without hooks."""
         if self.failed or args or not self._fits(kwargs):
             return self.plain(*args, **kwargs)
-        cache = _Counted(kwargs["past_key_values"])
+        this = Pass(cache=kwargs["past_key_values"])
         inputs = (kwargs["input_ids"], kwargs["position_ids"], kwargs["attention_mask"])
         try:
-            with running(Pass(cache=cache)):
+            with running(this):
                 result = self._run(inputs)
         except Exception as error:
             log.warning(
@@ -80,7 +67,7 @@ class CompiledForward:
             )
             log.debug("compilation failed", exc_info=error)
             self.failed = True
-        if not self.failed and cache.updates != self.layers:
+        if not self.failed and this.attended != self.layers:
             log.warning("compilation failed, going on without: the model keeps the cache from its attention function")
             self.failed = True
         return self.plain(**kwargs) if self.failed else result
@@ -121,18 +108,13 @@ def compile_forward(model: Any) -> bool:
     if reason:
         log.warning("not compiled: %s", reason)
         return False
-    _keep_on_disk()
-    base: Any = base_of(model)
-    base.forward = CompiledForward(base, model.config.get_text_config().num_hidden_layers)
-    return True
-
-
-def _keep_on_disk() -> None:
-    """Keep what the compiler makes below the user's cache folder, unless they named another: /tmp is often emptied."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_root() / "inductor")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_root() / "inductor")  # /tmp is often emptied
+    base: Any = base_of(model)
+    base.forward = CompiledForward(base, model.config.get_text_config().num_hidden_layers)
+    return True
 
 
 def _obstacle(model: Any) -> str | None:
@@ -155,16 +137,14 @@ class Acceleration:
     compiled: bool
 
     def __str__(self) -> str:
-        parts = []
-        if self.packing.layers:
-            parts.append(f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused")
-        if self.folded_attention:
-            parts.append("folded attention")
-        if self.forwards:
-            parts.append(f"{self.forwards} modules in C")
-        if self.compiled:
-            parts.append("compiled")
-        return ", ".join(parts) or "nothing to accelerate on this device and dtype"
+        done = {
+            f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused": self.packing.layers,
+            "folded attention": self.folded_attention,
+            f"{self.forwards} modules in C": self.forwards,
+            "compiled": self.compiled,
+        }
+        found = ", ".join(what for what, some in done.items() if some)
+        return found or "nothing to accelerate on this device and dtype"
 
 
 def accelerate(model: Any, *, compile: bool = False) -> Acceleration:

@@ -22,8 +22,7 @@ from forerun.model.padding import Pass, current
 NAME = "forerun_fold"  # Under which transformers knows it
 MIN_ROWS = 4  # From this many rows on, every row's bits are the same on every processor that was tried
 
-COMPILED = "forerun_compiled"
-"""The keyword that tells `fold_attention` of a compiled pass: keys and values have not been through the cache."""
+COMPILED = "forerun_compiled"  # Keyword of a compiled pass, whose keys and values have not been through the cache
 
 
 def fold_attention(
@@ -38,6 +37,7 @@ def fold_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers asks for it: (B, N, heads, D') or (1, M, heads, D'), and no weights.
+    UnsupportedModelError: the model uses a soft cap or attention sinks.
 
     Args:
         query: (B, heads, N, D); (1, heads, M, D) in a pass whose real tokens run behind each other (`padding`).
@@ -45,9 +45,6 @@ def fold_attention(
         value: (B, kv_heads, W, D')
         attention_mask: (B, 1, N, W), additive or boolean.
         kwargs: what else the model says; `COMPILED` only inside a compiled pass.
-
-    Raises:
-        UnsupportedModelError: the model uses a soft cap or attention sinks.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} has a soft cap or sinks; load it with repack=False")
@@ -81,28 +78,20 @@ def attend(
     dropout: float = 0.0,
 ) -> Tensor:
     """`fold_attention` in `this` pass, over a rectangle of tokens: (B, N, heads, D')."""
+    batch, heads, count, depth = query.shape
     if not dropout and native.takes_attention(query, key, value, mask):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scale = depth**-0.5 if scaling is None else scaling
         return native.attend(query, key, value, mask, scale, this.rows)
     if this.rows is not None:
         key, value = key.index_select(0, this.rows), value.index_select(0, this.rows)
-    return _fold(query, key, value, mask, this, scaling=scaling, dropout=dropout)
-
-
-def _fold(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, this: Pass, *, scaling: float | None, dropout: float
-) -> Tensor:
-    """(B, N, heads, D') as a view."""
-    batch, heads, count, width = query.shape
     groups = heads // key.shape[1]
     copies = -(-MIN_ROWS // (groups * count)) if query.device.type == "cpu" else 1
-    rows = query.reshape(batch, key.shape[1], groups * count, width)
+    rows = query.reshape(batch, key.shape[1], groups * count, depth)
     if copies > 1:
         rows = torch.cat([rows] * copies, dim=2)
     mask = this.repeated(mask, groups * copies)
     seen = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    seen = seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1])
-    return seen.transpose(1, 2)
+    return seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1]).transpose(1, 2)
 
 
 _LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -115,6 +104,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int) -> Tensor:
     """Write the cache and read it, in one step that a compiled pass need not see into: no width is compiled in."""
     this = current()
+    this.attended += 1
     keys, values = this.cache.update(key, value, layer)
     return attend(query, keys, values, mask, this, scaling=scaling).contiguous()
 

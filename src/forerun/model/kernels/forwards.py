@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import attention, native
 from forerun.model.kernels.native import HeadNorm, Heads
-from forerun.model.kernels.packing import FusedLinear, PackedWeight
+from forerun.model.kernels.packing import PackedLinear, PackedWeight
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,12 @@ class _JointForward(_Forward):
     @classmethod
     def joint_of(cls, module: nn.Module) -> PackedWeight | None:
         """The weight of that product; None where the parts are not its parts, all and in this order."""
-        return _joint(*(module._modules.get(name) for name in cls.PARTS))
+        children = [module._modules.get(name) for name in cls.PARTS]
+        parts = [(child.packed_weight, child.index) for child in children if isinstance(child, PackedLinear)]
+        weight = parts[0][0] if parts else None
+        if weight is None or parts != [(weight, index) for index in range(len(children))]:
+            return None
+        return weight if len(weight.sizes) == len(children) and weight.dtype == torch.bfloat16 else None
 
     def intact(self) -> bool:
         """Whether the parts are still those of the joint product: adapters and quantisation put others there."""
@@ -187,8 +192,7 @@ class AttentionForward(_JointForward):
         )
 
     def answers(self, forward: Any) -> list[Tensor]:
-        """A pass over two prompts, and what it writes to the cache. Scores are of the order of one, so that another
-        rotation of the queries would show."""
+        """A pass over two prompts, and what it writes to the cache; scores near one, so that rotations show."""
         module: Any = self.module
         batch, count = 2, 3
         cache = SlotCache(batch, count)
@@ -230,17 +234,6 @@ def _install(module: nn.Module) -> bool:
 def _alike(found: Tensor, expected: Tensor) -> bool:
     limit = _ROUNDING * float(expected.abs().max())
     return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
-
-
-def _joint(*children: nn.Module | None) -> PackedWeight | None:
-    """The one weight whose parts these are, all and in this order; None where there is none."""
-    groups = [child.group if isinstance(child, FusedLinear) else None for child in children]
-    if groups[0] is None or any(group is not groups[0] for group in groups):
-        return None
-    ordered = [child.index for child in children if isinstance(child, FusedLinear)] == list(range(len(children)))
-    weight = groups[0].packed_weight
-    complete = ordered and len(weight.sizes) == len(children) and weight.dtype == torch.bfloat16
-    return weight if complete else None
 
 
 def _epsilon(module: Any) -> float:

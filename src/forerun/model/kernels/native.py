@@ -2,8 +2,7 @@
 
 Compiled once by the machine's compiler, then kept in the cache folder, which any number of threads, processes and
 containers may share. Without a compiler, on a processor without AVX-512 BF16, or on another system than Linux, torch
-does what they do: there the fused ones are some forty small operations a layer, which at a few tokens cost more than
-their arithmetic.
+does what they do: some forty small operations a layer, which at a few tokens cost more than their arithmetic.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def _known(name: str, loader: Loader) -> ctypes.CDLL | None:
 
 
 def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
-    """The kernel from the cache, compiled first where it is not there yet. OSError: no compiler, or nothing can be
-    written; SubprocessError: the compiler failed."""
+    """The kernel from the cache, compiled first if need be. OSError: no compiler; SubprocessError: it failed."""
     path = cache_root() / "kernels" / f"{name}-{version()}.so"
     try:
         return _open(path, loader)
@@ -92,8 +90,7 @@ def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
 
 
 def _open(path: Path, loader: Loader) -> ctypes.CDLL:
-    """The library in a file of ours that nobody else can write to: code that others wrote would run as us. OSError:
-    none there."""
+    """The library in a file that nobody else can write to: others' code would run as us. OSError: none there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
@@ -117,8 +114,6 @@ def _compiler() -> str:
         raise FileNotFoundError(f"no C compiler ({', '.join(names)})")
     return found
 
-
-# --- attention ---
 
 DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
 _STRIDES = {
@@ -157,6 +152,7 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rows: Tensor | None = None) -> Tensor:
     """Attention where `takes_attention` says so, (B, N, heads, D'); a row's bits depend on what that row sees alone.
+    ArgumentError: the shapes do not belong together, or there is no such row; nothing was read.
 
     Args:
         query: (B, heads, N, D)
@@ -164,35 +160,28 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         value: (R, kv_heads, W, D')
         mask: (B, 1, N, W) or (1, 1, N, W), additive; below -1e38 means unseen.
         rows: (B,) int64, which of the R keys and values each sequence has; None: R is B, its own.
-
-    Raises:
-        ArgumentError: the shapes do not belong together, or there is no such row; nothing was read.
     """
     batch, heads, count, depth = query.shape
     held, key_heads, width, _ = key.shape
     found = attention_kernel()
     assert found is not None, "takes_attention() is asked first"
-    good = rows is None or (rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous())
-    if value.shape[:3] != key.shape[:3] or key.shape[3] != depth or not good:
-        raise _attention_refusal(query, key, value, mask, rows)
+    fitting = value.shape[:3] == key.shape[:3] and key.shape[3] == depth
+    if rows is not None:
+        fitting = fitting and rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
     out = query.new_empty(batch, count, heads, value.shape[-1])
     mask = mask.expand(batch, 1, count, width)
     sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1])
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2))
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, mask, rows, out)]
-    if found(ctypes.byref(_Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads()))):
-        raise _attention_refusal(query, key, value, mask, rows)
+    problem = _Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads())
+    if not fitting or found(ctypes.byref(problem)):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value, mask))
+        chosen = "" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}"
+        raise ArgumentError(
+            f"attention cannot be computed over query, key, value and mask {shapes}{chosen}; expected (B, heads, N, "
+            "D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W) and int64 rows below R"
+        )
     return out
-
-
-def _attention_refusal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rows: Tensor | None) -> ArgumentError:
-    tensors = {"query": query, "key": key, "value": value, "mask": mask}
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-    return ArgumentError(
-        f"attention cannot be computed over {shapes}"
-        + ("" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}")
-        + "; expected (B, heads, N, D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W) and int64 rows below R"
-    )
 
 
 @cache
@@ -205,8 +194,6 @@ def attention_kernel() -> ctypes._NamedFuncPointer | None:
     library.forerun_attend.restype = ctypes.c_int32
     return library.forerun_attend
 
-
-# --- norm, rotation, activation, argmax ---
 
 LANES = 16  # Widths are multiples of it; those of a head of twice as much
 MOST_DEPTH = 512
@@ -260,8 +247,7 @@ def takes_states(states: Tensor) -> bool:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,). ArgumentError: the sizes
-    differ, or are no multiples of `LANES`."""
+    """RMSNorm of (.., size), in float32, times `weight` (size,). ArgumentError: sizes that do not fit."""
     size = states.shape[-1]
     if weight.shape != (size,) or size % LANES:
         raise ArgumentError(f"a norm of {size} values needs as many weights, in {LANES}s; got {tuple(weight.shape)}")
@@ -274,8 +260,7 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def silu_and_mul(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size). ArgumentError: the size is no multiple of
-    `LANES`."""
+    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size). ArgumentError: no multiple of `LANES`."""
     size = both.shape[-1] // 2
     if both.shape[-1] % (2 * LANES):
         raise ArgumentError(f"gates and values come in {LANES}s each, got {both.shape[-1]} of both")
@@ -323,15 +308,13 @@ def rope_and_write(
     states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
 ) -> Tensor:
     """Normalise and rotate queries and keys, write keys and values to the cache; returns the queries (.., queries, D).
+    ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.
 
     Args:
         states: (.., (queries + 2 * keys) * D) of M tokens, contiguous.
         angles: cosines and sines (.., D) of the M tokens, contiguous, halves paired as in Llama.
         stores: keys and values (rows, slots, keys, D), contiguous.
         places: (M,) int64, index into (rows * slots).
-
-    Raises:
-        ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.
     """
     tokens, size = places.numel(), heads.keys * heads.depth
     slots = stores[0].numel() // size
@@ -343,8 +326,6 @@ def rope_and_write(
         and places.dtype == torch.int64
         and places.is_contiguous()
     )
-    if not fitting:
-        raise _placing_refusal(states, heads, stores, places)
     query = states.new_empty(*states.shape[:-1], heads.queries, heads.depth)
     norms = (heads.query_norm, heads.key_norm)
     weights = (None if norm is None else norm.weight for norm in norms)
@@ -352,17 +333,14 @@ def rope_and_write(
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     epsilons = (0.0 if norm is None else norm.epsilon for norm in norms)
     sizes = (tokens, slots, heads.queries, heads.keys, heads.depth)
-    if _library().forerun_place(ctypes.byref(_Placing(*pointers, *sizes, *epsilons, torch.get_num_threads()))):
-        raise _placing_refusal(states, heads, stores, places)
+    placing = _Placing(*pointers, *sizes, *epsilons, torch.get_num_threads())
+    if not fitting or _library().forerun_place(ctypes.byref(placing)):
+        raise ArgumentError(
+            f"states {tuple(states.shape)} of {heads} cannot be written to keys {tuple(stores[0].shape)} and values "
+            f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below "
+            "rows * slots for each token, with an angle for each of its entries"
+        )
     return query
-
-
-def _placing_refusal(states: Tensor, heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor) -> ArgumentError:
-    return ArgumentError(
-        f"states {tuple(states.shape)} of {heads} cannot be written to keys {tuple(stores[0].shape)} and values "
-        f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below rows "
-        "* slots for each token, with an angle for each of its entries"
-    )
 
 
 def _library() -> ctypes.CDLL:

@@ -3,8 +3,6 @@
 A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 rows on
 every processor that was tried), because a single row runs as two: oneDNN has a separate kernel for one row, which sums
 in another order. Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other devices are left alone.
-
-`ready` and `exchange` give a model in use new weights, plain or packed, tied ones still tied.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from torch import Tensor, nn
 
 from forerun.errors import CheckpointError
 
-PACK_ROWS = 16
-"""The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
+PACK_ROWS = 16  # Rows that the layout is chosen for: the widest pass that should stay near the price of one row
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Children of one module that read the same input
 
 
@@ -89,13 +86,17 @@ class PackedWeight:
         return sum(self.sizes) * columns * self.dtype.itemsize
 
 
-class _Packed(nn.Module):
-    """What stands where an `nn.Linear` stood: part `index` of a packed weight."""
+class PackedLinear(nn.Module):
+    """Stands where an `nn.Linear` stood, whose weight lies in oneDNN's layout: alone, or as part `index` of a group."""
 
-    def __init__(self, layer: nn.Linear, packed_weight: PackedWeight, index: int) -> None:
+    def __init__(self, layer: nn.Linear, group: FusedGroup | None = None, index: int = 0) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.packed_weight, self.index = packed_weight, index
+        self.group, self.index = group, index
+        self.packed_weight = PackedWeight([layer]) if group is None else group.packed_weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.packed_weight.apply(states) if self.group is None else self.group.take(states, self.index)
 
     @property
     def weight(self) -> Tensor:
@@ -118,16 +119,6 @@ class _Packed(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class PackedLinear(_Packed):
-    """An `nn.Linear` whose weight lies in oneDNN's layout."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(layer, PackedWeight([layer]), 0)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.packed_weight.apply(states)
-
-
 class FusedGroup:
     """Layers that read the same input, computed together at the first call and handed out one by one."""
 
@@ -145,17 +136,6 @@ class FusedGroup:
         if not self._results:
             self._input = None
         return result
-
-
-class FusedLinear(_Packed):
-    """One layer of a `FusedGroup`; stands where the `nn.Linear` stood."""
-
-    def __init__(self, layer: nn.Linear, group: FusedGroup, index: int) -> None:
-        super().__init__(layer, group.packed_weight, index)
-        self.group = group
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.group.take(states, self.index)
 
 
 _LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -211,7 +191,7 @@ def pack(model: nn.Module) -> Packing:
             if len(linears) == len(names) and len(kinds) == 1:
                 group = FusedGroup(linears)
                 for index, name in enumerate(names):
-                    setattr(parent, name, FusedLinear(linears[index], group, index))
+                    setattr(parent, name, PackedLinear(linears[index], group, index))
                 layers, fused = layers + len(names), fused + 1
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and packable(child):
@@ -225,9 +205,6 @@ def packed_bytes(model: nn.Module) -> int:
     found = [getattr(module, "packed_weight", None) for module in model.modules()]
     packed: dict[int, int] = {id(weight): weight.nbytes() for weight in found if weight is not None}
     return sum(packed.values())
-
-
-# --- new weights for a model in use ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,9 +227,9 @@ def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
         (own, _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True))
         for name, own in model.named_parameters()
     )
-    layers = defaultdict[int, list[tuple[str, PackedLinear | FusedLinear]]](list)
+    layers = defaultdict[int, list[tuple[str, PackedLinear]]](list)
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear | FusedLinear):
+        if isinstance(module, PackedLinear):
             layers[id(module.packed_weight)].append((name, module))
     packed = []
     for members in layers.values():
@@ -265,11 +242,8 @@ def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
 
 
 def exchange(weights: Weights) -> Weights:
-    """Put these weights into the model that they were made for; returns what was there.
-
-    On a CPU pointers change and no value is copied. On an accelerator values are copied into place, because recorded
-    passes read where they lie. Call it between passes, in the thread that runs them.
-    """
+    """Put these weights into the model that they were made for; returns what was there. On a CPU pointers change and no
+    value is copied. On an accelerator values are copied into place, where recorded passes read."""
     with torch.inference_mode(False):
         parameters = []
         for own, value in weights.parameters:

@@ -27,10 +27,8 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(ForerunError):
-    """What a client is told: an HTTP status and OpenAI's ``error`` object.
-
-    Messages of libraries may name files of this machine, or places in their code; neither is told.
-    """
+    """What a client is told: an HTTP status and OpenAI's ``error`` object. Messages of libraries may name files of this
+    machine, or places in their code; neither is told."""
 
     def __init__(
         self,

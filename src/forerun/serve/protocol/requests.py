@@ -41,11 +41,8 @@ Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]  # Searched for a
 
 
 class Strict(BaseModel):
-    """Refuses parameters that it does not know, and values of another type.
-
-    ``null`` is a field that is left out: many clients send all that they know of. Only what must be there must not be
-    null.
-    """
+    """Refuses parameters that it does not know, and values of another type. ``null`` is a field that is left out: many
+    clients send all that they know of. Only what must be there must not be null."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -1,7 +1,6 @@
 """What a format of tool calls is: how a model writes calls into its text, and the grammar of what it may write.
 
-Calls are JSON (`read_calls`) or have a mark around each argument (`FieldFormat`). Each format is one file and one line
-of the registry.
+Calls are JSON (`read_calls`) or have a mark around each argument (`FieldFormat`).
 """
 
 from __future__ import annotations
@@ -143,9 +142,7 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 def read_calls(text: Incoming, names: Container[str] | None = None, *, between: str = "", end: str = "") -> Steps[bool]:
     """Read as many calls as there are, with perhaps a mark `between` each two and at the `end`; whether there was one.
-
-    It is a call as soon as its arguments begin behind its name (one of `names`, if given): what comes then is theirs.
-    """
+    It is a call as soon as its arguments begin behind its name (one of `names`, if given)."""
     called, start = False, text.at
     while (yield from _read_object(text, names)):
         yield from text.opens(between)

@@ -35,8 +35,7 @@ class Piece:
     text: str
 
 
-Steps = Generator[Piece | None, None, T]
-"""A reader in progress: pieces, None for "more text, please", and a result at the end."""
+Steps = Generator[Piece | None, None, T]  # A reader in progress: pieces, None for "more text", a result at the end
 
 
 class Incoming:
@@ -125,8 +124,7 @@ class Incoming:
             yield None
 
     def json_value(self) -> Steps[None]:
-        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, unchecked. The text's end ends it
-        too."""
+        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, unchecked; or the text's end."""
         first = yield from self.next()
         if first not in ('"', "{", "["):
             if scalar := (yield from self.matching(_SCALAR)):

@@ -7,12 +7,15 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from forerun.engine import theory
-from forerun.engine.costs import CostModel, DraftCost
+from forerun.engine.costs import CostModel, DraftCost, PassCost
 from forerun.errors import ArgumentError
+from forerun.plan import theory
+from forerun.plan.assumptions import FreeVerification
+from forerun.plan.planner import Line, Load, plan
 
 TABLE = {
     0.5: (1.500, 1.750, 1.875, 1.938, 1.969, 1.992, 1.999, 2.000),
@@ -60,30 +63,44 @@ def test_the_errors_in_circulation_are_not_ours() -> None:
     assert theory.expected_tokens_per_pass(0.7, 5) == pytest.approx(2.941, abs=1e-3), "tables that print 3.16 are wrong"
     dropped = 0.7 * (1 - 0.7**5) / (1 - 0.7)
     assert theory.expected_tokens_per_pass(0.7, 5) - dropped == pytest.approx(1.0), "the bonus token counts"
-    assert theory.walltime_factor(theory.expected_tokens_per_pass(0.8, 4), levels=4, level_cost=0.1) == pytest.approx(
-        2.40, abs=5e-3
-    )
+
+
+class Passes:
+    """Passes that cost v(n)."""
+
+    def __init__(self, verify: Callable[[float], float]) -> None:
+        self.verify = verify
+
+    def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
+        return self.verify(nodes)
+
+
+def best(survival: list[float], *, level_cost: float, cost: PassCost | None = None) -> Line:
+    """The best draft length of a chain, as the planner finds it."""
+    draft = DraftCost(fixed_ms=0.0, level_ms=level_cost)
+    load = Load(survival=survival, cost=cost or FreeVerification(), draft=lambda rows: draft)
+    return plan(load, k=len(survival)).best
 
 
 @pytest.mark.parametrize(("alpha", "cost", "k", "speedup"), BEST)
 def test_best_lengths_are_those_of_the_list(alpha: float, cost: float, k: int, speedup: float) -> None:
-    choice = theory.best_k(theory.geometric(alpha, 40), level_cost=cost)
+    choice = best(theory.geometric(alpha, 40), level_cost=cost)
     assert (choice.k, choice.speedup) == (k, pytest.approx(speedup, abs=5.1e-3))
 
 
 def test_a_gain_exists_only_above_the_cost_of_drafting() -> None:
     for alpha, cost in itertools.product((0.05, 0.2, 0.5, 0.9), (0.1, 0.3, 0.7)):
-        best = theory.best_k(theory.geometric(alpha, 30), level_cost=cost)
-        assert (best.k > 0) == (alpha > cost)
+        found = best(theory.geometric(alpha, 30), level_cost=cost)
+        assert (found.k > 0) == (alpha > cost)
         if alpha > cost:
-            assert best.speedup >= (1 + alpha) / (1 + cost) - 1e-12
+            assert found.speedup >= (1 + alpha) / (1 + cost) - 1e-12
 
 
 def test_v_shortens_the_best_draft_and_can_turn_it_off() -> None:
     survival = theory.geometric(0.8, 20)
-    free = theory.best_k(survival, level_cost=0.02)
-    stairs = theory.best_k(survival, level_cost=0.02, verify=lambda nodes: 1.0 if nodes <= 4 else 1.0 + 0.3 * nodes)
-    dear = theory.best_k(survival, level_cost=0.02, verify=float)
+    free = best(survival, level_cost=0.02)
+    stairs = best(survival, level_cost=0.02, cost=Passes(lambda nodes: 1.0 if nodes <= 4 else 1.0 + 0.3 * nodes))
+    dear = best(survival, level_cost=0.02, cost=Passes(float))
     assert (free.k, stairs.k, dear.k) == (11, 3, 0)
     assert dear.speedup == 1.0
 
@@ -214,5 +231,5 @@ def test_nonsense_is_refused(wrong: object) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, forerun.engine.theory; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, forerun.plan.theory; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,11 +1,8 @@
 """What speculation brings, in formulas: tokens per pass, speed-up, best draft length, best tree, break-even batch.
 
-Leviathan et al. (arXiv 2211.17192) with what their table leaves open: a pass over several nodes costs v(n) passes over
-one, acceptance may differ by depth, and drafts may be trees. Everywhere the token that the target adds itself (bonus or
-recovered) is counted, so plain decoding is 1.
-
-**Survival** of a drafted node: the probability that it is accepted. Of a chain, ``survival[d]`` is that of depth
-``d + 1``, the product of the conditional acceptance rates up to there.
+Leviathan et al. (arXiv 2211.17192), where a pass over several nodes costs v(n) passes over one, acceptance may differ
+by depth, and drafts may be trees. The token that the target adds itself counts, so plain decoding is 1. **Survival** of
+a node is the probability that it is accepted; of a chain, ``survival[d]`` is that of depth ``d + 1``.
 """
 
 from __future__ import annotations
@@ -19,26 +16,11 @@ from dataclasses import dataclass
 from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
 
-WORTH = 1.02  # Speed-ups below this are within what a measurement cannot tell from 1 (algorithms sheet, section 8)
-
-Verify = Callable[[int], float]  # v(n): cost of a pass over n nodes, root included, in passes over one
-
-
-def verification_is_free(nodes: int) -> float:
-    """v(n) = 1: the assumption of the paper. True far below the balance point of a device."""
-    return 1.0
-
-
-# --- chains -------------------------------------------------------------------------------------------------------
+WORTH = 1.02  # Speed-ups below this are within what a measurement cannot tell from 1
 
 
 def expected_tokens_per_pass(alpha: float, k: int) -> float:
-    """Leviathan's E: (1 - alpha^(k+1)) / (1 - alpha) tokens a pass, bonus or recovered token included.
-
-    Args:
-        alpha: probability that a drafted token is accepted, independent of its position.
-        k: drafted tokens per pass.
-    """
+    """Leviathan's E: (1 - alpha^(k+1)) / (1 - alpha) tokens a pass of `k` drafted ones."""
     return tokens_of(geometric(alpha, k))
 
 
@@ -79,11 +61,7 @@ def tokens_of(survival: Sequence[float]) -> float:
 
 
 def alpha_of(tokens: float, k: int) -> float:
-    """The alpha whose `expected_tokens_per_pass` is `tokens`: a measured mean acceptance length as one number.
-
-    Raises:
-        ArgumentError: `tokens` is not in 1 .. k + 1.
-    """
+    """The alpha whose `expected_tokens_per_pass` is `tokens`. ArgumentError: `tokens` is not in 1 .. k + 1."""
     if k < 1 or not 1 <= tokens <= k + 1:
         raise ArgumentError(f"{k} drafted tokens give between 1 and {k + 1} tokens per pass, got {tokens}")
     low, high = 0.0, 1.0
@@ -93,51 +71,9 @@ def alpha_of(tokens: float, k: int) -> float:
     return (low + high) / 2
 
 
-def walltime_factor(tokens: float, *, levels: float, level_cost: float, verify: float = 1.0) -> float:
-    """Speed-up over plain decoding: tokens / (levels * c + v(n)).
-
-    Args:
-        tokens: per pass, bonus included.
-        levels: of drafting one after the other; the depth of a tree, k of a chain.
-        level_cost: Leviathan's c, the time of one level in passes of the target over one token.
-        verify: v(n) of the pass over root and drafted nodes.
-    """
-    return tokens / (levels * level_cost + verify)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """A draft length, and what it brings."""
-
-    k: int  # Drafted tokens; 0 is plain decoding
-    tokens: float
-    speedup: float
-
-
-def chain_choices(survival: Sequence[float], *, level_cost: float, verify: Verify) -> list[Choice]:
-    """Every length from plain decoding to the whole of `survival`."""
-    found = [Choice(k=0, tokens=1.0, speedup=1.0)]
-    for k in range(1, len(survival) + 1):
-        tokens = tokens_of(survival[:k])
-        speedup = walltime_factor(tokens, levels=k, level_cost=level_cost, verify=verify(k + 1) / verify(1))
-        found.append(Choice(k=k, tokens=tokens, speedup=speedup))
-    return found
-
-
-def best_k(survival: Sequence[float], *, level_cost: float, verify: Verify = verification_is_free) -> Choice:
-    """The length with the largest speed-up, 0 where none is faster than plain decoding; the shortest of equals."""
-    return max(chain_choices(survival, level_cost=level_cost, verify=verify), key=lambda choice: choice.speedup)
-
-
 def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth: float = WORTH) -> int | None:
-    """The largest batch at which `speedup` is still at least `worth`.
-
-    Powers of two are looked at first, because the gain need not fall with every row (a mixture of experts gains most at
-    moderate batches); then the gap behind the last good one is halved.
-
-    Returns:
-        0 where no batch gains, None where `most` still does.
-    """
+    """The largest batch at which `speedup` is still at least `worth`; 0 where none gains, None where `most` still
+    does. Powers of two are looked at first: a mixture of experts gains most at moderate batches."""
     powers = [1 << power for power in range(most.bit_length())]
     good = [batch for batch in powers if speedup(batch) >= worth]
     if not good:
@@ -150,8 +86,6 @@ def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth
         low, high = (middle, high) if speedup(middle) >= worth else (low, middle)
     return low
 
-
-# --- trees --------------------------------------------------------------------------------------------------------
 
 RankAcceptance = Sequence[Sequence[float]]
 """``[d][r]``: probability that the child of rank r at depth d + 1 is the accepted one if its parent was. Siblings
@@ -180,12 +114,9 @@ def tree_survival(parents: Sequence[int], acceptance: RankAcceptance) -> list[fl
 
 
 def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[int]:
-    """Parents of the tree of at most `nodes` nodes and `depth` levels with the most expected tokens.
-
-    Best first: the likeliest open child is taken each time. Exact, because a child never survives more often than its
-    parent, nor than an elder sibling (ranks must not rise); Sequoia's dynamic programme (arXiv 2402.12374) finds the
-    same tree.
-    """
+    """Parents of the tree of at most `nodes` nodes and `depth` levels with the most expected tokens. The likeliest open
+    child is taken each time. Exact: a child survives no more often than its parent or an elder sibling (Sequoia's
+    dynamic programme, arXiv 2402.12374, finds the same tree)."""
     check_ranks(acceptance)
     parents: list[int] = []
     count = itertools.count()
@@ -213,16 +144,16 @@ class TreeChoice:
 
 
 def best_tree_size(
-    acceptance: RankAcceptance, *, level_cost: float, verify: Verify, sizes: Sequence[int], depth: int
+    acceptance: RankAcceptance, *, level_cost: float, verify: Callable[[int], float], sizes: Sequence[int], depth: int
 ) -> TreeChoice:
-    """The fastest of the best trees of these sizes (drafted nodes) and of 1 to `depth` levels; empty for plain."""
+    """The fastest of the best trees of these sizes (drafted nodes) and of 1 to `depth` levels; empty for plain.
+    `verify`: v(n) of a pass over n nodes, root included."""
     best = TreeChoice(parents=(), depth=0, tokens=1.0, speedup=1.0)
     for levels, size in itertools.product(range(1, depth + 1), sizes):
         parents = best_tree(acceptance, nodes=size, depth=levels)
         tokens = tokens_of(tree_survival(parents, acceptance))
         reached = tree_depth(parents)
-        ratio = verify(len(parents) + 1) / verify(1)
-        speedup = walltime_factor(tokens, levels=reached, level_cost=level_cost, verify=ratio)
+        speedup = tokens / (reached * level_cost + verify(len(parents) + 1) / verify(1))
         if speedup > best.speedup:
             best = TreeChoice(parents=tuple(parents), depth=reached, tokens=tokens, speedup=speedup)
     return best
@@ -241,9 +172,6 @@ def check_ranks(acceptance: RankAcceptance) -> None:
 def _rank_rate(acceptance: RankAcceptance, depth: int, rank: int) -> float:
     line = acceptance[min(depth, len(acceptance) - 1)]
     return line[rank] if rank < len(line) else 0.0
-
-
-# --- prediction ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,21 +195,17 @@ def predict(
     context: int = 0,
     coverage: float = 1.0,
 ) -> Prediction:
-    """Speed-up from measured acceptance and measured costs.
+    """Speed-up from measured acceptance and measured costs. ArgumentError: a rate or share is outside 0..1, or
+    something is negative.
 
     Args:
-        cost: of passes.
         acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1 (survival, as
             `SpeculationStats.acceptance_per_depth` where all drafts are equally deep).
         draft: the drafter's cost for the batch.
         depth: mean levels of a draft.
         nodes: mean drafted nodes of a row, root not counted.
-        rows: of the batch.
         context: committed tokens of each row.
         coverage: share of the steps in which something is drafted; the others cost a plain pass and `draft.fixed_ms`.
-
-    Raises:
-        ArgumentError: a rate or share is outside 0..1, or something is negative.
     """
     _check_probabilities([*acceptance_per_depth, coverage])
     if depth < 0 or nodes < 0:
