@@ -260,11 +260,8 @@ class GrammarCompiler:
     def processor(
         self, outputs: StructuredOutputs, prompt_length: int, budget: Budget | None = None
     ) -> GrammarProcessor:
-        """A processor for one answer; those of one request share a budget.
-
-        Raises:
-            ArgumentError: the schema, expression or grammar is too large, or llguidance does not accept it; says why.
-        """
+        """A processor for one answer; those of one request share a budget. ArgumentError: the schema, expression or
+        grammar is too large, or llguidance does not accept it; says why."""
         key = source(outputs)
         if (beginning := self._known.get(key)) is None:  # who is known does not wait for who is not
             with self._compiling:

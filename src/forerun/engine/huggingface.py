@@ -49,12 +49,9 @@ class HuggingFaceGenerate:
         self._engines: WeakKeyDictionary[Any, LLM] = WeakKeyDictionary()
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
-        """Token ids (B, S + new), right-padded; or transformers' output object if it was asked for.
-
-        Raises:
-            ArgumentError: beams, scores and states that a speculative loop does not compute, or a prompt that is more
-                than token ids and a mask: embeddings, images, positions of one's own.
-        """
+        """Token ids (B, S + new), right-padded; or transformers' output object if it was asked for. ArgumentError:
+        beams, scores and states that a speculative loop does not compute, or a prompt that is more than token ids and a
+        mask: embeddings, images, positions of one's own."""
         mask = keywords.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)

@@ -128,11 +128,8 @@ class PromptReader:
         return Lane.of(sum(len(part) for part in parts if isinstance(part, Sized)))
 
     def prediction(self, prompt: Prompt) -> list[int]:
-        """Token ids of the answer that the client predicts; empty where it does not.
-
-        Raises:
-            ArgumentError: longer than any answer, ids outside the vocabulary, or text without a tokenizer.
-        """
+        """Token ids of the answer that the client predicts; empty where it does not. ArgumentError: longer than any
+        answer, ids outside the vocabulary, or text without a tokenizer."""
         given = prompt.get("prediction") if isinstance(prompt, Mapping) else None
         if given is None:
             return []
@@ -141,10 +138,7 @@ class PromptReader:
 
     def encode(self, name: str, text: str, *, add_special_tokens: bool = True, whole: bool = True) -> list[int]:
         """Token ids of a text; one that cannot fit is refused before it costs anything, if it is to fit as a `whole`.
-
-        Raises:
-            ArgumentError: the context holds fewer characters, even if every token were the longest; or no tokenizer.
-        """
+        ArgumentError: the context holds fewer characters, even if every token were the longest; or no tokenizer."""
         if self.tokenizer is None:
             raise ArgumentError(
                 f"the {name} is text, but the model has no tokenizer: pass token ids, or a tokenizer to LLM()"

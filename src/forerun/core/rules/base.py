@@ -58,11 +58,7 @@ class Rule(Protocol):
 
 
 def rule_named(name: str) -> Rule:
-    """The rule of that name.
-
-    Raises:
-        ArgumentError: there is none; the message names the nearest.
-    """
+    """The rule of that name. ArgumentError: there is none; the message names the nearest."""
     if name not in RULES:
         raise ArgumentError(f"unknown verification rule {name!r}; there are {', '.join(RULES)}.{nearest(name, RULES)}")
     return _loaded(RULES[name])
@@ -120,11 +116,8 @@ def default_rule(kind: DraftKind, *, greedy: bool) -> str:
 
 
 def check_fits(name: str, kind: DraftKind, drafter: str) -> None:
-    """Refuse a rule that was asked for by name and cannot verify everything that a drafter may draft.
-
-    Raises:
-        ArgumentError: there is no such rule, or it is one for other drafts.
-    """
+    """Refuse a rule that was asked for by name and cannot verify everything that a drafter may draft. ArgumentError:
+    there is no such rule, or it is one for other drafts."""
     if rule_named(name).verifies(kind):
         return
     one = rule_named(name).verifies(DraftKind(sampled=True, multipath=True))

@@ -22,11 +22,8 @@ from forerun.errors import ArgumentError, nearest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptConfig:
-    """How a drafter learns from what it is used for (Online Speculative Decoding, arXiv 2310.07177).
-
-    Raises:
-        ArgumentError: a value out of range; the message names it and what is allowed.
-    """
+    """How a drafter learns from what it is used for (Online Speculative Decoding, arXiv 2310.07177). ArgumentError: a
+    value out of range; the message names it and what is allowed."""
 
     share: float = 0.1
     """Most seconds of work per second of wall time, collecting, training, evaluating and saving together, in (0, 1]."""
@@ -62,11 +59,8 @@ class AdaptConfig:
 
     @classmethod
     def parse(cls, given: AdaptConfig | Mapping[str, Any] | bool | None) -> AdaptConfig | None:
-        """From a mapping of its fields; True takes every default, None and False mean off.
-
-        Raises:
-            ArgumentError: an unknown field (the message names the nearest) or a value out of range.
-        """
+        """From a mapping of its fields; True takes every default, None and False mean off. ArgumentError: an unknown
+        field (the message names the nearest) or a value out of range."""
         if given is None or given is False:
             return None
         if isinstance(given, cls):
@@ -85,12 +79,8 @@ class AdaptConfig:
 def adapt_config(
     given: AdaptConfig | Mapping[str, Any] | bool | None, speculative: SpeculativeConfig | None
 ) -> AdaptConfig | None:
-    """What was asked for, None where nothing was.
-
-    Raises:
-        ArgumentError: an unknown or impossible value, or no configured drafter has weights that can be trained while it
-            serves.
-    """
+    """What was asked for, None where nothing was. ArgumentError: an unknown or impossible value, or no configured
+    drafter has weights that can be trained while it serves."""
     config = AdaptConfig.parse(given)
     if config is not None:
         _refuse_unless_adaptable(speculative)

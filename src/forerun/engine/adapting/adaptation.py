@@ -76,11 +76,8 @@ class Snapshots:
             self._described["tokenizer"] = TokenizerIdentity.of(tokenizer).record()
 
     def resume(self) -> Snapshot | None:
-        """The newest checkpoint, or None; removes what an earlier process left half-written.
-
-        Raises:
-            CheckpointError: it adapts a drafter to another target, or cannot be read.
-        """
+        """The newest checkpoint, or None; removes what an earlier process left half-written. CheckpointError: it adapts
+        a drafter to another target, or cannot be read."""
         tidy(self.directory)
         path = self._served()
         if path is None:

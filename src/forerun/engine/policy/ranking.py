@@ -29,12 +29,8 @@ class Ranking:
 
     @classmethod
     def of(cls, tree: TokenTree, estimate: Estimate, holders: Sequence[int] | None = None) -> Ranking:
-        """Rank a tree; without `holders` it was proposed by nobody in particular (bits 0).
-
-        Raises:
-            AssertionError: it holds a sampled node, whose fate may not depend on its value; a probe; or nodes that have
-                already run.
-        """
+        """Rank a tree; without `holders` it was proposed by nobody in particular (bits 0). AssertionError: it holds a
+        sampled node, whose fate may not depend on its value; a probe; or nodes that have already run."""
         assert tree.prunable, "only deterministic nodes may be pruned after they were drawn"
         bits, survival = holders or [0] * (tree.size + 1), [1.0]
         for node in range(1, tree.size + 1):
