@@ -61,6 +61,7 @@ class Offer:
     depth: int
     ms: float  # Of its proposal, for all rows together
     bids: Mapping[int, Bid]  # By row; only those that it may draft for
+    doubted: bool = False  # Its figures speak against it: where it drafts, little is known of it
     tried: Container[int] = ()  # Rows that it may draft for on trial
     unread: Mapping[int, int] = field(default_factory=dict)
     """By row, tokens that the drafter must read before its proposal."""
@@ -475,7 +476,9 @@ class Policy:
             bonus += SETTINGS.trial_tokens if member in tried else 0.0
             bids[member] = Bid(index, nodes, sum(curve[:depth]) + bonus)
         ms = self.costs.draft_ms(arm.key, depth, plan.batch)
-        return Offer(arm=index, depth=depth, ms=ms, bids=bids, tried=tried, unread=unread) if bids else None
+        if not bids:
+            return None
+        return Offer(arm=index, depth=depth, ms=ms, bids=bids, doubted=doubted, tried=tried, unread=unread)
 
     def _tried(self, plan: _StepPlan, arm: Arm, unread: Mapping[int, int]) -> list[int]:
         """Rows for a trial: a few of which little is to be read, together no more than a plain step takes."""
@@ -568,7 +571,7 @@ class Policy:
             arm.survival.record(row.cache_row, accepted=accepted, drafted=drafted)
             if member in offer.tried:
                 tried.append(1 + accepted)
-        if not offer.tried:
+        if not offer.doubted:
             arm.trials.drafted(self.steps)
         elif tried:
             reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
