@@ -46,7 +46,7 @@ def certify(
 
     Args:
         llm: configured with the drafter to examine.
-        prompts: texts; the ends of the first few are used.
+        prompts: texts; the beginnings of the first few are used.
         plan: how much to check.
         progress: is told what is being done.
         reference: the target as transformers runs it; None loads its checkpoint a second time.
@@ -76,7 +76,7 @@ class Plan:
     """How much to check."""
 
     prompts: int = 6  # Prompts for the greedy and the log-probability check
-    prompt_tokens: int = 192  # Tokens of each, cut from the end
+    prompt_tokens: int = 192  # First tokens of each
     max_tokens: int = 96  # Tokens of each greedy answer
     detect: float = 0.1  # Total variation that each chi-square test is to detect; sets how many answers are drawn
     power: float = 0.99  # Probability with which it does
