@@ -72,7 +72,7 @@ def test_unknown_formats_are_refused_with_the_nearest() -> None:
     with pytest.raises(ArgumentError, match="'speculators'"):
         format_named("speculator")
     with pytest.raises(CheckpointError, match="no head's"):
-        format_of({"dflash_config": {}, "hidden_size": 8})
+        format_of({"vision_config": {}, "num_channels": 8})
 
 
 def test_bf16_weights_keep_their_bits_and_rotary_frequencies_stay_exact(tmp_path: Path) -> None:

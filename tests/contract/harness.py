@@ -34,6 +34,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.manifests import TokenizerIdentity
@@ -155,6 +156,29 @@ def medusa_head() -> MedusaHead:
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return head
+
+
+@functools.cache
+def dflash_head(**options: Any) -> DFlashHead:
+    """A random head of blocks of four for `model()`."""
+    torch.manual_seed(5)
+    config = DFlashConfig(
+        hidden_size=32,
+        target_hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        boundaries=(0, 1, 2),
+        num_hidden_layers=2,
+        block_size=4,
+        mask_token_id=VOCABULARY - 1,
+        initializer_range=0.3,
+        **options,
+    )
+    return DFlashHead(config).eval()
 
 
 def _eagle(method: str, label: str, **options: Any) -> Variant:
@@ -302,6 +326,13 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("medusa", "ranks", {"model": medusa_head(), "nodes": 8}),
         Variant("medusa", "chain", {"model": medusa_head(), "shape": (1, 1, 1), "draw": "iid"}),
         Variant("medusa", "sampled-tree", {"model": medusa_head(), "nodes": 6, "draw": "without_replacement"}),
+    ],
+    "dflash": [
+        Variant("dflash", "best-first", {"model": dflash_head(), "nodes": 8}),
+        Variant("dflash", "best-first-given", {"model": dflash_head(), "nodes": 8, "draw": "deterministic"}),
+        Variant("dflash", "chain", {"model": dflash_head(), "shape": (1, 1, 1)}),
+        Variant("dflash", "sampled-tree", {"model": dflash_head(), "shape": (3, 2, 1)}),
+        Variant("dflash", "windows", {"model": dflash_head(sliding_window=6, causal_windows=True), "shape": (1, 1, 1)}),
     ],
 }
 

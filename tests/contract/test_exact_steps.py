@@ -25,6 +25,7 @@ from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree, join
 from forerun.drafters import trees
 from forerun.drafters.combined import first_of, merge
+from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.trees import FixedTree, Grown
@@ -89,6 +90,27 @@ def _medusa() -> MedusaHead:
     return head
 
 
+@functools.cache
+def _dflash() -> DFlashHead:
+    torch.manual_seed(6)
+    config = DFlashConfig(
+        hidden_size=8,
+        target_hidden_size=8,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        boundaries=(0, 1, 2),
+        num_hidden_layers=1,
+        block_size=4,
+        mask_token_id=VOCABULARY - 1,
+        initializer_range=0.3,
+    )
+    return DFlashHead(config).eval().to(torch.float64)
+
+
 CHAIN = {"num_speculative_tokens": 3}
 NOVEL = (3,)
 """Nothing to copy."""
@@ -118,6 +140,8 @@ SAMPLING = [
     Variant("eagle2", "sampled", {"model": _head(1), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
     Variant("medusa", "chain", {"model": _medusa(), "shape": (1, 1, 1), "draw": "iid"}),
     Variant("medusa", "tree", {"model": _medusa(), "shape": (2, 1), "draw": "without_replacement"}),
+    Variant("dflash", "best-first", {"model": _dflash(), "num_speculative_tokens": 3, "nodes": 5}),
+    Variant("dflash", "chain", {"model": _dflash(), "shape": (1, 1, 1)}),
     Variant("cascade", "chain", {"model": _relative(), "inner": COPIES, **CHAIN}),
     Variant("cascade", "tail", {"model": _relative(), "inner": COPIES, "num_speculative_tokens": 2, "tail": 3}),
     Variant("cascade", "three-levels", {"model": _relative(), "inner": _member("cascade", inner=COPIES), **CHAIN}),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.model import Target
@@ -65,6 +66,35 @@ def medusa(**options: Any) -> MedusaHead:
     made = MedusaHead(config).eval()
     for weight in made.parameters():
         torch.nn.init.normal_(weight, std=0.2)
+    return made
+
+
+def dflash(**options: Any) -> DFlashHead:
+    """A random DFlash head for `model()`, of two layers and blocks of five unless the options say otherwise."""
+    torch.manual_seed(1)
+    given = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": VOCABULARY,
+        "boundaries": (1, 2, 3),
+        "num_hidden_layers": 2,
+        "block_size": 5,
+        "mask_token_id": VOCABULARY - 1,
+        "initializer_range": 0.2,
+        **options,
+    }
+    made = DFlashHead(DFlashConfig(**given)).eval()
+    for name, weight in made.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    if made.config.reduced_vocabulary:
+        ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]
+        made.set_vocabulary(ids.sort().values)
     return made
 
 

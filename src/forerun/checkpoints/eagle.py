@@ -18,7 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.checkpoints.base import HeadCheckpoint, target_mask, with_vocabulary
 from forerun.checkpoints.keys import NESTED, Keys
-from forerun.drafters.heads.eagle import EagleConfig, Rotary, default_boundaries
+from forerun.drafters.heads.eagle import default_boundaries
+from forerun.drafters.heads.layers import DecoderConfig, Rotary
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model.masks import FULL, SLIDING
 from forerun.types import LAST_HIDDEN
@@ -140,7 +141,7 @@ SAME_NAME = (
     "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
     "initializer_range",
 )  # fmt: skip
-"""Keys of a file that `EagleConfig` calls the same."""
+"""Keys of a file that `DecoderConfig` calls the same."""
 ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
 WINDOW_NOTE = (
     "sliding_window without layer_types is read as the window of every layer, which is how the head is drafted with. "
@@ -149,7 +150,7 @@ WINDOW_NOTE = (
 
 
 def read_layers(keys: Keys) -> dict[str, Any]:
-    """The fields of `EagleConfig` that describe its layers; CheckpointError if a key is missing or wrong."""
+    """The fields of `DecoderConfig` that describe its layers; CheckpointError if a key is missing or wrong."""
     size, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if heads < 1:
         raise CheckpointError(f"num_attention_heads must be at least 1, got {heads}")
@@ -175,7 +176,7 @@ def read_layers(keys: Keys) -> dict[str, Any]:
     }
 
 
-def write_layers(config: EagleConfig) -> dict[str, Any]:
+def write_layers(config: DecoderConfig) -> dict[str, Any]:
     """The keys that `read_layers` reads; ``tie_word_embeddings`` is false, because true would hide the output head."""
     window: dict[str, Any] = {}
     if config.sliding_window is not None:
@@ -194,14 +195,14 @@ def write_layers(config: EagleConfig) -> dict[str, Any]:
 
 
 def make_head(
-    tensors: Mapping[str, Tensor], notes: Mapping[str, bool], *, qk_norm: bool, **fields: Any
+    made: type[DecoderConfig], tensors: Mapping[str, Tensor], notes: Mapping[str, bool], *, qk_norm: bool, **fields: Any
 ) -> HeadCheckpoint:
     """The head of a file's canonical tensors and the `fields` of its configuration, with the notes that apply.
     CheckpointError where they contradict each other or nothing knows them."""
     found = with_vocabulary(tensors, fields["vocab_size"], fields["draft_vocab_size"])
     fields |= {"own_embedding": "embed_tokens.weight" in found, "own_lm_head": "lm_head.weight" in found}
     try:
-        config = EagleConfig(qk_norm=qk_norm or "layers.0.self_attn.q_norm.weight" in found, **fields)
+        config = made(qk_norm=qk_norm or "layers.0.self_attn.q_norm.weight" in found, **fields)
         Rotary(config)
     except (ArgumentError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"config.json describes no head that can be built: {error}") from error

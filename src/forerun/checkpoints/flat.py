@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.keys import NESTED, Keys
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
 
@@ -70,6 +71,7 @@ def read_flat(config: Config, tensors: Tensors, num_layers: int | None) -> HeadC
         eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None,
     }
     return eagle.make_head(
+        EagleConfig,
         found,
         notes,
         **fields,

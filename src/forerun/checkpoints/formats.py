@@ -39,9 +39,10 @@ class Entry:
 
 
 FORMATS: dict[str, Entry] = {
-    "speculators": Entry(path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3",)),
+    "speculators": Entry(path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3", "dflash")),
     "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
     "medusa": Entry(path="forerun.checkpoints.medusa:MedusaFormat", kinds=("medusa",)),
+    "dflash": Entry(path="forerun.checkpoints.dflash:DFlashFormat", kinds=("dflash",)),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",
         kinds=("eagle3", "eagle"),

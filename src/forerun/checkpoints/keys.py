@@ -38,10 +38,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ()),
     **dict.fromkeys(("rope_is_neox_style", "is_causal"), (True,)),
     **dict.fromkeys(("sliding_window_non_causal", "qkv_bias"), (False,)),
-    # Heads of other kinds that have the same tensors, or more: FR-Spec's vocabularies, HASS, TensorRT-LLM's variants.
+    # Heads of other kinds that have the same tensors, or more: FR-Spec's vocabularies, HASS, TensorRT-LLM's variants,
+    # DSpark, DFlash 2.
     **dict.fromkeys(("add_para_norm", "eh_proj_before_attn", "eh_proj_bias"), (False,)),
     **dict.fromkeys(("truncated_vocab_size", "hot_vocab_size"), ()),
-    "parallel_draft_heads_num_layers": (0,),
+    **dict.fromkeys(("parallel_draft_heads_num_layers", "markov_rank"), (0,)),
+    **dict.fromkeys(("selector_rank", "conv_kernel_size"), ()),
     # Drafting several tokens in one pass with a token that stands for what is not known yet.
     **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id", "dspark_noise_token_id"), ()),
     "parallel_drafting": (False,),

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.checkpoints import eagle
+from forerun.checkpoints import dflash, eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
+from forerun.drafters.heads.dflash import DFlashConfig
+from forerun.drafters.heads.eagle import EagleConfig
+from forerun.drafters.heads.layers import DecoderConfig
 from forerun.errors import CheckpointError
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
-PROPOSALS = "proposal_methods"
+PROPOSALS, BLOCK_IDS = "proposal_methods", "aux_hidden_state_layer_ids"
+OWN = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator"}  # Kinds of this format, and their architectures
 DEFAULT_TOKENS = 5  # Drafted tokens per step that are written where the file it came from did not say
 AT_THE_TOP = ("speculators_version", "embed_requires_grad", "transformers_version", "auto_map")
 """Keys without meaning for drafting that belong beside, not inside, the nested configuration."""
@@ -25,10 +29,10 @@ RESIDUAL_NOTE = (
 
 
 class SpeculatorsFormat(Format):
-    """EAGLE-3 heads of Red Hat and of everybody who trains with speculators."""
+    """Heads of Red Hat and of everybody who trains with speculators."""
 
     name = "speculators"
-    mark = "eagle"
+    mark = "speculators"
 
     def recognises(self, config: Config) -> bool:
         return KIND in config
@@ -36,72 +40,119 @@ class SpeculatorsFormat(Format):
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)
         kind = keys.text(KIND, "eagle3")
-        if kind != "eagle3":
-            raise CheckpointError(f"{KIND} is {kind!r}; of this format eagle3 is supported")
+        if kind not in OWN:
+            raise CheckpointError(f"{KIND} is {kind!r}; of this format {' and '.join(OWN)} are supported")
         layers, whole = keys.nested(LAYERS), keys.nested(WHOLE)
         fields, found = eagle.read_layers(layers), eagle.to_canonical(tensors)
         for stated in ("architectures", "torch_dtype", "dtype", "tie_word_embeddings"):
             keys.get(stated), layers.get(stated)  # said again when written
-        notes = {
-            RESIDUAL_NOTE: keys.get("norm_before_residual") is None,
-            eagle.WINDOW_NOTE: fields["sliding_window"] is not None and layers.get("layer_types") is None,
-        }
+        windowed = fields["sliding_window"] is not None and layers.get("layer_types") is None
+        made, own, notes = _eagle3(keys, layers, num_layers) if kind == "eagle3" else _dflash(keys)
         return eagle.make_head(
+            made,
             found,
-            notes,
+            {**notes, eagle.WINDOW_NOTE: windowed},
             **fields,
+            **own,
             target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
             draft_vocab_size=keys.integer("draft_vocab_size", fields["vocab_size"]),
-            boundaries=eagle.agreed(
-                keys.integers(eagle.IDS), None, count=layers.get("num_aux_hidden_states"), num_layers=num_layers
-            ),
-            fc_bias="fc.bias" in found,
+            **({"fc_bias": "fc.bias" in found} if kind == "eagle3" else {}),
             qk_norm=layers.get("model_type") == "qwen3",
-            **{flag: keys.flag(flag) for flag in eagle.FLAGS},
-            extra=_extra(layers, keys, whole),
+            extra=_extra(layers, keys, whole, _usual_tokens(own)),
         )
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """See `Format.write`; the target is named, because vLLM starts it from here."""
         config = checkpoint.config
-        if config.generation != 3:
+        if config.kind not in OWN:
             raise CheckpointError("engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2")
-        if config.norm_before_fc and config.fc_norm:
-            raise CheckpointError("speculators forbids norm_before_fc together with fc_norm; use flat")
         eagle.to_outputs(config.boundaries)  # refuses what has no id
         extra = {name: value for name, value in config.extra.items() if name != SPECULATORS}
         top = {name: extra.pop(name) for name in AT_THE_TOP if name in extra}
         stated = config.extra.get(SPECULATORS, {})
-        proposals = stated.get(PROPOSALS) or [_greedy(DEFAULT_TOKENS)]
+        proposals = stated.get(PROPOSALS) or [_greedy(config.max_depth or DEFAULT_TOKENS)]
         layers = {**extra, **eagle.write_layers(config)}
-        if len(config.boundaries) != 3:
+        if config.kind == "eagle3" and len(config.boundaries) != 3:
             layers["num_aux_hidden_states"] = len(config.boundaries)  # vLLM assumes 3 and looks for it here
         return {
             **top,
-            KIND: "eagle3",
-            "architectures": ["Eagle3Speculator"],
+            KIND: config.kind,
+            "architectures": [OWN[config.kind]],
             "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
-            **{flag: getattr(config, flag) for flag in eagle.FLAGS},
-            eagle.IDS: list(config.boundaries),
+            **(_of_eagle3(config) if config.kind == "eagle3" else _of_dflash(config)),
             "tie_word_embeddings": False,
             LAYERS: layers,
             WHOLE: {
                 **stated,
-                "algorithm": "eagle3",
+                "algorithm": config.kind,
                 PROPOSALS: proposals,
                 "default_proposal_method": proposals[0]["proposal_type"],
                 "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
             },
-        }, eagle.to_file(checkpoint)
+        }, eagle.to_file(checkpoint) if config.kind == "eagle3" else dflash.to_file(checkpoint)
+
+
+Own = tuple[type[DecoderConfig], dict[str, Any], dict[str, bool]]
+"""A kind's configuration, its fields that only this kind has, and notes with whether they apply."""
+
+
+def _eagle3(keys: Keys, layers: Keys, num_layers: int | None) -> Own:
+    """What EAGLE-3 adds to the layers."""
+    count = layers.get("num_aux_hidden_states")
+    boundaries = eagle.agreed(keys.integers(eagle.IDS), None, count=count, num_layers=num_layers)
+    fields = {"boundaries": boundaries, **{flag: keys.flag(flag) for flag in eagle.FLAGS}}
+    return EagleConfig, fields, {RESIDUAL_NOTE: keys.get("norm_before_residual") is None}
+
+
+def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
+    if config.norm_before_fc and config.fc_norm:
+        raise CheckpointError("speculators forbids norm_before_fc together with fc_norm; use flat")
+    return {**{flag: getattr(config, flag) for flag in eagle.FLAGS}, eagle.IDS: list(config.boundaries)}
+
+
+def _dflash(keys: Keys) -> Own:
+    """What DFlash adds to the layers: layer ids are required, and are boundaries."""
+    boundaries = keys.integers(BLOCK_IDS)
+    if boundaries is None:
+        raise CheckpointError(f"config.json has no {BLOCK_IDS}; a DFlash head's configuration needs it")
+    fields = {
+        "boundaries": boundaries,
+        "block_size": keys.integer("block_size", 8),
+        "mask_token_id": keys.integer("mask_token_id"),
+        "sample_from_anchor": keys.flag("sample_from_anchor"),
+        "causal_windows": not keys.flag("sliding_window_non_causal"),
+    }
+    return DFlashConfig, fields, {}
+
+
+def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
+    if config.is_causal and not (config.sliding_window and not config.full_layers):
+        raise CheckpointError(
+            "speculators has no key for blocks that are causal in layers without a window; use dflash"
+        )
+    return {
+        BLOCK_IDS: list(config.boundaries),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": not (config.causal_windows or config.is_causal),
+    }
+
+
+def _usual_tokens(own: dict[str, Any]) -> int:
+    """Drafted tokens per step of a head with these fields, where a file says nothing else."""
+    if "block_size" not in own:
+        return DEFAULT_TOKENS
+    return int(own["block_size"]) if own["sample_from_anchor"] else int(own["block_size"]) - 1
 
 
 def _greedy(tokens: int) -> dict[str, Any]:
     return {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
 
 
-def _extra(layers: Keys, top: Keys, whole: Keys) -> dict[str, Any]:
+def _extra(layers: Keys, top: Keys, whole: Keys, usual: int) -> dict[str, Any]:
     """Keys that nobody read; `WHOLE`, by which vLLM knows this format, under another name and only if it says more."""
     for said_again in ("algorithm", "default_proposal_method", "verifier"):
         whole.get(said_again)
@@ -109,7 +160,7 @@ def _extra(layers: Keys, top: Keys, whole: Keys) -> dict[str, Any]:
     proposals = stated.get(PROPOSALS, [])
     if not isinstance(proposals, list) or any("proposal_type" not in proposal for proposal in proposals):
         raise CheckpointError(f"{PROPOSALS} of {WHOLE} must be objects with a proposal_type, got {proposals!r}")
-    if proposals in ([], [_greedy(DEFAULT_TOKENS)]):
+    if proposals in ([], [_greedy(usual)]):
         stated.pop(PROPOSALS, None)
     for name in inner.keys() & outer.keys():
         if inner[name] != outer[name] and unknown_keys({name: inner[name]}):

@@ -27,7 +27,7 @@ Descend = Callable[[Tensor, range], Tensor]
 Enough = Callable[[int, Children], bool]
 """(depth of the parents, their children) -> whether no further level is wanted. No node that it saw is taken back."""
 Expand = Callable[[Tensor, Tensor], Tensor]
-"""(tokens (B, F), index of each one's parent in the level before (B, F)) -> raw logits (B, F, V')."""
+"""(tokens (B, F), index of each one's parent in the level before (B, F)) -> raw logits (B, F, V'), or (B, 1, V')."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,11 +349,13 @@ class _Pool:
         self._levels: list[tuple[Tensor, ...]] = []  # Tokens, scores, parents, log-probabilities, depths
 
     def add(self, logits: Tensor, scores: Tensor, ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """From logits (B, F, V'), scores and ids (B, F) of nodes their children's tokens and scores, (B, F * width)."""
-        logs = logits.float().log_softmax(-1).topk(self.width, dim=-1)
-        tokens, sums = logs.indices.flatten(1), (scores.unsqueeze(-1) + logs.values).flatten(1)
-        parents = ids.unsqueeze(-1).expand_as(logs.indices).flatten(1)
-        self._levels.append((tokens, sums, parents, logs.values.flatten(1), torch.full_like(tokens, depth)))
+        """From logits (B, F, V') or (B, 1, V'), scores and ids (B, F) of nodes their children's tokens and scores,
+        (B, F * width)."""
+        found = logits.float().log_softmax(-1).topk(self.width, dim=-1)
+        shape = (*scores.shape, self.width)
+        tokens, logs = found.indices.expand(shape).flatten(1), found.values.expand(shape)
+        sums, parents = (scores.unsqueeze(-1) + logs).flatten(1), ids.unsqueeze(-1).expand(shape).flatten(1)
+        self._levels.append((tokens, sums, parents, logs.flatten(1), torch.full_like(tokens, depth)))
         self.size += tokens.shape[1]
         return tokens, sums
 

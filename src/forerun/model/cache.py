@@ -104,12 +104,16 @@ class SlotCache:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write (B, heads, N, dim) or (1, heads, M, dim); returns what the layer may read: (B, heads, width, dim)."""
+        """`write`, and what the layer may read: (B, heads, width, dim)."""
+        self.write(keys, values, layer_idx)
+        return self.seen(layer_idx)
+
+    def write(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
+        """Keys and values of the pass, (B, heads, N, dim) or (1, heads, M, dim)."""
         flat = self._on(keys.device).flat
         stores = self._of(layer_idx, keys.shape[1::2], values.shape[1::2], keys)
         for store, new in zip(stores, (keys, values), strict=True):
             store.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
-        return self.seen(layer_idx)
 
     def opened(self, layer_idx: int, shape: tuple[int, int], *, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """What `update` writes to, for a layer that does it itself: keys and values (rows, slots + 1, heads, dim) of

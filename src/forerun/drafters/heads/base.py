@@ -89,7 +89,7 @@ class HeadConfig:
 
 
 class Head(nn.Module):
-    """A draft head; see `SequentialHead` and `ParallelHead`."""
+    """A draft head; see `SequentialHead`, `ParallelHead` and `BlockHead`."""
 
     Config: ClassVar[type[HeadConfig]]
     config: HeadConfig
@@ -148,9 +148,8 @@ class Advanced:
     output: Tensor  # (B, N, H): what the output head reads
 
 
-class SequentialHead(Head):
-    """Drafts level by level over keys and values of its own: each level reads the features of the one before. Entry i
-    reads the embedding of token i + 1 and the feature of token i at position i, and predicts token i + 2."""
+class AttendingHead(Head):
+    """A head whose layers keep keys and values of what was committed."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -169,9 +168,59 @@ class SequentialHead(Head):
         """Cosines and sines (B, N, D) of `positions` (B, N), in the dtype of `like`."""
         raise NotImplementedError
 
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """One depth of a block head after the tokens drafted above it."""
+
+    logits: Tensor  # (B, F, Vd), or (B, 1, Vd) where they are alike
+    memory: Tensor | None  # (B, F, M) of the path up to here, where the head keeps one
+
+
+class SequentialHead(AttendingHead):
+    """Drafts level by level: each reads the features of the one before. Entry i reads the embedding of token i + 1 and
+    the feature of token i at position i, and predicts token i + 2."""
+
     def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Advanced:
         """One pass: embeddings (B, N, H) of the next tokens beside their features (B, N, H)."""
         raise NotImplementedError
+
+
+class BlockHead(AttendingHead):
+    """Drafts all depths in one pass over a block behind what is committed: the root, then a token that stands for what
+    is not known yet. Of what is committed before the root, entry i is the feature of token i at position i."""
+
+    @property
+    def places(self) -> int:
+        """Tokens of a block, the root's included."""
+        raise NotImplementedError
+
+    @property
+    def first(self) -> int:
+        """Place in the block, the root's being 0, whose output predicts the token after the root."""
+        raise NotImplementedError
+
+    @property
+    def mask_token(self) -> int:
+        """What stands behind the root."""
+        raise NotImplementedError
+
+    def causal(self, layer: int) -> bool:
+        """Whether a place of the block sees none behind it."""
+        raise NotImplementedError
+
+    def context(self, features: Tensor, angles: Angles) -> Sequence[tuple[Tensor, Tensor]]:
+        """What each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and values, (B, groups, N, D)."""
+        raise NotImplementedError
+
+    def block(self, embeds: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """(B, N, H) of a block's tokens -> (B, N, H), what the output head reads."""
+        raise NotImplementedError
+
+    def follow(self, logits: Tensor, states: Tensor, tokens: Tensor, memory: Tensor | None) -> Followed:
+        """What the `tokens` (B, F) drafted before a depth change of its `logits` (B, 1, Vd): nothing here, so that they
+        are alike for all F. `states` (B, 1, H) are the block's outputs; `memory` (B, F, M) is the last depth's."""
+        return Followed(logits, memory)
 
 
 class ParallelHead(Head):

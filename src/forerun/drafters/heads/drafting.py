@@ -76,15 +76,15 @@ class HeadDrafter(Drafter):
             asked = f"the shape asks for {self.tree.depth}"
             raise ArgumentError(f"{self.name}: the head drafts {deepest} tokens on one path, {asked}")
         most = max(self.tree.run, self.sampled.run)
-        self.runner = RUNNERS[kind.drafts](self.head, setup.target, setup.rows, setup.slots + most)
+        self.runner = RUNNERS[kind.drafts](self.head, setup.target, setup.rows, setup.slots, most)
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
         self._rows = defaultdict[int, _Row](_Row)
 
-    def default_shape(self, depth: int) -> Shape:
+    def default_tree(self, depth: int) -> FixedTree | DynamicTree:
         """What is drafted, at most `depth` tokens on one path, where the options name no tree."""
-        return Shape.regular((1,) * depth)
+        return self._fixed_tree(Shape.regular((1,) * depth))
 
     @property
     def depth(self) -> int | None:
@@ -166,7 +166,8 @@ class HeadDrafter(Drafter):
             above = tree.shape.levels[tree.shape.depths[level.start] - 1]
             index = tuple(tree.shape.parents[node] - above.start for node in level)
             tokens = ids[:, level.start - 1 : level.stop - 1]
-            return self.runner.descend(tokens, constant(index, ids.device).expand_as(tokens))
+            logits = self.runner.descend(tokens, constant(index, ids.device).expand_as(tokens))
+            return logits.expand(-1, tokens.shape[1], -1)
 
         size, recorded = self.runner.target.vocab_size, self.runner.recordings.active
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
@@ -186,8 +187,10 @@ class HeadDrafter(Drafter):
         config = self.config
         if config.top_k is not None:
             return DynamicTree(depth=depth, top_k=config.top_k, nodes=config.nodes, stop_below=config.stop_below)
-        shape = Shape.regular(config.shape) if config.shape else self.default_shape(depth)
-        return FixedTree(shape=shape, draw=Draw(config.draw), temperature=config.temperature)
+        return self._fixed_tree(Shape.regular(config.shape)) if config.shape else self.default_tree(depth)
+
+    def _fixed_tree(self, shape: Shape) -> FixedTree:
+        return FixedTree(shape=shape, draw=Draw(self.config.draw), temperature=self.config.temperature)
 
     def _sampled_tree(self, tree: FixedTree | DynamicTree) -> FixedTree | DynamicTree:
         """In the place of a dynamic tree that nobody insists on: two children a node as far down as its nodes reach."""

@@ -16,7 +16,7 @@ from forerun.errors import ArgumentError, nearest
 if TYPE_CHECKING:
     from forerun.drafters.heads.base import Head
 
-Way = Literal["sequential", "parallel"]
+Way = Literal["sequential", "parallel", "block"]
 Role = Literal["head", "draft_model", "target"]
 READ_HEAD = "forerun.checkpoints.formats:read_head"
 """Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not the reverse."""
@@ -31,7 +31,9 @@ class HeadKind:
     summary: str
     module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
     drafter: str  # ``module:Class`` of the drafter, a `heads.drafting.HeadDrafter`
-    drafts: Way  # ``sequential``: level by level, each reading the one before. ``parallel``: all depths from one state.
+    drafts: Way
+    """``sequential``: level by level, each reading the one before. ``parallel``: all depths from one state. ``block``:
+    all depths from one pass over a block of masks."""
     trains: Role = "head"  # What training changes: a head on a frozen target, a draft model, or the target itself
     same_head_as: str | None = None  # The kind whose heads these are, where two kinds differ in how they draft alone
 
@@ -83,6 +85,14 @@ KINDS: dict[str, HeadKind] = {
             module="forerun.drafters.heads.medusa:MedusaHead",
             drafter="forerun.drafters.heads.medusa:MedusaDrafter",
             drafts="parallel",
+        ),
+        HeadKind(
+            name="dflash",
+            title="DFlash",
+            summary="a block of tokens in one pass, from masks (DFlash); the tree of the likeliest paths",
+            module="forerun.drafters.heads.dflash:DFlashHead",
+            drafter="forerun.drafters.heads.dflash:DFlashDrafter",
+            drafts="block",
         ),
     )
 }

@@ -18,6 +18,7 @@ from torch.nn.functional import silu
 from forerun.drafters.drawing import Shape
 from forerun.drafters.heads.base import HeadConfig, ParallelHead
 from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
+from forerun.drafters.trees import FixedTree
 from forerun.errors import ArgumentError
 from forerun.types import LAST_HIDDEN
 
@@ -120,8 +121,8 @@ class MedusaDrafter(HeadDrafter):
     name = "medusa"
     Config = MedusaDrafterConfig
 
-    def default_shape(self, depth: int) -> Shape:
-        return tree_of_ranks(depth, self.config.nodes)
+    def default_tree(self, depth: int) -> FixedTree:
+        return self._fixed_tree(tree_of_ranks(depth, self.config.nodes))
 
 
 def tree_of_ranks(depth: int, nodes: int) -> Shape:

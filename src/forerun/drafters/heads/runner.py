@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.devices import attention_kernels, rows_of, sent
-from forerun.drafters.heads.base import Advanced, Head, ParallelHead, SequentialHead
+from forerun.drafters.heads.base import Advanced, AttendingHead, BlockHead, Head, ParallelHead, SequentialHead
 from forerun.drafters.heads.kinds import Way
 from forerun.model import Target
 from forerun.model.cache import SlotCache
@@ -31,12 +31,13 @@ HiddenStates = Mapping[Boundary, Tensor]
 
 
 class HeadRunner:
-    """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, drafted ones included."""
+    """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, and trees behind them of which it
+    runs at most `run` nodes."""
 
     head: Head
     _frontier: Any = None  # Where the trees that are being drafted have come to
 
-    def __init__(self, head: Head, target: Target, rows: int, slots: int) -> None:
+    def __init__(self, head: Head, target: Target, rows: int, slots: int, run: int = 0) -> None:
         self.head, self.target = head, target
         self.lengths = [0] * rows  # Entries with the target's own features, by row
         weight = head.weight
@@ -104,7 +105,7 @@ class HeadRunner:
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Logits (B, F, V') of the next level, after `tokens` (B, F), children of the nodes `parents` (B, F) of the
-        level before. Only inside `unroll`."""
+        level before; (B, 1, V') where they are alike. Only inside `unroll`."""
         raise NotImplementedError
 
 
@@ -137,23 +138,23 @@ class ParallelRunner(HeadRunner):
         assert self._frontier is not None, "only inside unroll"
         every, depth = self._frontier
         self._frontier = every, depth + 1
-        return every[:, depth + 1 : depth + 2].expand(-1, tokens.shape[1], -1)
+        return every[:, depth + 1 : depth + 2]
 
 
-class SequentialRunner(HeadRunner):
-    """Level by level over a row-and-slot cache of the head's own: entry i of a row stands in slot i, behind them the
-    drafted nodes, which read the head's own features, until the target's take their place."""
+class AttendingRunner(HeadRunner):
+    """Over a row-and-slot cache of the head's own: entry i of a row stands in slot i, behind them what is drafted."""
 
-    head: SequentialHead
-    _frontier: _Frontier | None
+    head: AttendingHead
 
-    def __init__(self, head: SequentialHead, target: Target, rows: int, slots: int) -> None:
-        super().__init__(head, target, rows, slots)
-        self._cache = SlotCache(rows, slots)
+    def __init__(self, head: AttendingHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+        super().__init__(head, target, rows, slots, run)
+        self._cache = SlotCache(rows, slots + self._behind(run))
         self._kinds = [FULL if window is None else SLIDING for window in head.windows]
-        reach = next((window for window in head.windows if window is not None), None)
-        self._style = MaskStyle(types=tuple(sorted(set(self._kinds))), window=reach)
-        self._outputs = torch.zeros_like(self._features)
+        self._reach = next((window for window in head.windows if window is not None), None)
+
+    def _behind(self, run: int) -> int:
+        """Slots that a tree of which `run` nodes are run needs behind a row's entries."""
+        return run
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self._cache.nbytes()
@@ -171,10 +172,61 @@ class SequentialRunner(HeadRunner):
             states = [rows_of(hidden_states[b], active)[:, start : start + size] for b in self.head.config.boundaries]
             self._append([rows[index] for index in active], pieces, states)
 
+    def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
+        eager = self.device.type == "cpu"
+        longest = max(map(len, pieces))
+        nodes = Nodes.of_prompt(pieces, least=longest if eager else bucket(longest))
+        held = torch.tensor([self.lengths[row] for row in rows])
+        host = torch.tensor(rows), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
+        index, lengths, counts, real, depths, sees, ids = sent(host, self.device)
+        positions = lengths.unsqueeze(1) + depths
+        most = max(self.lengths[row] for row in rows) + nodes.fresh
+        most = most if eager else wide(most, self._cache.slots)
+        self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
+        self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most, index=index)
+        missing = nodes.fresh - longest
+        fused = self.head.fuse([pad(state.to(self.device, self._dtype), (0, 0, 0, missing)) for state in states])
+        sees = sees & real.unsqueeze(2)
+        block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
+        self._read(index, ids, fused, block, counts - 1, most)
+        for row, piece in zip(rows, pieces, strict=True):
+            self.lengths[row] += len(piece)
+
+    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
+        """Take what rows `index` (B,) committed: tokens (B, N) after the features (B, N, H); `last` (B,) of them."""
+        raise NotImplementedError
+
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
-        ends = [self.lengths[row] + run for row in rows]
+        ends = [self.lengths[row] + self._behind(run) for row in rows]
         self._cache.touch(rows, ends)
         return wide(max(ends), self._cache.slots) if recorded else max(ends)
+
+    def _mask(self, kind: str, block: Block, width: int) -> Tensor:
+        """Of layers of a kind."""
+        mask = build(block, MaskStyle(types=(kind,), window=self._reach), width, self._dtype)
+        assert isinstance(mask, Tensor), "of one kind there is one mask"
+        return mask
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(..) -> (.., H), from the head's own table or the target's."""
+        own = self.head.embed(tokens)
+        return self.target.embed(tokens).to(self.device, self._dtype) if own is None else own
+
+    def logits(self, output: Tensor) -> Tensor:
+        """(B, N, H) -> raw logits (B, N, V') over the draft vocabulary."""
+        own = self.head.logits(output)
+        return self.target.lm_head(output.to(self.target.dtype)) if own is None else own
+
+
+class SequentialRunner(AttendingRunner):
+    """Level by level: drafted nodes read the head's own features, until the target's take their place."""
+
+    head: SequentialHead
+    _frontier: _Frontier | None
+
+    def __init__(self, head: SequentialHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+        super().__init__(head, target, rows, slots, run)
+        self._outputs = torch.zeros_like(self._features)
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
         none = index.new_zeros(len(rows), 0)
@@ -203,56 +255,83 @@ class SequentialRunner(HeadRunner):
         self._cache.go_on(slots)
         reached = torch.cat([last.positions, positions], dim=1)
         block = Block(lengths=last.lengths, sees=sees, query_positions=positions, node_positions=reached)
-        advanced = self._advance(tokens, features, positions, self._mask(block, last.width))
+        advanced = self._advance(tokens, features, block, last.width)
         self._frontier = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=last.depth + 1)
         return self.logits(advanced.output)
 
-    def logits(self, output: Tensor) -> Tensor:
-        """(B, N, H) -> raw logits (B, N, V') over the draft vocabulary."""
-        own = self.head.logits(output)
-        return self.target.lm_head(output.to(self.target.dtype)) if own is None else own
+    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
+        advanced = self._advance(ids, fused, block, width)
+        each = torch.arange(len(index), device=self.device)
+        self._features[index] = advanced.feature[each, last]
+        self._outputs[index] = advanced.output[each, last]
 
-    def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
-        eager = self.device.type == "cpu"
-        longest = max(map(len, pieces))
-        nodes = Nodes.of_prompt(pieces, least=longest if eager else bucket(longest))
-        held = torch.tensor([self.lengths[row] for row in rows])
-        host = torch.tensor(rows), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
-        index, lengths, counts, real, depths, sees, ids = sent(host, self.device)
-        positions = lengths.unsqueeze(1) + depths
-        most = max(self.lengths[row] for row in rows) + nodes.fresh
-        most = most if eager else wide(most, self._cache.slots)
-        self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
-        self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most, index=index)
-        sees = sees & real.unsqueeze(2)
-        block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
-        missing = nodes.fresh - longest
-        fused = self.head.fuse([pad(state.to(self.device, self._dtype), (0, 0, 0, missing)) for state in states])
-        advanced = self._advance(ids, fused, positions, self._mask(block, most))
-        each = torch.arange(len(rows), device=self.device)
-        self._features[index] = advanced.feature[each, counts - 1]
-        self._outputs[index] = advanced.output[each, counts - 1]
-        for row, piece in zip(rows, pieces, strict=True):
-            self.lengths[row] += len(piece)
-
-    def _mask(self, block: Block, width: int) -> dict[str, Tensor]:
-        """By kind of layer."""
-        mask = build(block, self._style, width, self._dtype)
-        return mask if isinstance(mask, dict) else {self._kinds[0]: mask}
-
-    def _advance(self, tokens: Tensor, features: Tensor, positions: Tensor, masks: dict[str, Tensor]) -> Advanced:
+    def _advance(self, tokens: Tensor, features: Tensor, block: Block, width: int) -> Advanced:
         embeds, this = self.embed(tokens), Pass()
+        masks = {kind: self._mask(kind, block, width) for kind in dict.fromkeys(self._kinds)}
 
         def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(query, *self._cache.update(key, value, layer), masks[self._kinds[layer]], this)
 
         with attention_kernels(self.device):
-            return self.head.advance(embeds, features, self.head.angles(positions, embeds), attend_cached)
+            angles = self.head.angles(block.query_positions, embeds)
+            return self.head.advance(embeds, features, angles, attend_cached)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(..) -> (.., H), from the head's own table or the target's."""
-        own = self.head.embed(tokens)
-        return self.target.embed(tokens).to(self.device, self._dtype) if own is None else own
+
+class BlockRunner(AttendingRunner):
+    """All levels from one pass over a block behind the committed entries, which are keys and values of features."""
+
+    head: BlockHead
+    _frontier: _Depths | None
+
+    def __init__(self, head: BlockHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+        super().__init__(head, target, rows, slots, run)
+        self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
+
+    def _behind(self, run: int) -> int:
+        return self.head.places
+
+    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
+        angles = self.head.angles(block.query_positions, fused)
+        for layer, (keys, values) in enumerate(self.head.context(fused, angles)):
+            self._cache.write(keys, values, layer)
+        self._roots[index] = ids.gather(1, last.unsqueeze(1)).squeeze(1)
+
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+        places, first, this = self.head.places, self.head.first, Pass()
+        roots = self._roots[index].unsqueeze(1)
+        tokens = torch.cat([roots, torch.full_like(roots, self.head.mask_token).expand(-1, places - 1)], dim=1)
+        positions = lengths.unsqueeze(1) + torch.arange(places, device=self.device)
+        self._cache.begin(rows, positions, size, index=index, anywhere=recorded)
+        masks = dict[tuple[str, bool], Tensor]()
+        sees = torch.ones(len(rows), places, places, dtype=torch.bool, device=self.device)
+        kinds = [(kind, self.head.causal(layer)) for layer, kind in enumerate(self._kinds)]
+        for kind, causal in dict.fromkeys(kinds):
+            seen = sees.tril() if causal else sees
+            block = Block(lengths=lengths, sees=seen, query_positions=positions, node_positions=positions)
+            masks[kind, causal] = self._mask(kind, block, size)
+
+        def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(query, *self._cache.update(key, value, layer), masks[kinds[layer]], this)
+
+        embeds = self.embed(tokens)
+        with attention_kernels(self.device):
+            output = self.head.block(embeds, self.head.angles(positions, embeds), attend_cached)[:, first:]
+        self._frontier = _Depths(logits=self.logits(output), states=output)
+        return self._follow(roots, self._frontier)
+
+    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        last = self._frontier
+        assert last is not None, "only inside unroll"
+        memory = last.memory
+        if memory is not None:
+            memory = memory.gather(1, parents.unsqueeze(-1).expand(-1, -1, memory.shape[-1]))
+        return self._follow(tokens, replace(last, memory=memory, depth=last.depth + 1))
+
+    def _follow(self, tokens: Tensor, depths: _Depths) -> Tensor:
+        here = slice(depths.depth, depths.depth + 1)
+        followed = self.head.follow(depths.logits[:, here], depths.states[:, here], tokens, depths.memory)
+        self._frontier = replace(depths, memory=followed.memory)
+        return followed.logits
 
 
 @dataclass(kw_only=True, slots=True)
@@ -267,6 +346,16 @@ class _Frontier:
     width: int  # Slots of the cache that hold all that any node will ever see
 
 
+@dataclass(kw_only=True, slots=True)
+class _Depths:
+    """All depths of a block, and how far the trees that are being drafted have come."""
+
+    logits: Tensor  # (B, depths, V')
+    states: Tensor  # (B, depths, H)
+    depth: int = 0
+    memory: Tensor | None = None  # (B, F, M) of the last level's nodes
+
+
 def _first(tree: Tree, count: int) -> Tree:
     """Of a tree of more rows, those of the first; a dataclass of tensors (B, ..)."""
     assert is_dataclass(tree) and not isinstance(tree, type), "what grows is a dataclass"
@@ -274,5 +363,9 @@ def _first(tree: Tree, count: int) -> Tree:
     return replace(tree, **{name: value[:count] for name, value in fields_of.items() if isinstance(value, Tensor)})
 
 
-RUNNERS: dict[Way, type[HeadRunner]] = {"sequential": SequentialRunner, "parallel": ParallelRunner}
+RUNNERS: dict[Way, type[HeadRunner]] = {
+    "sequential": SequentialRunner,
+    "parallel": ParallelRunner,
+    "block": BlockRunner,
+}
 """What runs a head, by its kind's way to draft."""

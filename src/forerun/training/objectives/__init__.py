@@ -11,6 +11,7 @@ OBJECTIVES: dict[str, str] = {
     "eagle3": "forerun.training.objectives.eagle3:Eagle3Objective",
     "eagle": "forerun.training.objectives.eagle:EagleObjective",
     "medusa": "forerun.training.objectives.medusa:MedusaObjective",
+    "dflash": "forerun.training.objectives.dflash:DFlashObjective",
 }
 """Kind of head -> ``module:Class``, a `batch.Objective`."""
 

@@ -1,0 +1,121 @@
+"""The format of z-lab's DFlash heads, which vLLM, SGLang and TensorRT-LLM read: Qwen3's configuration with a
+``dflash_config``, tensors ``fc``, ``hidden_norm``, ``layers.N.*``, ``norm``.
+
+``target_layer_ids`` name the 0-based layer whose output is read: one less than our boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from forerun.checkpoints import eagle
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, target_mask
+from forerun.checkpoints.keys import Keys
+from forerun.drafters.heads.dflash import DFlashConfig, spread_boundaries
+from forerun.errors import CheckpointError
+
+NESTED, LAYER_IDS, ARCHITECTURE = "dflash_config", "target_layer_ids", "DFlashDraftModel"
+ANYWHERE = ("block_size", "mask_token_id", "sample_from_anchor", "causal", "is_causal")
+"""Keys that stand at the top or in `NESTED`, by publisher."""
+
+
+class DFlashFormat(Format):
+    """Heads of z-lab and of everybody who writes theirs alike."""
+
+    name = "dflash"
+    mark = "dflash"
+
+    def recognises(self, config: Config) -> bool:
+        return NESTED in config or ARCHITECTURE in (config.get("architectures") or ())
+
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
+        nested = config.get(NESTED) or {}
+        if not isinstance(nested, Mapping):
+            raise CheckpointError(f"{NESTED} of config.json must be an object, got {nested!r}")
+        for name in (*ANYWHERE, LAYER_IDS):
+            if None not in (config.get(name), nested.get(name)) and config[name] != nested[name]:
+                raise CheckpointError(
+                    f"config.json contradicts itself about {name}: {config[name]!r} at the top, {nested[name]!r} in "
+                    f"{NESTED}; remove the wrong one"
+                )
+        inner = {name: value for name, value in nested.items() if value is not None}
+        keys = Keys({**config, **inner, NESTED: None})
+        keys.get("architectures"), keys.get("tie_word_embeddings")  # said again when written
+        fields = eagle.read_layers(keys)
+        size = fields["hidden_size"]
+        fields |= {
+            "boundaries": _boundaries(keys, fields["num_hidden_layers"], num_layers),
+            "block_size": keys.integer("block_size"),
+            "mask_token_id": keys.integer("mask_token_id"),
+            "sample_from_anchor": keys.flag("sample_from_anchor"),
+            "is_causal": keys.flag("causal", keys.flag("is_causal")),
+            "target_hidden_size": keys.integer("target_hidden_size", size),
+            "draft_vocab_size": keys.integer("draft_vocab_size", fields["vocab_size"]),
+            **_window(keys, fields),
+        }
+        notes = {eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None}
+        rest = keys.rest()
+        inside = {name: rest.pop(name) for name in nested if name in rest and name not in config}
+        return eagle.make_head(
+            DFlashConfig,
+            eagle.to_canonical(tensors),
+            notes,
+            **fields,
+            qk_norm=True,
+            extra=rest | ({NESTED: inside} if inside else {}),
+        )
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
+        config = checkpoint.config
+        if config.causal_windows:
+            raise CheckpointError("this format has no key for blocks that are causal in windows alone; use speculators")
+        nested: dict[str, Any] = {
+            "mask_token_id": config.mask_token_id,
+            LAYER_IDS: eagle.to_outputs(config.boundaries),
+            **({"causal": True} if config.is_causal else {}),
+            **({"sample_from_anchor": True} if config.sample_from_anchor else {}),
+        }
+        keys = {
+            "architectures": [ARCHITECTURE],
+            **eagle.write_layers(config),
+            "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
+            "block_size": config.block_size,
+            "num_target_layers": target.num_layers,
+            NESTED: {**config.extra.get(NESTED, {}), **nested},
+        }
+        if config.target_hidden_size != config.hidden_size:
+            keys["target_hidden_size"] = config.target_hidden_size
+        if config.reduced_vocabulary:
+            keys["draft_vocab_size"] = config.draft_vocab_size
+        keys.setdefault("layer_types", ["full_attention"] * config.num_hidden_layers)
+        return {**config.extra, **keys}, to_file(checkpoint)
+
+
+def _boundaries(keys: Keys, layers: int, target_layers: int | None) -> tuple[int, ...]:
+    """What the head reads; without ids, the default for the target's number of layers."""
+    ids, stated = keys.integers(LAYER_IDS), keys.integer("num_target_layers", target_layers or 0)
+    if ids is None and not stated:
+        raise CheckpointError(f"config.json has neither {LAYER_IDS} nor num_target_layers: name the target")
+    return spread_boundaries(stated, layers) if ids is None else eagle.from_outputs(ids)
+
+
+def _window(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's ``use_swa`` and ``swa_window_size`` where no layer's window is said in transformers' way."""
+    switched, window = keys.flag("use_swa"), keys.get("swa_window_size")
+    if not switched or fields["sliding_window"] is not None:
+        return {}
+    if window is None:
+        raise CheckpointError(f"use_swa in {NESTED} is true, but there is no swa_window_size")
+    return {"sliding_window": keys.integer("swa_window_size")}
+
+
+def to_file(checkpoint: HeadCheckpoint) -> dict[str, Tensor]:
+    """Tensors as stored: ``d2t`` and ``t2d`` where draft ids are not the target's ids."""
+    tensors = dict(checkpoint.tensors)
+    d2t = tensors.pop("d2t")
+    if checkpoint.config.reduced_vocabulary or bool(d2t.any()):
+        tensors |= {"d2t": d2t, "t2d": target_mask(d2t, checkpoint.config.vocab_size)}
+    return tensors

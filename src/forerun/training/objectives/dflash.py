@@ -1,0 +1,167 @@
+"""DFlash's objective (arXiv 2602.06036): blocks behind random anchors, each predicted in one pass.
+
+An anchor is a token of an answer: the root of a block. The block sees the states of what stands before its anchor in
+the same document, and itself. Depth k, from 0, predicts token anchor + 1 + k: its distribution is pulled towards the
+target's. Early depths weigh more, since a draft ends where it first fails.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from forerun.drafters.heads.dflash import DFlashHead
+from forerun.errors import ArgumentError
+from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
+from forerun.training.chunked_loss import Divergence, VocabularyLoss, soft_loss
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, counted
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlashSettings(ObjectiveSettings):
+    """Anchors, weights and divergence of the objective."""
+
+    anchors: int = 64
+    """Blocks in a row of tokens, at most."""
+    gamma: float = 4.0
+    """Depth k weighs exp(-k / gamma). The paper: 4 for blocks of 8, 7 for 16."""
+    divergence: Divergence = Divergence.CROSS_ENTROPY
+    lk_decay: float = 3.0
+    skip_unreachable: bool = True
+    """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
+
+    def __post_init__(self) -> None:
+        if self.anchors < 1:
+            raise ArgumentError(f"objective: anchors must be at least 1, got {self.anchors}")
+        if not self.gamma > 0:
+            raise ArgumentError(f"objective: gamma must be positive, got {self.gamma}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """The blocks of a batch, A in a row."""
+
+    anchors: Tensor  # (B, A) int64: index of each root in its row
+    counted: Tensor  # (B, A, K) bool: depth k predicts a token that counts
+    output: Tensor  # (B, A, K, H): what the output head reads at depth k
+
+
+class DFlashObjective(Objective):
+    """The loss of a DFlash head on a batch of features."""
+
+    Settings: ClassVar[type[DFlashSettings]] = DFlashSettings
+
+    def __init__(self, head: DFlashHead, target: FrozenTarget, settings: DFlashSettings | None = None) -> None:
+        if target.bias is not None and not head.config.own_lm_head:
+            raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
+        self.head, self.target = head, target
+        self.settings = settings or self.Settings()
+
+    def parameters_module(self) -> nn.Module:
+        return self.head
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """The weighted sum over all blocks and counted depths, and how often a chain got to each depth."""
+        blocks = self.blocks(batch)
+        depths = blocks.counted.shape[-1]
+        weights = torch.tensor([math.exp(-depth / self.settings.gamma) for depth in range(depths)])
+        found = self._loss(blocks, blocks.counted * weights.to(blocks.output.device), batch.features[LAST_HIDDEN])
+        agrees, overlap = (part.view(blocks.counted.shape) for part in (found.agrees, found.overlap))
+        drafted, survives = blocks.counted.cummin(-1).values, agrees.cumprod(-1)
+        metrics = {}
+        for depth in range(depths):
+            seen = blocks.counted[..., depth]
+            metrics[f"acceptance_{depth}"] = ((survives * drafted)[..., depth].sum(), drafted[..., depth].sum().float())
+            metrics[f"overlap_{depth}"] = ((overlap[..., depth] * seen).sum(), seen.sum().float())
+        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+
+    def blocks(self, batch: FeatureBatch) -> Blocks:
+        """The head's outputs behind the anchors."""
+        tokens, config = batch.batch, self.head.config
+        anchors, chosen = self._anchors(tokens)
+        states = [batch.features[boundary] for boundary in config.boundaries]
+        dtype = working_dtype(states[0].device, self.head.weight.dtype)
+        fused = self.head.fuse([state.to(dtype) for state in states])
+        context = self.head.context(fused, self.head.angles(tokens.positions, fused))
+        size, depths = self.head.places, config.max_depth
+        assert depths is not None, "a block has so many depths"
+        ids = torch.full((*anchors.shape, size), self.head.mask_token, device=anchors.device)
+        ids[..., 0] = tokens.tokens.gather(1, anchors)
+        places = torch.arange(size, device=anchors.device)
+        positions = (tokens.positions.gather(1, anchors).unsqueeze(-1) + places).flatten(1)
+        seen = {layer: self._visible(tokens, anchors, positions, layer) for layer in range(config.num_hidden_layers)}
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = (torch.cat(pair, 2) for pair in zip(context[layer], (key, value), strict=True))
+            attended = scaled_dot_product_attention(
+                query.to(values.dtype), keys.to(values.dtype), values, seen[layer].unsqueeze(1), enable_gqa=True
+            )
+            return attended.transpose(1, 2)
+
+        def run(embeds: Tensor) -> Tensor:
+            return self.head.block(embeds, self.head.angles(positions, embeds), attend)
+
+        embeds = self.embed(ids.flatten(1)).to(fused.dtype)
+        output = checkpoint(run, embeds, use_reentrant=False) if self.settings.gradient_checkpointing else run(embeds)
+        output = output.view(*anchors.shape, size, -1)[:, :, self.head.first : self.head.first + depths]
+        each = torch.stack([counted(tokens, depth - 1).gather(1, anchors) for depth in range(depths)], -1)
+        return Blocks(anchors=anchors, counted=each & chosen.unsqueeze(-1), output=output)
+
+    def _anchors(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """(B, A) indices of roots, rising, and which of them are in use: random ones of those whose next token counts;
+        in evaluation evenly spread ones."""
+        usable = counted(tokens, -1) & (tokens.positions > 0)
+        if self.head.training:
+            order = torch.rand(usable.shape, device=usable.device)
+        else:  # Van der Corput's sequence: every beginning of it is spread evenly
+            golden = (5**0.5 - 1) / 2
+            order = (usable.cumsum(1) * golden).frac().to(torch.float32)
+        best = order.masked_fill(~usable, -1.0).topk(min(self.settings.anchors, usable.shape[1]), dim=1).indices
+        anchors = best.sort(dim=1).values
+        return anchors, usable.gather(1, anchors)
+
+    def _visible(self, tokens: TokenBatch, anchors: Tensor, positions: Tensor, layer: int) -> Tensor:
+        """(B, A * b, S + A * b) bool: what the places of the blocks see of the row and of all blocks, in a layer."""
+        size, window = self.head.places, self.head.config.window(layer)
+        index = torch.arange(tokens.tokens.shape[1], device=anchors.device)
+        root = anchors.repeat_interleave(size, 1)
+        same = tokens.documents.unsqueeze(1) == tokens.documents.gather(1, root).unsqueeze(2)
+        before = same & (index < root.unsqueeze(2))
+        block = torch.arange(root.shape[1], device=anchors.device) // size
+        beside = (block.unsqueeze(0) == block.unsqueeze(1)).expand(len(root), -1, -1)
+        if self.head.causal(layer):
+            beside = beside.tril()
+        if window is not None:
+            before = before & (positions.unsqueeze(2) - tokens.positions.unsqueeze(1) < window)
+            beside = beside & (positions.unsqueeze(2) - positions.unsqueeze(1) < window)
+        return torch.cat([before, beside], 2)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """From the head's own table, or the target's, which is not trained."""
+        own = self.head.embed(ids)
+        if own is not None:
+            return own
+        with torch.no_grad():
+            return self.target.embedding(ids)  # type: ignore[no-any-return]
+
+    def _loss(self, blocks: Blocks, weights: Tensor, last: Tensor) -> VocabularyLoss:
+        """Of all blocks at once, in the order of `weights` (B, A, K); `last` (B, S, Ht) of the target."""
+        depths = torch.arange(weights.shape[-1], device=last.device)
+        index = (blocks.anchors.unsqueeze(-1) + depths).clamp_max(last.shape[1] - 1).flatten(1)
+        states = last.gather(1, index.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
+        return soft_loss(
+            blocks.output.flatten(0, 2),
+            self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach(),
+            weights.flatten(),
+            self.target.teacher(states, self.head.token_ids if self.head.config.reduced_vocabulary else None),
+            self.settings.divergence,
+            self.settings.lk_decay,
+            skip_unknown=self.settings.skip_unreachable,
+        )

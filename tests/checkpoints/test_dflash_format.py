@@ -1,0 +1,120 @@
+"""DFlash's public formats: written and read bit for bit, contradictions refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from forerun.checkpoints import TargetFacts, differences, read_head, write_head
+from forerun.checkpoints.base import HeadCheckpoint
+from forerun.errors import CheckpointError
+from training.ttt import HIDDEN, VOCABULARY, dflash
+
+FACTS = TargetFacts(
+    name_or_path="owner/target",
+    architectures=("LlamaForCausalLM",),
+    num_layers=4,
+    hidden_size=HIDDEN,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=128,
+)
+LAYER = [
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"self_attn.{name}_norm.weight" for name in "qk"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *("input_layernorm.weight", "post_attention_layernorm.weight"),
+]
+"""Tensors of a layer, by vLLM's and SGLang's loaders."""
+
+
+@pytest.mark.parametrize("name", ["dflash", "speculators"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sample_from_anchor": True},
+        {"sliding_window": 8, "full_layers": (1,)},
+        {"own_lm_head": True, "draft_vocab_size": 30},
+        {"own_embedding": True, "own_lm_head": True},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ],
+    ids=str,
+)
+def test_the_public_formats_are_written_and_read(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    before = HeadCheckpoint.of(dflash(**options))
+    folder = write_head(before, tmp_path / "head", name, FACTS)
+    after = read_head(folder)
+    assert differences(before, after) == [] and after.config.kind == "dflash"
+    stored = set(load_file(folder / "model.safetensors"))
+    own = {"lm_head.weight", "embed_tokens.weight", "d2t", "t2d"}
+    assert stored - own == {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
+        f"layers.{layer}.{tensor}" for layer in range(2) for tensor in LAYER
+    }
+    assert stored & own == {
+        *(["lm_head.weight"] if "own_lm_head" in options else []),
+        *(["embed_tokens.weight"] if "own_embedding" in options else []),
+        *(["d2t", "t2d"] if "draft_vocab_size" in options else []),
+    }
+
+
+def test_layer_ids_are_counted_as_each_format_does(tmp_path: Path) -> None:
+    made = HeadCheckpoint.of(dflash(is_causal=True))
+    keys = json.loads((write_head(made, tmp_path / "a", "dflash", FACTS) / "config.json").read_text())
+    assert keys["architectures"] == ["DFlashDraftModel"] and keys["block_size"] == 5
+    assert keys["dflash_config"] == {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1, 2], "causal": True}
+    assert keys["num_target_layers"] == 4 and keys["layer_types"] == ["full_attention"] * 2
+    made = HeadCheckpoint.of(dflash(causal_windows=True, sliding_window=8))
+    keys = json.loads((write_head(made, tmp_path / "b", "speculators", FACTS) / "config.json").read_text())
+    assert keys["aux_hidden_state_layer_ids"] == [1, 2, 3] and keys["sliding_window_non_causal"] is False
+    assert keys["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    with pytest.raises(CheckpointError, match="use speculators"):
+        write_head(made, tmp_path / "c", "dflash", FACTS)
+
+
+def change(folder: Path, **keys: Any) -> Path:
+    file = folder / "config.json"
+    whole = json.loads(file.read_text()) | keys
+    file.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
+    return folder
+
+
+def test_what_a_file_leaves_out_is_the_publishers_default(tmp_path: Path) -> None:
+    folder = write_head(HeadCheckpoint.of(dflash(boundaries=(2,))), tmp_path / "head", "dflash", FACTS)
+    change(folder, dflash_config={"mask_token_id": 7, "block_size": 5}, num_target_layers=4)
+    assert read_head(folder).config.boundaries == (2,) and read_head(folder).config.mask_token_id == 7
+    change(folder, num_target_layers=None)
+    assert read_head(folder, num_layers=4).config.boundaries == (2,)
+    with pytest.raises(CheckpointError, match="name the target"):
+        read_head(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mask_token_id": 3}, "contradicts itself about mask_token_id: 3 at the top, 39 in dflash_config"),
+        ({"dflash_config": {"target_layer_ids": [0, 1, 2]}}, "no mask_token_id"),
+        ({"dflash_config": 5}, "dflash_config of config.json must be an object"),
+        ({"block_size": 1}, "block_size must be at least 2"),
+        ({"num_hidden_layers": 3, "layer_types": None}, r"missing: layers\.2\."),
+        ({"selector_rank": 16}, "selector_rank 16, which changes what a head computes"),
+        ({"markov_rank": 16}, "markov_rank 16, which changes what a head computes"),
+    ],
+)
+def test_what_contradicts_itself_or_is_another_method_is_refused(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_head(HeadCheckpoint.of(dflash()), tmp_path / "head", "dflash", FACTS)
+    with pytest.raises(CheckpointError, match=message):
+        read_head(change(folder, **keys))
+
+
+def test_speculators_name_their_layers(tmp_path: Path) -> None:
+    folder = write_head(HeadCheckpoint.of(dflash()), tmp_path / "head", "speculators", FACTS)
+    with pytest.raises(CheckpointError, match="no aux_hidden_state_layer_ids"):
+        read_head(change(folder, aux_hidden_state_layer_ids=None))
+    with pytest.raises(CheckpointError, match=r"'peagle'; .* eagle3 and dflash"):
+        read_head(change(folder, speculators_model_type="peagle"))
