@@ -41,6 +41,10 @@ LAYER = [
         {"own_lm_head": True, "draft_vocab_size": 30},
         {"own_embedding": True, "own_lm_head": True},
         {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"markov_rank": 6},
+        {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False, "own_lm_head": True},
+        {"markov_rank": 6, "markov_head_type": "gated", "confidence_head_with_markov": False},
+        {"markov_rank": 6, "enable_confidence_head": False},
     ],
     ids=str,
 )
@@ -48,8 +52,13 @@ def test_the_public_formats_are_written_and_read(name: str, options: dict[str, A
     before = HeadCheckpoint.of(dflash(**options))
     folder = write_head(before, tmp_path / "head", name, FACTS)
     after = read_head(folder)
-    assert differences(before, after) == [] and after.config.kind == "dflash"
+    assert differences(before, after) == []
+    assert after.config.kind == ("dspark" if "markov_rank" in options else "dflash")
     stored = set(load_file(folder / "model.safetensors"))
+    markov = {tensor for tensor in stored if tensor.startswith(("markov_head.", "confidence_head.proj."))}
+    wanted = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} if "markov_rank" in options else set()
+    assert markov >= wanted and (markov == wanted) == (options.get("enable_confidence_head", bool(wanted)) is False)
+    stored -= markov
     own = {"lm_head.weight", "embed_tokens.weight", "d2t", "t2d"}
     assert stored - own == {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
         f"layers.{layer}.{tensor}" for layer in range(2) for tensor in LAYER
@@ -101,7 +110,7 @@ def test_what_a_file_leaves_out_is_the_publishers_default(tmp_path: Path) -> Non
         ({"block_size": 1}, "block_size must be at least 2"),
         ({"num_hidden_layers": 3, "layer_types": None}, r"missing: layers\.2\."),
         ({"selector_rank": 16}, "selector_rank 16, which changes what a head computes"),
-        ({"markov_rank": 16}, "markov_rank 16, which changes what a head computes"),
+        ({"markov_rank": 16}, r"missing: .*markov_head\.markov_w1"),
     ],
 )
 def test_what_contradicts_itself_or_is_another_method_is_refused(
@@ -116,5 +125,5 @@ def test_speculators_name_their_layers(tmp_path: Path) -> None:
     folder = write_head(HeadCheckpoint.of(dflash()), tmp_path / "head", "speculators", FACTS)
     with pytest.raises(CheckpointError, match="no aux_hidden_state_layer_ids"):
         read_head(change(folder, aux_hidden_state_layer_ids=None))
-    with pytest.raises(CheckpointError, match=r"'peagle'; .* eagle3 and dflash"):
+    with pytest.raises(CheckpointError, match=r"'peagle'; .* eagle3, dflash, dspark are supported"):
         read_head(change(folder, speculators_model_type="peagle"))

@@ -35,6 +35,7 @@ from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
+from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.manifests import TokenizerIdentity
@@ -160,9 +161,10 @@ def medusa_head() -> MedusaHead:
 
 @functools.cache
 def dflash_head(**options: Any) -> DFlashHead:
-    """A random head of blocks of four for `model()`."""
+    """A random head of blocks of four for `model()`; with a ``markov_rank`` a DSpark head."""
     torch.manual_seed(5)
-    config = DFlashConfig(
+    spark = "markov_rank" in options
+    config = (DSparkConfig if spark else DFlashConfig)(
         hidden_size=32,
         target_hidden_size=32,
         intermediate_size=48,
@@ -178,7 +180,12 @@ def dflash_head(**options: Any) -> DFlashHead:
         initializer_range=0.3,
         **options,
     )
-    return DFlashHead(config).eval()
+    if not spark:
+        return DFlashHead(config).eval()
+    head = DSparkHead(config).eval()
+    for weight in (*head.markov_head.parameters(), *head.confidence_head.parameters()):
+        torch.nn.init.normal_(weight, std=0.5)
+    return head
 
 
 def _eagle(method: str, label: str, **options: Any) -> Variant:
@@ -333,6 +340,11 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("dflash", "chain", {"model": dflash_head(), "shape": (1, 1, 1)}),
         Variant("dflash", "sampled-tree", {"model": dflash_head(), "shape": (3, 2, 1)}),
         Variant("dflash", "windows", {"model": dflash_head(sliding_window=6, causal_windows=True), "shape": (1, 1, 1)}),
+    ],
+    "dspark": [
+        Variant("dspark", "chain", {"model": dflash_head(markov_rank=6), "num_speculative_tokens": 3}),
+        Variant("dspark", "tree", {"model": dflash_head(markov_rank=6, markov_head_type="rnn"), "shape": (3, 2, 1)}),
+        Variant("dspark", "dynamic", {"model": dflash_head(markov_rank=6), "top_k": 3, "nodes": 8}),
     ],
 }
 

@@ -26,6 +26,7 @@ from forerun.core.tree import TokenTree, join
 from forerun.drafters import trees
 from forerun.drafters.combined import first_of, merge
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
+from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.trees import FixedTree, Grown
@@ -91,9 +92,9 @@ def _medusa() -> MedusaHead:
 
 
 @functools.cache
-def _dflash() -> DFlashHead:
+def _dflash(**options: Any) -> DFlashHead:
     torch.manual_seed(6)
-    config = DFlashConfig(
+    config = (DSparkConfig if options else DFlashConfig)(
         hidden_size=8,
         target_hidden_size=8,
         intermediate_size=12,
@@ -107,8 +108,13 @@ def _dflash() -> DFlashHead:
         block_size=4,
         mask_token_id=VOCABULARY - 1,
         initializer_range=0.3,
+        **options,
     )
-    return DFlashHead(config).eval().to(torch.float64)
+    head = DSparkHead(config) if isinstance(config, DSparkConfig) else DFlashHead(config)
+    for name, weight in head.named_parameters():
+        if "markov" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    return head.eval().to(torch.float64)
 
 
 CHAIN = {"num_speculative_tokens": 3}
@@ -142,6 +148,8 @@ SAMPLING = [
     Variant("medusa", "tree", {"model": _medusa(), "shape": (2, 1), "draw": "without_replacement"}),
     Variant("dflash", "best-first", {"model": _dflash(), "num_speculative_tokens": 3, "nodes": 5}),
     Variant("dflash", "chain", {"model": _dflash(), "shape": (1, 1, 1)}),
+    Variant("dspark", "chain", {"model": _dflash(markov_rank=4), **CHAIN}),
+    Variant("dspark", "tree", {"model": _dflash(markov_rank=4, markov_head_type="rnn"), "shape": (2, 1, 1)}),
     Variant("cascade", "chain", {"model": _relative(), "inner": COPIES, **CHAIN}),
     Variant("cascade", "tail", {"model": _relative(), "inner": COPIES, "num_speculative_tokens": 2, "tail": 3}),
     Variant("cascade", "three-levels", {"model": _relative(), "inner": _member("cascade", inner=COPIES), **CHAIN}),

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
+from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.model import Target
@@ -70,8 +71,10 @@ def medusa(**options: Any) -> MedusaHead:
 
 
 def dflash(**options: Any) -> DFlashHead:
-    """A random DFlash head for `model()`, of two layers and blocks of five unless the options say otherwise."""
+    """A random DFlash head for `model()`, of two layers and blocks of five unless the options say otherwise; with a
+    ``markov_rank`` a DSpark head."""
     torch.manual_seed(1)
+    config, made_of = (DSparkConfig, DSparkHead) if "markov_rank" in options else (DFlashConfig, DFlashHead)
     given = {
         "hidden_size": HIDDEN,
         "target_hidden_size": HIDDEN,
@@ -88,10 +91,12 @@ def dflash(**options: Any) -> DFlashHead:
         "initializer_range": 0.2,
         **options,
     }
-    made = DFlashHead(DFlashConfig(**given)).eval()
+    made = made_of(config(**given)).eval()
     for name, weight in made.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
+        if "markov" in name or "confidence" in name:
+            torch.nn.init.normal_(weight, std=0.3)
     if made.config.reduced_vocabulary:
         ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]
         made.set_vocabulary(ids.sort().values)

@@ -1,5 +1,6 @@
-"""The format of z-lab's DFlash heads, which vLLM, SGLang and TensorRT-LLM read: Qwen3's configuration with a
-``dflash_config``, tensors ``fc``, ``hidden_norm``, ``layers.N.*``, ``norm``.
+"""The format of z-lab's DFlash and DeepSeek's DSpark heads, which vLLM, SGLang and TensorRT-LLM read: Qwen3's
+configuration with a ``dflash_config`` (DSpark: the same keys at the top), tensors ``fc``, ``hidden_norm``,
+``layers.N.*``, ``norm``; DSpark's ``markov_head.*`` and ``confidence_head.proj``.
 
 ``target_layer_ids`` name the 0-based layer whose output is read: one less than our boundaries.
 """
@@ -15,21 +16,25 @@ from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, target_mask
 from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.dflash import DFlashConfig, spread_boundaries
+from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.errors import CheckpointError
 
-NESTED, LAYER_IDS, ARCHITECTURE = "dflash_config", "target_layer_ids", "DFlashDraftModel"
+NESTED, LAYER_IDS, RANK = "dflash_config", "target_layer_ids", "markov_rank"
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 ANYWHERE = ("block_size", "mask_token_id", "sample_from_anchor", "causal", "is_causal")
 """Keys that stand at the top or in `NESTED`, by publisher."""
 
 
 class DFlashFormat(Format):
-    """Heads of z-lab and of everybody who writes theirs alike."""
+    """Heads of z-lab, of DeepSeek, and of everybody who writes theirs alike."""
 
     name = "dflash"
-    mark = "dflash"
+    mark = "mask_token_id"
 
     def recognises(self, config: Config) -> bool:
-        return NESTED in config or ARCHITECTURE in (config.get("architectures") or ())
+        return NESTED in config or any(
+            "DSpark" in name or "DFlash" in name for name in config.get("architectures") or ()
+        )
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         nested = config.get(NESTED) or {}
@@ -44,23 +49,25 @@ class DFlashFormat(Format):
         inner = {name: value for name, value in nested.items() if value is not None}
         keys = Keys({**config, **inner, NESTED: None})
         keys.get("architectures"), keys.get("tie_word_embeddings")  # said again when written
-        fields = eagle.read_layers(keys)
+        fields, made = eagle.read_layers(keys), DFlashConfig if not keys.get(RANK) else DSparkConfig
         size = fields["hidden_size"]
         fields |= {
             "boundaries": _boundaries(keys, fields["num_hidden_layers"], num_layers),
             "block_size": keys.integer("block_size"),
             "mask_token_id": keys.integer("mask_token_id"),
-            "sample_from_anchor": keys.flag("sample_from_anchor"),
+            "sample_from_anchor": keys.flag("sample_from_anchor", made is DSparkConfig),
             "is_causal": keys.flag("causal", keys.flag("is_causal")),
             "target_hidden_size": keys.integer("target_hidden_size", size),
             "draft_vocab_size": keys.integer("draft_vocab_size", fields["vocab_size"]),
             **_window(keys, fields),
+            **(read_markov(keys) if made is DSparkConfig else {}),
         }
+        keys.get("num_anchors")  # of its training
         notes = {eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None}
         rest = keys.rest()
         inside = {name: rest.pop(name) for name in nested if name in rest and name not in config}
         return eagle.make_head(
-            DFlashConfig,
+            made,
             eagle.to_canonical(tensors),
             notes,
             **fields,
@@ -76,15 +83,20 @@ class DFlashFormat(Format):
             "mask_token_id": config.mask_token_id,
             LAYER_IDS: eagle.to_outputs(config.boundaries),
             **({"causal": True} if config.is_causal else {}),
-            **({"sample_from_anchor": True} if config.sample_from_anchor else {}),
         }
+        if config.sample_from_anchor != (config.kind == "dspark"):
+            nested["sample_from_anchor"] = config.sample_from_anchor
+        if config.kind == "dspark":
+            places: dict[str, Any] = {**nested, **write_markov(config), **config.extra.get(NESTED, {})}
+        else:
+            places = {NESTED: {**config.extra.get(NESTED, {}), **nested}}
         keys = {
-            "architectures": [ARCHITECTURE],
+            "architectures": [ARCHITECTURES[config.kind]],
             **eagle.write_layers(config),
             "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
             "block_size": config.block_size,
             "num_target_layers": target.num_layers,
-            NESTED: {**config.extra.get(NESTED, {}), **nested},
+            **places,
         }
         if config.target_hidden_size != config.hidden_size:
             keys["target_hidden_size"] = config.target_hidden_size
@@ -92,6 +104,22 @@ class DFlashFormat(Format):
             keys["draft_vocab_size"] = config.draft_vocab_size
         keys.setdefault("layer_types", ["full_attention"] * config.num_hidden_layers)
         return {**config.extra, **keys}, to_file(checkpoint)
+
+
+def read_markov(keys: Keys) -> dict[str, Any]:
+    """What DSpark adds to DFlash."""
+    return {
+        RANK: keys.integer(RANK, 256),
+        "markov_head_type": keys.text("markov_head_type", "vanilla"),
+        "enable_confidence_head": keys.flag("enable_confidence_head", True),
+        "confidence_head_with_markov": keys.flag("confidence_head_with_markov", True),
+    }
+
+
+def write_markov(config: DSparkConfig) -> dict[str, Any]:
+    """The keys that `read_markov` reads."""
+    names = (RANK, "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    return {name: getattr(config, name) for name in names}
 
 
 def _boundaries(keys: Keys, layers: int, target_layers: int | None) -> tuple[int, ...]:

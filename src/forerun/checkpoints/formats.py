@@ -39,10 +39,12 @@ class Entry:
 
 
 FORMATS: dict[str, Entry] = {
-    "speculators": Entry(path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3", "dflash")),
+    "speculators": Entry(
+        path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3", "dflash", "dspark")
+    ),
     "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
     "medusa": Entry(path="forerun.checkpoints.medusa:MedusaFormat", kinds=("medusa",)),
-    "dflash": Entry(path="forerun.checkpoints.dflash:DFlashFormat", kinds=("dflash",)),
+    "dflash": Entry(path="forerun.checkpoints.dflash:DFlashFormat", kinds=("dflash", "dspark")),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",
         kinds=("eagle3", "eagle"),

@@ -12,13 +12,18 @@ from forerun.checkpoints import dflash, eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
 from forerun.drafters.heads.dflash import DFlashConfig
+from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.drafters.heads.layers import DecoderConfig
 from forerun.errors import CheckpointError
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
 PROPOSALS, BLOCK_IDS = "proposal_methods", "aux_hidden_state_layer_ids"
-OWN = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator"}  # Kinds of this format, and their architectures
+OWN = {
+    "eagle3": "Eagle3Speculator",
+    "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
+}  # Kinds of this format, and their architectures
 DEFAULT_TOKENS = 5  # Drafted tokens per step that are written where the file it came from did not say
 AT_THE_TOP = ("speculators_version", "embed_requires_grad", "transformers_version", "auto_map")
 """Keys without meaning for drafting that belong beside, not inside, the nested configuration."""
@@ -41,13 +46,13 @@ class SpeculatorsFormat(Format):
         keys = Keys(config)
         kind = keys.text(KIND, "eagle3")
         if kind not in OWN:
-            raise CheckpointError(f"{KIND} is {kind!r}; of this format {' and '.join(OWN)} are supported")
+            raise CheckpointError(f"{KIND} is {kind!r}; of this format {', '.join(OWN)} are supported")
         layers, whole = keys.nested(LAYERS), keys.nested(WHOLE)
         fields, found = eagle.read_layers(layers), eagle.to_canonical(tensors)
         for stated in ("architectures", "torch_dtype", "dtype", "tie_word_embeddings"):
             keys.get(stated), layers.get(stated)  # said again when written
         windowed = fields["sliding_window"] is not None and layers.get("layer_types") is None
-        made, own, notes = _eagle3(keys, layers, num_layers) if kind == "eagle3" else _dflash(keys)
+        made, own, notes = _eagle3(keys, layers, num_layers) if kind == "eagle3" else _dflash(keys, kind)
         return eagle.make_head(
             made,
             found,
@@ -112,19 +117,19 @@ def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
     return {**{flag: getattr(config, flag) for flag in eagle.FLAGS}, eagle.IDS: list(config.boundaries)}
 
 
-def _dflash(keys: Keys) -> Own:
-    """What DFlash adds to the layers: layer ids are required, and are boundaries."""
+def _dflash(keys: Keys, kind: str) -> Own:
+    """What DFlash and DSpark add to the layers: layer ids are required, and are boundaries."""
     boundaries = keys.integers(BLOCK_IDS)
     if boundaries is None:
-        raise CheckpointError(f"config.json has no {BLOCK_IDS}; a DFlash head's configuration needs it")
+        raise CheckpointError(f"config.json has no {BLOCK_IDS}; the configuration of a {kind} head needs it")
     fields = {
         "boundaries": boundaries,
         "block_size": keys.integer("block_size", 8),
         "mask_token_id": keys.integer("mask_token_id"),
-        "sample_from_anchor": keys.flag("sample_from_anchor"),
+        "sample_from_anchor": keys.flag("sample_from_anchor", kind == "dspark"),
         "causal_windows": not keys.flag("sliding_window_non_causal"),
     }
-    return DFlashConfig, fields, {}
+    return (DSparkConfig, fields | dflash.read_markov(keys), {}) if kind == "dspark" else (DFlashConfig, fields, {})
 
 
 def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
@@ -138,6 +143,7 @@ def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": not (config.causal_windows or config.is_causal),
+        **(dflash.write_markov(config) if isinstance(config, DSparkConfig) else {}),
     }
 
 

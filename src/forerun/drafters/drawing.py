@@ -178,6 +178,13 @@ class Children:
         """`valid`, whether or not it is all True."""
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
 
+    def surer(self, acceptance: Tensor | None) -> Children:
+        """With `acceptance` (B, F), of what is drawn below each parent, as the drawn ones' confidence."""
+        if acceptance is None:
+            return self
+        said = acceptance.unsqueeze(-1).float()
+        return replace(self, confidence=torch.where(self.drawn == int(Drawn.DETERMINISTIC), self.confidence, said))
+
     def only(self, chosen: Sequence[int]) -> Children:
         """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
         index = constant(tuple(chosen), self.tokens.device)

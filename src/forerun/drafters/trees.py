@@ -66,13 +66,16 @@ class FixedTree:
         vocabulary: DraftVocabulary | None = None,
         *,
         enough: Enough | None = None,
+        acceptance: Callable[[], Tensor | None] = lambda: None,
     ) -> Grown:
         """The first `nodes` nodes of the shape for the rows of `draws`, from the logits (B, 1, V) after the roots.
-        `descend` is the model, one level further; `enough` is asked after every level whether the tree ends there."""
+        `descend` is the model, one level further; `enough` is asked after every level whether the tree ends there.
+        `acceptance` says of a level's parents (B, F) how likely a token drawn below each is accepted, if it knows."""
         levels, run = list[Children](), 0
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
         for depth in range(len(self.shape.widths)):
             children, chosen = draws.children(logits, depth, ids, vocabulary), self.shape.chosen(depth)
+            children = children.surer(acceptance())
             levels.append(children if chosen is None else children.only(chosen))
             ids = torch.cat([ids, levels[-1].tokens.flatten(1)], dim=1)
             if ids.shape[1] >= nodes or (enough is not None and enough(depth, levels[-1])):

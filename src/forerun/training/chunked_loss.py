@@ -32,6 +32,7 @@ class Divergence(StrEnum):
     LK = "lk"
     """``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)`` held constant (2602.23881)."""
     LK_LOG = "lk_log"  # ``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)
+    MIXED = "mixed"  # ``w * KL + (1 - w) * (1 - a)``, the same w everywhere; 1 - a is the total variation (DSpark)
 
 
 def soft_loss(
@@ -51,7 +52,7 @@ def soft_loss(
         weight: (V, H), the student's head; gets a gradient if it asks for one.
         row_weights: (R,) float32; rows of weight 0 cost nothing.
         teacher: gives the target probabilities of every row, or of every G rows.
-        decay: of the KL share of `Divergence.LK`, per unit of acceptance.
+        decay: of the KL share of `Divergence.LK`, per unit of acceptance; of `Divergence.MIXED` the share itself.
         skip_unknown: leave rows out of the loss whose likeliest token the student does not know.
     """
     unknown = teacher.unknown() if skip_unknown else None
@@ -232,14 +233,15 @@ def _agreement(
 
 
 def _acceptance(student: Tensor, probs: _Probs, cross: Tensor, overlap: Tensor, target: _Target) -> Tensor:
-    """The LK losses (n, G); `student` (n, G, V) is overwritten with the gradient of the logits."""
+    """The losses with an acceptance in them (n, G); `student` (n, G, V) is overwritten with the logits' gradient."""
     pull = torch.where(student < probs.full, student, 0.0)
     towards = pull - student * pull.sum(-1, keepdim=True)  # the gradient of the overlap
     if target.divergence is Divergence.LK_LOG:
         safe = overlap.clamp_min(1e-6)
         student.copy_(towards.div_(-safe[..., None]))
         return safe.log().neg()
-    share = torch.exp(-target.decay * overlap)
+    constant = target.divergence is Divergence.MIXED
+    share = torch.full_like(overlap, target.decay) if constant else torch.exp(-target.decay * overlap)
     entropy = torch.special.entr(probs.renormalised).sum(-1)
     student.sub_(probs.renormalised).mul_(share[..., None]).sub_(towards.mul_((1 - share)[..., None]))
     mixed: Tensor = share * (cross - entropy) + (1 - share) * (1 - overlap)

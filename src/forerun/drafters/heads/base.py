@@ -175,6 +175,7 @@ class Followed:
 
     logits: Tensor  # (B, F, Vd), or (B, 1, Vd) where they are alike
     memory: Tensor | None  # (B, F, M) of the path up to here, where the head keeps one
+    acceptance: Tensor | None = None  # (B, F) float: the chance that a token drawn here is accepted, if the head says
 
 
 class SequentialHead(AttendingHead):

@@ -173,7 +173,10 @@ class HeadDrafter(Drafter):
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
 
         def grow(logits: Tensor, *numbers: Tensor) -> Grown:
-            return tree.grow(draws.with_tensors(numbers), max(within), logits, descend, self._vocabulary)
+            known, runner = self._vocabulary, self.runner
+            return tree.grow(
+                draws.with_tensors(numbers), max(within), logits, descend, known, acceptance=lambda: runner.acceptance
+            )
 
         rows = [context.rows[index] for index in active]
         key = None if draws.key is None else (max(within), tree is self.sampled, draws.key)

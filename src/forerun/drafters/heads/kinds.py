@@ -94,6 +94,14 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.drafters.heads.dflash:DFlashDrafter",
             drafts="block",
         ),
+        HeadKind(
+            name="dspark",
+            title="DSpark",
+            summary="a block in one pass whose tokens depend on the one before, and which says where to stop (DSpark)",
+            module="forerun.drafters.heads.dspark:DSparkHead",
+            drafter="forerun.drafters.heads.dspark:DSparkDrafter",
+            drafts="block",
+        ),
     )
 }
 

@@ -35,6 +35,8 @@ class HeadRunner:
     runs at most `run` nodes."""
 
     head: Head
+    acceptance: Tensor | None = None
+    """(B, F) of the latest level: the chance that a token drawn there is accepted, where the head says so."""
     _frontier: Any = None  # Where the trees that are being drafted have come to
 
     def __init__(self, head: Head, target: Target, rows: int, slots: int, run: int = 0) -> None:
@@ -330,7 +332,7 @@ class BlockRunner(AttendingRunner):
     def _follow(self, tokens: Tensor, depths: _Depths) -> Tensor:
         here = slice(depths.depth, depths.depth + 1)
         followed = self.head.follow(depths.logits[:, here], depths.states[:, here], tokens, depths.memory)
-        self._frontier = replace(depths, memory=followed.memory)
+        self._frontier, self.acceptance = replace(depths, memory=followed.memory), followed.acceptance
         return followed.logits
 
 

@@ -12,6 +12,7 @@ OBJECTIVES: dict[str, str] = {
     "eagle": "forerun.training.objectives.eagle:EagleObjective",
     "medusa": "forerun.training.objectives.medusa:MedusaObjective",
     "dflash": "forerun.training.objectives.dflash:DFlashObjective",
+    "dspark": "forerun.training.objectives.dspark:DSparkObjective",
 }
 """Kind of head -> ``module:Class``, a `batch.Objective`."""
 

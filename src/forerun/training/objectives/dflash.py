@@ -72,7 +72,8 @@ class DFlashObjective(Objective):
         blocks = self.blocks(batch)
         depths = blocks.counted.shape[-1]
         weights = torch.tensor([math.exp(-depth / self.settings.gamma) for depth in range(depths)])
-        found = self._loss(blocks, blocks.counted * weights.to(blocks.output.device), batch.features[LAST_HIDDEN])
+        weights = blocks.counted * weights.to(blocks.output.device)
+        found = self._loss(blocks, weights, batch)
         agrees, overlap = (part.view(blocks.counted.shape) for part in (found.agrees, found.overlap))
         drafted, survives = blocks.counted.cummin(-1).values, agrees.cumprod(-1)
         metrics = {}
@@ -151,14 +152,24 @@ class DFlashObjective(Objective):
         with torch.no_grad():
             return self.target.embedding(ids)  # type: ignore[no-any-return]
 
-    def _loss(self, blocks: Blocks, weights: Tensor, last: Tensor) -> VocabularyLoss:
-        """Of all blocks at once, in the order of `weights` (B, A, K); `last` (B, S, Ht) of the target."""
+    def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+        """Of all blocks at once, in the order of `weights` (B, A, K)."""
+        return self._divergence(blocks.output, self._output_head(), weights, blocks, batch.features[LAST_HIDDEN])
+
+    def _output_head(self) -> Tensor:
+        """(Vd, H) weight of what reads the outputs."""
+        return self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
+
+    def _divergence(
+        self, output: Tensor, weight: Tensor, weights: Tensor, blocks: Blocks, last: Tensor
+    ) -> VocabularyLoss:
+        """Of `output` (B, A, K, H) through `weight` (Vd, H) from the target, whose states `last` are (B, S, Ht)."""
         depths = torch.arange(weights.shape[-1], device=last.device)
         index = (blocks.anchors.unsqueeze(-1) + depths).clamp_max(last.shape[1] - 1).flatten(1)
         states = last.gather(1, index.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
         return soft_loss(
-            blocks.output.flatten(0, 2),
-            self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach(),
+            output.flatten(0, 2),
+            weight,
             weights.flatten(),
             self.target.teacher(states, self.head.token_ids if self.head.config.reduced_vocabulary else None),
             self.settings.divergence,

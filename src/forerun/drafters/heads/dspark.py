@@ -1,0 +1,120 @@
+"""DSpark (arXiv 2607.05147): DFlash's block, in which each token depends on the one before it.
+
+A low-rank table adds to a depth's logits what the token above it changes (``markov_head``), and a linear layer says how
+likely a token drawn there is accepted (``confidence_head``), so that a draft ends where it stops paying. Both read the
+tokens above a depth only, never the one that is drawn there. Parameter names are those on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forerun.drafters.heads.base import Followed
+from forerun.drafters.heads.dflash import BlockDrafterConfig, DFlashConfig, DFlashHead
+from forerun.drafters.heads.drafting import HeadDrafter
+
+GATES = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DSparkConfig(DFlashConfig):
+    """Shape of a DSpark head; the defaults are those of DeepSeek's checkpoints."""
+
+    block_size: int = 7
+    sample_from_anchor: bool = True
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    """What the table is multiplied with: ``vanilla`` nothing, ``gated`` a gate that reads the block's output, ``rnn`` a
+    state of all tokens above."""
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True  # It reads the table's row of the token above, too
+
+    @property
+    def kind(self) -> str:
+        return "dspark"
+
+    def problem(self) -> str | None:
+        if self.markov_rank < 1:
+            return f"markov_rank must be at least 1, got {self.markov_rank}; without a table it is a DFlash head"
+        if self.markov_head_type not in GATES:
+            return f"markov_head_type must be one of {', '.join(GATES)}, got {self.markov_head_type!r}"
+        return DFlashConfig.problem(self)
+
+
+class DSparkHead(DFlashHead):
+    """See `BlockHead`."""
+
+    Config = DSparkConfig
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.markov_head = MarkovHead(config)
+        if config.enable_confidence_head:
+            rank = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.hidden_size + rank, 1)})
+
+    def follow(self, logits: Tensor, states: Tensor, tokens: Tensor, memory: Tensor | None) -> Followed:
+        corrected = self.markov_head(states.expand(-1, tokens.shape[1], -1), tokens, memory)
+        return Followed(
+            logits + self.markov_head.markov_w2(corrected.state),
+            corrected.memory,
+            None if (sure := self.confidence(states, tokens)) is None else sure.sigmoid(),
+        )
+
+    def confidence(self, states: Tensor, tokens: Tensor) -> Tensor | None:
+        """(B, N) logits of the chance that a token drawn from the `states` (B, N or 1, H) of a depth, after the
+        `tokens` (B, N) above it, is accepted; None without such a head."""
+        if not self.config.enable_confidence_head:
+            return None
+        read = states.expand(-1, tokens.shape[1], -1)
+        if self.config.confidence_head_with_markov:
+            read = torch.cat([read, self.markov_head.markov_w1(tokens).to(read.dtype)], -1)
+        said: Tensor = self.confidence_head["proj"](read)
+        return said.squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """What ``markov_w2`` makes a correction of."""
+
+    state: Tensor  # (B, N, r)
+    memory: Tensor | None  # (B, N, r) of all tokens above, where the table is multiplied with one
+
+
+class MarkovHead(nn.Module):
+    """The table, and what it is multiplied with. It corrects nothing at first."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        rank, self.gate = config.markov_rank, config.markov_head_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if self.gate == "gated":
+            self.gate_proj = nn.Linear(config.hidden_size + rank, rank)
+        if self.gate == "rnn":
+            self.joint_proj = nn.Linear(config.hidden_size + 2 * rank, 3 * rank)
+        nn.init.normal_(self.markov_w1.weight, std=config.initializer_range)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def forward(self, states: Tensor, tokens: Tensor, memory: Tensor | None) -> Corrected:
+        """`states` (B, N, H) of a depth, the `tokens` (B, N) above it, and the `memory` (B, N, r) of what is above."""
+        row = self.markov_w1(tokens).to(states.dtype)
+        if self.gate == "vanilla":
+            return Corrected(row, None)
+        if self.gate == "gated":
+            return Corrected(row * self.gate_proj(torch.cat([states, row], -1)).sigmoid(), None)
+        memory = torch.zeros_like(row) if memory is None else memory
+        keep, new, out = self.joint_proj(torch.cat([memory, row, states], -1)).chunk(3, -1)
+        keep = keep.sigmoid()
+        return Corrected(out.tanh(), keep * memory + (1 - keep) * new.tanh())
+
+
+class DSparkDrafter(HeadDrafter):
+    """Drafts with a DSpark head: a chain, a fixed tree or a dynamic tree."""
+
+    name = "dspark"
+    Config = BlockDrafterConfig

@@ -1,0 +1,70 @@
+"""DSpark's objective (arXiv 2607.05147): DFlash's blocks, each depth after the token that really came above it.
+
+Cross-entropy to the target's distribution and total variation from it, 0.1 to 0.9, and for the confidence head the
+binary cross-entropy to the acceptance that the depth really has: the overlap of the two distributions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from forerun.drafters.heads.dspark import DSparkHead
+from forerun.errors import ArgumentError
+from forerun.training.batch import FeatureBatch
+from forerun.training.chunked_loss import Divergence, VocabularyLoss
+from forerun.training.objectives.dflash import Blocks, DFlashObjective, DFlashSettings
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DSparkSettings(DFlashSettings):
+    """Anchors, weights and divergence of the objective; the defaults are DeepSeek's."""
+
+    divergence: Divergence = Divergence.MIXED
+    lk_decay: float = 0.1
+    """Share of the cross-entropy, with `divergence` mixed; the rest is total variation."""
+    confidence_weight: float = 1.0
+    """Of the confidence head's loss."""
+
+    def __post_init__(self) -> None:
+        DFlashSettings.__post_init__(self)
+        if self.confidence_weight < 0:
+            raise ArgumentError(f"objective: confidence_weight must not be negative, got {self.confidence_weight}")
+
+
+class DSparkObjective(DFlashObjective):
+    """The loss of a DSpark head on a batch of features."""
+
+    Settings: ClassVar[type[DSparkSettings]] = DSparkSettings
+    head: DSparkHead
+    settings: DSparkSettings
+
+    def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+        output, above = blocks.output.flatten(0, 1), self.above(blocks, batch)
+        corrected, memory = list[Tensor](), None
+        for depth in range(output.shape[1]):
+            step = self.head.markov_head(output[:, depth : depth + 1], above[:, depth : depth + 1], memory)
+            memory = step.memory
+            corrected.append(step.state)
+        # The correction is a product like the output head's, so both are one.
+        both = torch.cat([output, torch.cat(corrected, 1)], -1).view(*weights.shape, -1)
+        weight = torch.cat([self._output_head(), self.head.markov_head.markov_w2.weight], 1)
+        found = self._divergence(both, weight, weights, blocks, batch.features[LAST_HIDDEN])
+        said = self.head.confidence(output, above)
+        if said is None:
+            return found
+        errors = binary_cross_entropy_with_logits(said.float().flatten(), found.overlap, reduction="none")
+        loss = found.loss + self.settings.confidence_weight * (errors * found.weights).sum()
+        return dataclasses.replace(found, loss=loss)
+
+    def above(self, blocks: Blocks, batch: FeatureBatch) -> Tensor:
+        """(B * A, K) the token that came before each depth's: the root above the first."""
+        tokens, depths = batch.batch.tokens, torch.arange(blocks.counted.shape[-1], device=blocks.anchors.device)
+        index = (blocks.anchors.unsqueeze(-1) + depths).clamp_max(tokens.shape[1] - 1)
+        return tokens.gather(1, index.flatten(1)).view(index.shape).flatten(0, 1)
