@@ -63,10 +63,18 @@ VARIANTS: dict[str, EagleConfig] = {
     "window_qwen3": dataclasses.replace(PLAIN, sliding_window=6, qk_norm=True),
     "window_mixed": dataclasses.replace(PLAIN, sliding_window=3, num_hidden_layers=2, full_layers=(1,)),
     "one_boundary": dataclasses.replace(PLAIN, boundaries=(5,)),
+    "unfused": dataclasses.replace(PLAIN, use_aux_hidden_state=False, boundaries=(LAST_HIDDEN,)),
     "first": FIRST,
     "first_two_layers": dataclasses.replace(FIRST, num_hidden_layers=2, sliding_window=4),
     "first_bias": dataclasses.replace(FIRST, fc_bias=True, own_embedding=True),
 }
+
+
+def written_as(name: str) -> list[str]:
+    """Those of `VARIANTS` that a format, or a destination, has words for."""
+    if name == "speculators":
+        return [kind for kind, config in VARIANTS.items() if LAST_HIDDEN not in config.boundaries]
+    return [kind for kind, config in VARIANTS.items() if config.generation == 3 or name != "modelopt"]
 
 
 def sample(config: EagleConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> HeadCheckpoint:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, logits, sample
+from checkpoints.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, logits, sample, written_as
 from forerun.checkpoints import (
     HeadCheckpoint,
     differences,
@@ -27,12 +27,7 @@ from forerun.types import LAST_HIDDEN
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Written = tuple[dict[str, Any], dict[str, Tensor]]
-CASES = [
-    (name, variant)
-    for name in FORMATS
-    for variant, config in VARIANTS.items()
-    if name == "flat" or config.generation == 3
-]
+CASES = [(name, variant) for name in FORMATS for variant in written_as(name)]
 
 
 def written(config: EagleConfig = PLAIN, name: str = "flat") -> Written:
@@ -380,7 +375,7 @@ def test_tensors_are_refused_by_name(tensors: dict[str, Tensor], message: str) -
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
         ({"draft_vocab_size": 61}, r"draft_vocab_size must be in 1\.\.60"),
         ({"architectures": ["PEagleDraftModel"]}, "PEagleDraftModel"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "unknown: fc.weight"),
         ({"quantization_config": {"quant_method": "fp8"}}, "only heads in floating point"),
         ({"bias": True}, "missing: fc.bias"),
         ({"fc_norm": True}, "missing: fc_norm.0.weight"),

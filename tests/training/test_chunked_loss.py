@@ -39,7 +39,8 @@ def plain(
     elif divergence is Divergence.LK_LOG:
         losses = -overlap.log()
     else:
-        share = torch.exp(-3.0 * overlap).detach()
+        mixed = divergence is Divergence.MIXED
+        share = torch.full_like(overlap, 0.1) if mixed else torch.exp(-3.0 * overlap).detach()
         losses = share * (probs * (probs.log() - known)).sum(-1) + (1 - share) * (1 - overlap)
     known_best = torch.tensor([int(best) in tokens.tolist() for best in target.argmax(-1)])
     entered = weights * known_best if skip else weights

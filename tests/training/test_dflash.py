@@ -111,6 +111,35 @@ def test_the_loss_equals_a_written_out_reference() -> None:
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in made.parameters())
 
 
+@pytest.mark.parametrize("few", [False, True], ids=["one-chunk", "many-chunks"])
+def test_depths_weigh_what_they_bring(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D-PACE, written out; a depth that does not count ends the draft."""
+    if few:
+        monkeypatch.setattr("forerun.training.chunked_loss.CHUNK_ELEMENTS", 7 * VOCABULARY)
+    made = dflash()
+    batch = batch_of([tokens(12), tokens(9, seed=5)], made.config.boundaries, padding=3)
+    batch.batch.loss_mask[0, 6] = False
+    of = objective(made, smoothing=0.3)
+    blocks, report = of.blocks(batch), of(batch)
+    logits = trained_logits(made, blocks.output)[0].detach().softmax(-1)
+    teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
+    total, weight = torch.zeros(()), 0.0
+    for place, counted, own in zip(blocks.anchors[0].tolist(), blocks.counted[0].tolist(), logits, strict=True):
+        chances = []
+        for depth in range(4):
+            overlap = float(torch.minimum(own[depth], teacher[min(place + depth, 23)]).sum())
+            chances.append((0.7 * overlap + 0.3) if counted[depth] else 0.0)
+        for depth in range(4):
+            share = sum(math.prod(chances[: last + 1]) for last in range(depth, 4))
+            if counted[depth]:
+                total += share * -(teacher[place + depth] * own[depth].log()).sum()
+                weight += share
+    torch.testing.assert_close(report.loss.detach(), total, atol=1e-3, rtol=1e-4)
+    assert float(report.weight) == pytest.approx(weight, rel=1e-4)
+    report.loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in made.parameters())
+
+
 def test_anchors_are_few_random_in_training_and_the_same_in_evaluation() -> None:
     made = dflash()
     batch = batch_of([tokens(30)], made.config.boundaries)

@@ -67,7 +67,7 @@ def test_the_loss_is_that_of_what_is_drafted(options: dict[str, Any]) -> None:
     """Written out from drafting's own logits: cross-entropy, total variation, and the confidence head's error."""
     made, text = head(**options), tokens(12)
     batch = batch_of([text], made.config.boundaries)
-    report = objective(made, gamma=3.0, lk_decay=0.3, confidence_weight=0.7, skip_unreachable=False)(batch)
+    report = objective(made, gamma=3.0, mix=0.3, confidence_weight=0.7, skip_unreachable=False)(batch)
     teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
     total, weight, known = torch.zeros(()), 0.0, made.token_ids
     for root in range(1, len(text) - 1):

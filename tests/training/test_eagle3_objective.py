@@ -72,7 +72,7 @@ def divergence_of(probs: Tensor, draft: Tensor, ids: list[int], divergence: Dive
     cross = -(named * draft[ids].log()).sum()
     if divergence is Divergence.CROSS_ENTROPY:
         return cross
-    share = torch.exp(-3.0 * overlap)
+    share = torch.tensor(0.1) if divergence is Divergence.MIXED else torch.exp(-3.0 * overlap)
     return share * (cross + (named * named.log()).sum()) + (1 - share) * (1 - overlap)
 
 

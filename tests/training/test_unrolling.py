@@ -14,6 +14,7 @@ from forerun.model import Target
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
+from forerun.types import LAST_HIDDEN
 from training.ttt import FIRST, batch_of, features, head, model, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -24,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qk-norm": {"qk_norm": True},
     "two-layers": {"num_hidden_layers": 2},
     "one-boundary": {"boundaries": (4,)},
+    "unfused": {"use_aux_hidden_state": False, "boundaries": (LAST_HIDDEN,)},
     "scaled-rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "own-embedding": {"own_embedding": True},
     "shared-lm-head": {"own_lm_head": False, "draft_vocab_size": 40},

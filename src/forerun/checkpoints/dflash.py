@@ -93,7 +93,7 @@ class DFlashFormat(Format):
         keys = {
             "architectures": [ARCHITECTURES[config.kind]],
             **eagle.write_layers(config),
-            "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
+            "torch_dtype": eagle.dtype_name(checkpoint),
             "block_size": config.block_size,
             "num_target_layers": target.num_layers,
             **places,

@@ -131,6 +131,11 @@ def agreed(
     return found
 
 
+def dtype_name(checkpoint: HeadCheckpoint) -> str:
+    """``torch_dtype`` of a file: of the layers' weights."""
+    return str(checkpoint.tensors["layers.0.self_attn.o_proj.weight"].dtype).removeprefix("torch.")
+
+
 def is_default(boundaries: Sequence[int], num_layers: int) -> bool:
     """Whether engines that are told no ids would read these boundaries of such a target."""
     return tuple(boundaries) == (2, num_layers // 2, num_layers - 3)

@@ -122,7 +122,8 @@ def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     )
     if keys.get("draft_vocab_size") is not None and not keys.get("tie_word_embeddings"):
         expected["lm_head.weight"] = (config.draft_vocab_size, config.hidden_size)
-    return _hidden_norms(_without_fc(expected) if expected["fc.weight"][1] == config.hidden_size else expected)
+    whole = (config.hidden_size, config.hidden_size)
+    return _hidden_norms(_without_fc(expected) if expected.get("fc.weight") == whole else expected)
 
 
 def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
@@ -157,7 +158,8 @@ def _counted(config: EagleConfig, keys: Mapping[str, Any]) -> tuple[int, ...]:
     """As many boundaries as vLLM and SGLang make room for; three where they find no number."""
     nested = (keys.get(NESTED) or {}).get(IDS)
     count = keys.get("num_aux_hidden_states") or (len(nested) if nested else 3)
-    return config.boundaries if count == len(config.boundaries) else tuple(range(count))
+    found = not config.use_aux_hidden_state or count == len(config.boundaries)
+    return config.boundaries if found else tuple(range(count))
 
 
 def _without_fc(expected: Shapes) -> Shapes:
@@ -183,7 +185,7 @@ UNKNOWN_VARIANTS = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_fc", "
 def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     """What engines do with each tensor of the head, written in the flat format as each wants it."""
     config = head.config
-    if config.generation == 3 and LAST_HIDDEN in config.boundaries:
+    if config.generation == 3 and config.use_aux_hidden_state and LAST_HIDDEN in config.boundaries:
         return  # nothing can be written
     for engine in LOADERS if config.generation == 3 else ("vllm", "sglang"):
         wanted, overrides = adapted(head, engine)
@@ -202,6 +204,10 @@ def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         why = f"the target has {target.num_layers} layers"
         remedy = "name the right target; or the ids in eagle_config are boundaries, not layers counted from 0"
         yield from fails(EVERY, f"reads boundaries {shown}", why, remedy)
+    elif not config.use_aux_hidden_state:
+        what, remedy = "reads the last hidden state (use_aux_hidden_state false)", "train on the default boundaries"
+        yield from fails("llama.cpp", what, "its converter wants fc.weight over three boundaries", remedy)
+        yield from degrades("lmdeploy", what, UNKNOWN, remedy)
     elif LAST_HIDDEN in shown:
         why = "EAGLE-3 layer ids cannot name the state after the final norm"
         yield from fails(EVERY, "reads the target's normed output", why, "train on boundaries")
@@ -380,7 +386,8 @@ def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
     speculation: dict[str, Any] = {"decoding_type": "Eagle3", "max_draft_len": TOKENS}
     speculation["speculative_model"] = json.dumps(str(launch.directory))
     if config.generation == 3:
-        speculation["eagle3_layers_to_capture"] = to_outputs(config.boundaries)
+        aux = config.use_aux_hidden_state  # -1 is the last hidden state
+        speculation["eagle3_layers_to_capture"] = to_outputs(config.boundaries) if aux else [-1]
     if config.num_hidden_layers > 1:
         speculation["num_eagle_layers"] = config.num_hidden_layers
     return {TRTLLM: "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in speculation.items())}

@@ -31,6 +31,10 @@ COUNTED_NOTE = (
     f"The layer ids in {NESTED} are read as layers counted from 0, as SGLang, SpecForge and ModelOpt mean them. Some "
     f"publishers wrote boundaries there (one more); if hardly any draft is accepted, say them on top as {eagle.IDS}."
 )
+UNREAD_NOTE = (
+    f"{NESTED}.use_aux_hidden_state is false, so the head reads the last hidden state; the layers that "
+    "config.json names are read by nobody and not written."
+)
 TIED_NOTE = "tie_word_embeddings is true; SGLang would then ignore the head's own lm_head. Written false."
 
 
@@ -59,7 +63,7 @@ def read_flat(config: Config, tensors: Tensors, num_layers: int | None) -> HeadC
     nested, generation, fields = keys.nested(NESTED), _generation(keys, found), eagle.read_layers(keys)
     fields |= _read_features(keys, nested, fields["hidden_size"])
     top, inner, count = keys.integers(eagle.IDS), nested.integers(eagle.IDS), keys.get("num_aux_hidden_states")
-    if generation == 3:
+    if generation == 3 and fields["use_aux_hidden_state"]:
         fields["boundaries"] = eagle.agreed(top, inner, count=count, num_layers=num_layers)
     else:
         fields["boundaries"] = (LAST_HIDDEN,)
@@ -68,6 +72,7 @@ def read_flat(config: Config, tensors: Tensors, num_layers: int | None) -> HeadC
         FEEDBACK_NOTE: fields["norm_output"],
         TIED_NOTE: keys.flag("tie_word_embeddings"),
         COUNTED_NOTE: generation == 3 and top is None and inner is not None,
+        UNREAD_NOTE: not fields["use_aux_hidden_state"] and (top or inner) is not None,
         eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None,
     }
     return eagle.make_head(
@@ -96,10 +101,6 @@ def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:
 
 def _read_features(keys: Keys, nested: Keys, size: int) -> dict[str, Any]:
     """How features are fused and fed back. Aliases: SGLang's ``use_aux_norm``, TensorRT-LLM's `POST_NORM`."""
-    if not nested.flag("use_aux_hidden_state", True):
-        raise CheckpointError(
-            f"{NESTED}.use_aux_hidden_state is false: an EAGLE-3 layer over one hidden state is not supported"
-        )
     feedback = [keys.flag(name) for name in ("norm_output", POST_NORM) if keys.get(name) is not None]
     feedback += [nested.flag(POST_NORM)] if nested.get(POST_NORM) is not None else []
     if len(set(feedback)) > 1:
@@ -110,6 +111,7 @@ def _read_features(keys: Keys, nested: Keys, size: int) -> dict[str, Any]:
         )
     return {
         "target_hidden_size": keys.integer("target_hidden_size", size),
+        "use_aux_hidden_state": nested.flag("use_aux_hidden_state", True),
         "norm_before_residual": keys.flag("norm_before_residual"),
         "norm_before_fc": nested.flag("norm_before_fc", keys.flag("norm_before_fc")),
         "fc_norm": keys.flag("fc_norm", keys.flag("use_aux_norm")),
@@ -123,7 +125,7 @@ def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "architectures": [FIRST_GENERATION if config.generation == 1 else QWEN3 if config.qk_norm else LLAMA],
         **eagle.write_layers(config),
-        "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
+        "torch_dtype": eagle.dtype_name(checkpoint),
         "target_hidden_size": config.target_hidden_size,
         # Null tells SGLang to take the target's output head.
         "draft_vocab_size": config.draft_vocab_size if config.own_lm_head else None,
@@ -133,14 +135,13 @@ def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         # EAGLE's own code takes its absence for true. True would be for fc, but engines give the attention biases then.
         keys["bias"] = False
     if config.generation == 3:
-        nested = {"use_aux_hidden_state": True, eagle.IDS: eagle.to_outputs(config.boundaries)}
+        nested: dict[str, Any] = {"use_aux_hidden_state": config.use_aux_hidden_state}
+        if config.use_aux_hidden_state:
+            nested[eagle.IDS] = eagle.to_outputs(config.boundaries)
+            keys |= {"num_aux_hidden_states": len(config.boundaries), eagle.IDS: list(config.boundaries)}
         if config.norm_before_fc:
             nested["norm_before_fc"] = True  # where TensorRT-LLM looks for it
         if config.norm_output:
             nested[POST_NORM] = True  # likewise
-        keys |= {
-            "num_aux_hidden_states": len(config.boundaries),
-            eagle.IDS: list(config.boundaries),
-            NESTED: {**config.extra.get(NESTED, {}), **nested},
-        }
+        keys[NESTED] = {**config.extra.get(NESTED, {}), **nested}
     return {**config.extra, **keys}

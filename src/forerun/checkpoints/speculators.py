@@ -83,7 +83,7 @@ class SpeculatorsFormat(Format):
             **top,
             KIND: config.kind,
             "architectures": [OWN[config.kind]],
-            "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
+            "torch_dtype": eagle.dtype_name(checkpoint),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
             **(_of_eagle3(config) if config.kind == "eagle3" else _of_dflash(config)),

@@ -32,7 +32,7 @@ class Divergence(StrEnum):
     LK = "lk"
     """``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)`` held constant (2602.23881)."""
     LK_LOG = "lk_log"  # ``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)
-    MIXED = "mixed"  # ``w * KL + (1 - w) * (1 - a)``, the same w everywhere; 1 - a is the total variation (DSpark)
+    MIXED = "mixed"  # ``mix * KL + (1 - mix) * (1 - a)``; 1 - a is the total variation (DSpark)
 
 
 def soft_loss(
@@ -43,7 +43,9 @@ def soft_loss(
     divergence: Divergence = Divergence.CROSS_ENTROPY,
     decay: float = 3.0,
     *,
+    mix: float = 0.1,
     skip_unknown: bool = False,
+    paths: Paths | None = None,
 ) -> VocabularyLoss:
     """``sum_r row_weights[r] * divergence(teacher probs of row r, student probs of row r)`` in nats.
 
@@ -52,11 +54,20 @@ def soft_loss(
         weight: (V, H), the student's head; gets a gradient if it asks for one.
         row_weights: (R,) float32; rows of weight 0 cost nothing.
         teacher: gives the target probabilities of every row, or of every G rows.
-        decay: of the KL share of `Divergence.LK`, per unit of acceptance; of `Divergence.MIXED` the share itself.
+        decay: of the KL share of `Divergence.LK`, per unit of acceptance.
+        mix: share of the KL in `Divergence.MIXED`.
         skip_unknown: leave rows out of the loss whose likeliest token the student does not know.
+        paths: how rows that follow each other on a draft weigh; each of them follows a state of its own.
     """
-    unknown = teacher.unknown() if skip_unknown else None
-    target = _Target(weights=row_weights, teacher=teacher, divergence=divergence, decay=decay, unknown=unknown)
+    target = _Target(
+        weights=row_weights,
+        teacher=teacher,
+        divergence=divergence,
+        decay=decay,
+        mix=mix,
+        unknown=teacher.unknown() if skip_unknown else None,
+        paths=paths,
+    )
     return VocabularyLoss(*_ChunkedLoss.apply(hidden, weight, target))  # type: ignore[no-untyped-call]
 
 
@@ -64,6 +75,21 @@ def hard_loss(hidden: Tensor, weight: Tensor, row_weights: Tensor, ids: Tensor) 
     """``sum_r row_weights[r] * -log student(ids[r])`` in nats, of the true tokens `ids` (R,) int64; as `soft_loss`."""
     target = _Target(weights=row_weights, ids=ids)
     return VocabularyLoss(*_ChunkedLoss.apply(hidden, weight, target))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Rows are the depths of drafts, `length` of each behind each other, and weigh what they bring (D-PACE, arXiv
+    2605.18810): depth j the sum over m >= j of the chance that a draft gets beyond depth m."""
+
+    length: int
+    smoothing: float = 0.5  # a: of an acceptance q counts (1 - a) q + a, so that late depths are not lost at first
+
+    def weights(self, overlap: Tensor, counted: Tensor) -> Tensor:
+        """(n,) of rows with this overlap; of those that are not `counted` 0, and a draft ends there."""
+        alive = torch.where(counted, (1 - self.smoothing) * overlap + self.smoothing, 0.0)
+        reached = alive.view(-1, self.length).cumprod(-1)
+        return reached.flip(-1).cumsum(-1).flip(-1).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +159,9 @@ class _Target:
     ids: Tensor | None = None
     divergence: Divergence = Divergence.CROSS_ENTROPY
     decay: float = 0.0
+    mix: float = 0.0
     unknown: Tensor | None = None  # (Vt,) bool: a row is left out where one of these is the teacher's likeliest token
+    paths: Paths | None = None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -148,12 +176,17 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad = torch.zeros_like(states)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         figures = target.weights.new_zeros(4, *states.shape[:2])
-        counting = factors.flatten(1).any(1).nonzero().squeeze(1)
-        size = max(1, CHUNK_ELEMENTS // _width(group * len(weight), target))
+        run = target.paths.length if target.paths is not None else 1  # States that are looked at together
+        counting = factors.flatten(1).any(1).view(-1, run).any(1).repeat_interleave(run).nonzero().squeeze(1)
+        size = run * max(1, CHUNK_ELEMENTS // (run * _width(group * len(weight), target)))
         for chosen in torch.split(counting, size) if len(counting) else ():
             inputs = states[chosen].to(working)
             logits = (inputs.flatten(0, 1) @ head.T).view(len(chosen), group, weight.shape[0])
-            figures[:, chosen] = found = _become_gradients(logits, chosen, target)
+            found = _become_gradients(logits, chosen, target)
+            if target.paths is not None:
+                counted = (factors[chosen, 0, 0] != 0) & (found[3, :, 0] != 0)
+                found[3, :, 0] = target.paths.weights(found[2, :, 0], counted)
+            figures[:, chosen] = found
             gradient, shares = logits.flatten(0, 1), factors[chosen] * found[3, ..., None]
             # A row's factor goes to the narrow side of both products.
             hidden_grad[chosen] = ((gradient @ head).view_as(inputs) * shares).to(hidden_grad.dtype)
@@ -241,7 +274,7 @@ def _acceptance(student: Tensor, probs: _Probs, cross: Tensor, overlap: Tensor, 
         student.copy_(towards.div_(-safe[..., None]))
         return safe.log().neg()
     constant = target.divergence is Divergence.MIXED
-    share = torch.full_like(overlap, target.decay) if constant else torch.exp(-target.decay * overlap)
+    share = torch.full_like(overlap, target.mix) if constant else torch.exp(-target.decay * overlap)
     entropy = torch.special.entr(probs.renormalised).sum(-1)
     student.sub_(probs.renormalised).mul_(share[..., None]).sub_(towards.mul_((1 - share)[..., None]))
     mixed: Tensor = share * (cross - entropy) + (1 - share) * (1 - overlap)

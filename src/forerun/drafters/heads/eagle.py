@@ -37,6 +37,8 @@ class EagleConfig(DecoderConfig):
     }
 
     generation: int = 3
+    use_aux_hidden_state: bool = True
+    """False: EAGLE-3's layer reads the target's last hidden state as it is, and nothing is fused (some of NVIDIA's)."""
     fc_bias: bool = False  # Original EAGLE-1 heads have one; vLLM drops it without a word
     norm_before_residual: bool = False
     """The residual stream of the first layer is the normed feature (speculators) instead of the feature (EAGLE)."""
@@ -53,6 +55,11 @@ class EagleConfig(DecoderConfig):
             return f"generation is 1 or 3, got {self.generation}"
         if self.generation == 1 and self.boundaries != (LAST_HIDDEN,):
             return f"an EAGLE-1 head reads the last hidden state alone, got boundaries {self.boundaries}"
+        if not self.use_aux_hidden_state:
+            wants = "reads the last hidden state alone, as wide as itself, and fuses nothing"
+            fuses = self.generation == 1 or self.norm_before_fc or self.fc_norm or self.fc_bias
+            if fuses or self.boundaries != (LAST_HIDDEN,) or self.hidden_size != self.target_hidden_size:
+                return f"an EAGLE-3 head without use_aux_hidden_state {wants}; got boundaries {self.boundaries}"
         if any(boundary < 0 and boundary != LAST_HIDDEN for boundary in self.boundaries):
             return f"boundaries count layers from 0, got {self.boundaries}"
         if self.generation == 3 and not self.own_lm_head and self.hidden_size != self.target_hidden_size:
@@ -68,6 +75,8 @@ class EagleConfig(DecoderConfig):
             raise ArgumentError(f"an EAGLE-1 head has no norms around its features; leave {', '.join(norms)} away")
         if kind != "eagle3":
             found |= {"generation": 1, "boundaries": (LAST_HIDDEN,), "own_lm_head": False}
+        elif options.get("use_aux_hidden_state") is False:
+            found["boundaries"] = (LAST_HIDDEN,)
         elif not options.get("boundaries"):
             found["boundaries"] = default_boundaries(config.num_hidden_layers)
         lists = ("boundaries", "full_layers")
@@ -96,7 +105,8 @@ class EagleHead(DecoderHead, SequentialHead):
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         width = len(config.boundaries) * config.target_hidden_size
-        self.fc = nn.Linear(size + width if config.generation == 1 else width, size, bias=config.fc_bias)
+        if config.use_aux_hidden_state:
+            self.fc = nn.Linear(size + width if config.generation == 1 else width, size, bias=config.fc_bias)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(width, eps)
         if config.fc_norm:
@@ -107,7 +117,7 @@ class EagleHead(DecoderHead, SequentialHead):
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """See `Head.fuse`. Generation 1 reads its one boundary as it is: its ``fc`` also wants the embedding."""
-        if self.config.generation == 1:
+        if self.config.generation == 1 or not self.config.use_aux_hidden_state:
             return features[0]
         if self.config.fc_norm:
             features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]

@@ -103,10 +103,9 @@ class DecoderConfig(HeadConfig):
 
 class DecoderHead(AttendingHead):
     """What heads of decoder layers share: rotary embedding, and an output head and an embedding of their own if any. A
-    kind makes its ``fc``, ``layers`` and ``norm``, then calls `complete`."""
+    kind makes its ``layers`` and ``norm``, then calls `complete`."""
 
     config: DecoderConfig
-    fc: nn.Linear
     norm: nn.Module
     d2t: Tensor
 
@@ -135,7 +134,7 @@ class DecoderHead(AttendingHead):
 
     @property
     def weight(self) -> Tensor:
-        return self.fc.weight
+        return next(self.parameters())  # of a norm, where all linear layers are repacked
 
     @property
     def feature_size(self) -> int:

@@ -2,7 +2,8 @@
 
 An anchor is a token of an answer: the root of a block. The block sees the states of what stands before its anchor in
 the same document, and itself. Depth k, from 0, predicts token anchor + 1 + k: its distribution is pulled towards the
-target's. Early depths weigh more, since a draft ends where it first fails.
+target's. Early depths weigh more, since a draft ends where it
+first fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from forerun.drafters.heads.dflash import DFlashHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
-from forerun.training.chunked_loss import Divergence, VocabularyLoss, soft_loss
+from forerun.training.chunked_loss import Divergence, Paths, VocabularyLoss, soft_loss
 from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, counted
 from forerun.types import LAST_HIDDEN
 
@@ -30,18 +31,25 @@ class DFlashSettings(ObjectiveSettings):
 
     anchors: int = 64
     """Blocks in a row of tokens, at most."""
-    gamma: float = 4.0
-    """Depth k weighs exp(-k / gamma). The paper: 4 for blocks of 8, 7 for 16."""
+    smoothing: float = 0.5
+    """Each depth weighs what it brings by the acceptance that the head has (D-PACE, arXiv 2605.18810): of an acceptance
+    q counts (1 - smoothing) q + smoothing."""
+    gamma: float | None = None
+    """Instead, depth k weighs exp(-k / gamma), whatever the head does. The paper: 4 for blocks of 8, 7 for 16."""
     divergence: Divergence = Divergence.CROSS_ENTROPY
     lk_decay: float = 3.0
+    mix: float = 0.1
+    """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
             raise ArgumentError(f"objective: anchors must be at least 1, got {self.anchors}")
-        if not self.gamma > 0:
+        if self.gamma is not None and not self.gamma > 0:
             raise ArgumentError(f"objective: gamma must be positive, got {self.gamma}")
+        if not 0 <= self.smoothing <= 1:
+            raise ArgumentError(f"objective: smoothing must be in [0, 1], got {self.smoothing}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +79,9 @@ class DFlashObjective(Objective):
         """The weighted sum over all blocks and counted depths, and how often a chain got to each depth."""
         blocks = self.blocks(batch)
         depths = blocks.counted.shape[-1]
-        weights = torch.tensor([math.exp(-depth / self.settings.gamma) for depth in range(depths)])
-        weights = blocks.counted * weights.to(blocks.output.device)
-        found = self._loss(blocks, weights, batch)
+        gamma = math.inf if self.settings.gamma is None else self.settings.gamma
+        weights = torch.tensor([math.exp(-depth / gamma) for depth in range(depths)], device=blocks.output.device)
+        found = self._loss(blocks, blocks.counted * weights, batch)
         agrees, overlap = (part.view(blocks.counted.shape) for part in (found.agrees, found.overlap))
         drafted, survives = blocks.counted.cummin(-1).values, agrees.cumprod(-1)
         metrics = {}
@@ -174,5 +182,7 @@ class DFlashObjective(Objective):
             self.target.teacher(states, self.head.token_ids if self.head.config.reduced_vocabulary else None),
             self.settings.divergence,
             self.settings.lk_decay,
+            mix=self.settings.mix,
             skip_unknown=self.settings.skip_unreachable,
+            paths=Paths(weights.shape[-1], self.settings.smoothing) if self.settings.gamma is None else None,
         )

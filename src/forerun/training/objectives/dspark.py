@@ -27,8 +27,6 @@ class DSparkSettings(DFlashSettings):
     """Anchors, weights and divergence of the objective; the defaults are DeepSeek's."""
 
     divergence: Divergence = Divergence.MIXED
-    lk_decay: float = 0.1
-    """Share of the cross-entropy, with `divergence` mixed; the rest is total variation."""
     confidence_weight: float = 1.0
     """Of the confidence head's loss."""
 

@@ -34,6 +34,8 @@ class Eagle3Settings(ObjectiveSettings):
     """Weight of step t is decay^t, normalised to sum 1."""
     divergence: Divergence = Divergence.CROSS_ENTROPY
     lk_decay: float = 3.0
+    mix: float = 0.1
+    """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
 
@@ -162,6 +164,7 @@ class Eagle3Objective(Objective):
             teacher,
             self.settings.divergence,
             self.settings.lk_decay,
+            mix=self.settings.mix,
             skip_unknown=self.settings.skip_unreachable,
         )
         entered, agrees, overlap = (
