@@ -32,8 +32,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def scaled(source_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> ScaledModel:
-    folder = tmp_path_factory.mktemp("scaled") / "big"
-    return scale_model(source_tied, folder, billions=0.002, layers=5, dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("scaled")))
+        return scale_model(source_tied, billions=0.002, layers=5, dtype="float32")
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:

@@ -161,11 +161,13 @@ def regenerate(
         Conversations, prompts or plain texts, in any form that `forerun data prepare` reads.
     """
     from forerun.cli import session
-    from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint, with_engine
+    from forerun.training.data.regenerate import Director, Endpoint, plan, with_endpoint, with_engine
+    from forerun.types import SamplingParams
 
-    generation = Generation(max_tokens=asked.max_tokens, temperature=asked.temperature, top_p=asked.top_p)
+    sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+    params = SamplingParams(**sampling)
     tokenizer = None if asked.target is None else session.load_tokenizer(asked.target)
-    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, seed=asked.seed)
+    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, params=params)
     with console.progress_bar("regenerating") as update:
 
         def tell(progress: Plan) -> None:
@@ -174,12 +176,12 @@ def regenerate(
         todo = plan(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
         try:
             if asked.endpoint is not None:
-                server = Endpoint(url=asked.endpoint, model=str(asked.model), generation=generation)
+                server = Endpoint(url=asked.endpoint, model=str(asked.model))
                 with_endpoint(todo, server, concurrency=asked.concurrency or ENDPOINT_CONCURRENCY)
             elif todo.records:
                 rows = asked.concurrency or LOCAL_CONCURRENCY
                 llm = session.load(str(asked.target), loading, speculation.config(), max_num_seqs=rows)
-                with_engine(todo, llm, generation, concurrency=rows)
+                with_engine(todo, llm, concurrency=rows)
         except BaseException:
             if todo.written:
                 console.warn(f"{todo.written:,} records are safe in {asked.output}; run again to go on")

@@ -150,12 +150,12 @@ def _introduce(setting: _Setting, prompt: str) -> None:
 
 
 def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-    from forerun.cli.session import Printer
+    from forerun.cli.session import print_stream
 
     out = console.out()
     out.print()
     out.rule(Text(f" {arm} ", "bold"), align="left", style="dim")
-    output = Printer(out, show_draft=True).run(chunks)
+    output = print_stream(chunks, show_draft=True)
     assert output is not None
     return output
 
@@ -189,10 +189,8 @@ class Race:
 
 def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None) -> Race:
     """Answer `prompt` plainly and speculatively, once for `show` and `repeats` times for the clock, taking turns.
-
     Decoding speed alone is compared: tokens after the first over the time after the first; medians. `show` is given an
-    arm's name and its stream, prints it and returns the finished request.
-    """
+    arm's name and its stream, prints it and returns the finished request."""
     from forerun.certify.reference import difference
 
     numbers = itertools.count()
@@ -221,17 +219,11 @@ def _tokens(output: RequestOutput) -> list[int]:
 
 
 def _report(llm: LLM, setting: _Setting, found: Race) -> None:
-    out = console.out()
-    speeds = found.speeds
+    out, speeds = console.out(), found.speeds
     accepted = found.runs["speculative"][0].outputs[0].speculation.mean_acceptance_length
     per_pass = {"plain": 1.0, "speculative": accepted}
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
-    columns = (
-        Column("", no_wrap=True),
-        Column("tokens/s", **right),
-        Column(ratio=1),
-        Column("per target pass", **right),
-    )
+    columns = (Column(no_wrap=True), Column("tokens/s", **right), Column(ratio=1), Column("per target pass", **right))
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     for arm, speed in speeds.items():
         bar = Bar(max(*speeds.values(), 1e-9), 0, speed, color="#3fa45b" if arm == "speculative" else "bright_black")

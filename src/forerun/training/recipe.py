@@ -26,12 +26,9 @@ Settings = TypeVar("Settings")
 class WindowSettings:
     """How documents become batches."""
 
-    length: int = 2048
-    """Tokens per window; shorter documents share one, longer ones are cut."""
-    rows: int = 1
-    """Windows per process and step."""
-    min_tokens: int = 1
-    """Parts of documents with fewer tokens to learn are left out."""
+    length: int = 2048  # Tokens per window; shorter documents share one, longer ones are cut
+    rows: int = 1  # Windows per process and step
+    min_tokens: int = 1  # Parts of documents with fewer tokens to learn are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +37,7 @@ class DraftSettings:
 
     vocab_size: int | None = None
     """Tokens that the head can propose, the most frequent of the data; None is all of them."""
-    start: str | None = None
-    """Directory of a head to go on from, instead of a fresh one."""
+    start: str | None = None  # Directory of a head to go on from, instead of a fresh one
     options: Mapping[str, Any] = field(default_factory=dict)
     """Variant and shape: `option_names` of the kind's configuration, of EAGLE-3 ``boundaries``, ``fc_norm``, ..."""
 
@@ -51,14 +47,11 @@ class EvaluationSettings:
     """How evaluation decodes."""
 
     max_tokens: int = 64
-    num_speculative_tokens: int = 5
-    """Length of the chain, and depth of the tree; no more than the head drafts."""
+    num_speculative_tokens: int = 5  # Length of the chain, and depth of the tree; no more than the head drafts
     top_k: int = 4
-    nodes: int = 32
-    """Of the dynamic tree, root not counted."""
+    nodes: int = 32  # Of the dynamic tree, root not counted
     seed: int = 0
-    rows: int = 4
-    """Prompts at once."""
+    rows: int = 4  # Prompts at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,9 +27,15 @@ from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective
 from forerun.training.data.store import PackedWindows, PreparedData, draft_vocabulary, token_counts
-from forerun.training.features.manifest import loaded_from, target_hash, wanted_manifest
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, OfflineFeatures
+from forerun.training.features.store import (
+    FeatureStore,
+    OfflineFeatures,
+    checkpoint_directory,
+    describe,
+    loaded_from,
+    target_hash,
+)
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
@@ -91,8 +97,9 @@ def _batches(
     if recipe.features is None:
         source = OnlineFeatures(model, head.config.boundaries)
     else:
-        target, config = demo.resolve(recipe.target), head.config
-        wanted = wanted_manifest(target, tokenizer, windows.data, config.boundaries, config.target_hidden_size)
+        directory, config = checkpoint_directory(recipe.target), head.config
+        size: int = config.target_hidden_size
+        wanted = describe(directory, recipe.target, tokenizer, windows.data, config.boundaries, hidden_size=size)
         source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), windows)
     return RunBatches(
         windows=windows,
@@ -106,8 +113,7 @@ def _batches(
 def _evaluation(wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head) -> Evaluate:
     count = min(wanted.count, len(source))
     prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
-    evaluation = Evaluation(model, prompts, wanted.settings)
-    return lambda step: evaluation(head)
+    return lambda step: evaluate(head, model, prompts, wanted.settings)
 
 
 def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
@@ -215,58 +221,49 @@ class RunBatches(Batches):
         return mine
 
 
-class Evaluation:
-    """Acceptance of a head in real speculative decoding of held-out `prompts` (token ids) by the target `model`."""
+def evaluate(
+    head: Head, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings
+) -> dict[str, float]:
+    """Acceptance of a head in speculative decoding of held-out `prompts` (token ids) by the target `model`.
+    ``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1`` are mean acceptance lengths, bonus included; ``acceptance_0``
+    ... say how often the chain at temperature 0 got that far."""
+    from forerun import LLM
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings) -> None:
-        self.model, self.prompts, self.settings = model, [list(prompt) for prompt in prompts], settings
+    drafting = copy.deepcopy(head).to(model.device, model.dtype).eval()
+    longest = max(map(len, prompts)) + settings.max_tokens
+    llm = LLM(model, tokenizer=False, max_num_seqs=settings.rows, max_model_len=longest, self_check=False)
+    depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
+    base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth, "adaptive": False}
+    tree = {"top_k": settings.top_k, "nodes": settings.nodes}
+    shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
+    neutral: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "detokenize": False}
+    found: dict[str, float] = {}
+    for temperature in (0, 1):
+        limits = {"max_tokens": settings.max_tokens, "seed": settings.seed}
+        params = SamplingParams(temperature=temperature, **limits, **neutral)
+        for name, config in shapes.items():
+            stats = _stats(llm, prompts, params, config)
+            found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
+            if name == "chain" and temperature == 0:
+                found.update({f"acceptance_{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)})
+    return found
 
-    def __call__(self, head: Head) -> Mapping[str, float]:
-        """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included. Also
-        ``acceptance_0`` ...: how often the chain at temperature 0 got that far."""
-        from forerun import LLM
 
-        drafting = copy.deepcopy(head).to(self.model.device, self.model.dtype).eval()
-        longest = max(map(len, self.prompts)) + self.settings.max_tokens
-        llm = LLM(self.model, tokenizer=False, max_num_seqs=self.settings.rows, max_model_len=longest, self_check=False)
-        depth = min(self.settings.num_speculative_tokens, head.config.max_depth or self.settings.num_speculative_tokens)
-        base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth, "adaptive": False}
-        tree = {"top_k": self.settings.top_k, "nodes": self.settings.nodes}
-        shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
-        found: dict[str, float] = {}
-        for temperature in (0, 1):
-            for name, config in shapes.items():
-                stats = self._stats(llm, config, float(temperature))
-                found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
-                if name == "chain" and temperature == 0:
-                    found.update({f"acceptance_{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)})
-        return found
-
-    def _stats(self, llm: Any, config: Mapping[str, Any], temperature: float) -> SpeculationStats:
-        params = SamplingParams(
-            temperature=temperature,
-            top_p=1.0,
-            top_k=0,
-            repetition_penalty=1.0,
-            max_tokens=self.settings.max_tokens,
-            seed=self.settings.seed,
-            detokenize=False,
-        )
-        total = SpeculationStats()
-        with torch.random.fork_rng(devices=[]):
-            prompts = [{"prompt_token_ids": prompt} for prompt in self.prompts]
-            for output in llm.generate(prompts, params, speculative=config):
-                total.add(output.outputs[0].speculation)
-        return total
+def _stats(
+    llm: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, config: Mapping[str, Any]
+) -> SpeculationStats:
+    total = SpeculationStats()
+    with torch.random.fork_rng(devices=[]):
+        for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, speculative=config):
+            total.add(output.outputs[0].speculation)
+    return total
 
 
 def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
-    """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it.
-
-    `spread`: ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part
-    of each layer on every process, by transformers' ``tp_plan``; ArgumentError if the heads cannot be split over so
-    many. Embedding and output head stay whole everywhere: the head that is trained reads both.
-    """
+    """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it. `spread`:
+    ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part of each
+    layer on every process, by transformers' ``tp_plan``; ArgumentError if the heads cannot be split over so many.
+    Embedding and output head stay whole everywhere: the head that is trained reads both."""
     from transformers import AutoTokenizer
 
     path = demo.resolve(name)
@@ -282,7 +279,7 @@ def _open(name: str | Path, options: LoadOptions) -> Any:
 
 
 def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
-    """Load and shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
+    """Shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
     mesh = init_device_mesh(parallel.device.type, (parallel.world,))
     mine = int(os.environ.get("LOCAL_RANK", parallel.rank))
     model = None

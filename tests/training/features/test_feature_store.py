@@ -16,17 +16,21 @@ from torch import Tensor
 from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.model.load import read_header
-from forerun.training.features import manifest as manifests
-from forerun.training.features.manifest import (
+from forerun.training.features import store as stores
+from forerun.training.features.online import OnlineFeatures
+from forerun.training.features.store import (
     FeatureManifest,
+    FeatureStore,
+    FeatureWriter,
+    OfflineFeatures,
     check_lengths,
     check_room,
+    checkpoint_directory,
     describe,
+    extract,
+    passes,
     target_hash,
-    wanted_manifest,
 )
-from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, FeatureWriter, OfflineFeatures, extract, passes
 from forerun.types import LAST_HIDDEN
 from model.families import make
 from training.features.conftest import LENGTHS, Documents, Segment, Windows, manifest_of
@@ -296,12 +300,12 @@ def test_the_size_is_known_beforehand_and_compared_with_the_disk(
     assert manifest_of(Documents(), dtype="bfloat16", **wide).record_bytes == 32 * 1024
     assert manifest_of(Documents(), dtype="float8_e4m3fn", **wide).record_bytes == 16 * 1024 + 16
     usage = shutil.disk_usage(tmp_path)._replace(free=5 * 1024)
-    monkeypatch.setattr(manifests.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: usage)
     assert check_room(tmp_path / "not" / "yet", 5 * 1024) == 5 * 1024
     with pytest.raises(DataError, match=r"still need 2\.0 MiB, but .* has 5\.0 KiB free"):
         check_room(tmp_path, 2 << 20)
     with pytest.raises(ArgumentError, match="not 'int4'"):
-        manifests.dtype_named("int4")
+        stores.dtype_named("int4")
 
 
 def test_passes_cover_every_missing_document_once_and_stay_in_their_budget() -> None:
@@ -319,7 +323,7 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
     manifest = manifest_of(data)
     counted: list[int] = []
     with FeatureWriter(tmp_path, manifest, shard_bytes=SHARD) as writer:
-        extract(online, data, writer, batch_tokens=40, progress=lambda *, advance: counted.append(advance))
+        extract(online.documents, data, writer, batch_tokens=40, progress=lambda *, advance: counted.append(advance))
     assert sum(counted) == manifest.tokens
     segments = [
         Segment(row=0, column=0, document=2, offset=0, length=17),
@@ -373,12 +377,14 @@ def test_the_description_of_a_run_names_what_it_depends_on(tmp_path: Path) -> No
     data = Documents()
     plain = describe(tmp_path, "a/b", tokenizer, data, (1, 3), hidden_size=64, dtype="float8")
     assert (plain.target, plain.dtype, plain.documents, plain.tokens) == ("a/b", "float8_e4m3fn", 7, sum(LENGTHS))
-    wanted = wanted_manifest(tmp_path, tokenizer, data, (1, 3, LAST_HIDDEN), 64)
+    directory = checkpoint_directory(tmp_path)
+    wanted = describe(directory, "moved", tokenizer, data, (1, 3, LAST_HIDDEN), hidden_size=64)
     plain.refuse_other(wanted, tmp_path, reading=True)
+    other = describe(directory, "moved", tokenizer, data, (3, 1), hidden_size=64)
     with pytest.raises(DataError, match=r"boundaries: stored 1,3, wanted 3,1"):
-        plain.refuse_other(wanted_manifest(tmp_path, tokenizer, data, (3, 1), 64), tmp_path, reading=True)
+        plain.refuse_other(other, tmp_path, reading=True)
     with pytest.raises(CheckpointError, match="there is no directory"):
-        wanted_manifest(tmp_path / "gone", tokenizer, data, (1,), 64)
+        checkpoint_directory(tmp_path / "gone")
     tokenizer.chat_template = "{{ other }}"
     other = describe(tmp_path, "a/b", tokenizer, Documents((3, 4)), (1, 3), hidden_size=64)
     assert other.template_hash != plain.template_hash and other.tokenizer_hash == plain.tokenizer_hash

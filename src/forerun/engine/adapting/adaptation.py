@@ -94,16 +94,15 @@ class Snapshots:
         """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it. A CheckpointError
         where the disk is full, or refuses; what was there before is untouched."""
 
-        def fill(folder: Path) -> None:
+        path = self.directory / f"checkpoint-{version}"
+        with checkpoint.new_directory(path) as fresh:
             with torch.no_grad():
                 stored = copy.deepcopy(twin).to(self._dtype)
-            stored.save_pretrained(folder)
+            stored.save_pretrained(fresh)
             if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(folder)
+                self._tokenizer.save_pretrained(fresh)
             record = {"version": version, **self._described, **facts}
-            (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-        path = checkpoint.write_directory(self.directory / f"checkpoint-{version}", fill)
+            (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         self._link(path)
         checkpoint.rotate(self.directory, KEEP)
         return path

@@ -115,10 +115,8 @@ def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
 
 
 def enable_huggingface_checkpointing() -> None:
-    """From now on ``from_pretrained`` of every transformers class gives a converted model back converted.
-
-    Only directories on this machine are looked at. Calling it again changes nothing.
-    """
+    """From now on ``from_pretrained`` of every transformers class gives a converted model back converted. Only
+    directories on this machine are looked at. Calling it again changes nothing."""
     current = PreTrainedModel.__dict__["from_pretrained"]
     if hasattr(current, _PLAIN):
         return
@@ -177,10 +175,8 @@ class EagleModel:
 
     def set_draft_vocabulary(self, token_ids: Sequence[int] | Tensor) -> None:
         """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.
-
         `token_ids` (Vd,) are distinct, in any order; the most frequent of the training data, as a rule. The head's
-        output rows start as the base model's. ArgumentError for other ids, or if they are known already.
-        """
+        output rows start as the base model's. ArgumentError for other ids, or if they are known already."""
         ids = checked_ids(token_ids, self.eagle_module.config)
         if self._eagle_ready:
             raise ArgumentError("the draft vocabulary is set already; another one needs a freshly converted model")
@@ -197,11 +193,9 @@ class EagleModel:
         state_dict: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> None:
-        """Write the base model as an ordinary transformers checkpoint, and the head beside it in ``eagle_head/``.
-
-        The head keeps its dtype (float32) for further training; `export_head` writes one for an engine. ArgumentError
-        for `push_to_hub`, which would leave the head behind, or if the draft vocabulary is not set.
-        """
+        """Write the base model as an ordinary transformers checkpoint, and the head beside it in ``eagle_head/``. The
+        head keeps its dtype (float32) for further training; `export_head` writes one for an engine. ArgumentError for
+        `push_to_hub`, which would leave the head behind, or if the draft vocabulary is not set."""
         if options.get("push_to_hub"):
             raise ArgumentError("save_pretrained: save first, then upload the folder: push_to_hub would omit the head")
         self._check_ready()
@@ -221,10 +215,8 @@ class EagleModel:
 
     def load_head(self, directory: str | os.PathLike[str]) -> None:
         """Put the weights of a saved head into this model's; `directory` is a converted model's or the head's own.
-
         transformers' Trainer reads only the base model back when it resumes: call this with the checkpoint before
-        ``trainer.train(resume_from_checkpoint=...)``. CheckpointError for no head, or one of another shape.
-        """
+        ``trainer.train(resume_from_checkpoint=...)``. CheckpointError for no head, or one of another shape."""
         folder = Path(directory)
         folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         found = read_head(folder, num_layers=cast(Any, self).config.get_text_config().num_hidden_layers)
@@ -239,11 +231,9 @@ class EagleModel:
     def export_head(
         self, directory: str | os.PathLike[str], to: str = "vllm", *, target: str | None = None, force: bool = False
     ) -> Exported:
-        """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture.
-
-        `target` is the path or hub id under which the engine finds the base model; None: where it was loaded from. For
-        the rest, and the errors, see `checkpoints.engines.export_head`; ArgumentError, too, without a draft vocabulary.
-        """
+        """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture. `target`
+        is the path or hub id under which the engine finds the base model; None: where it was loaded from. For the rest,
+        and the errors, see `checkpoints.engines.export_head`; ArgumentError, too, without a draft vocabulary."""
         self._check_ready()
         head = _for_export(self, self._eagle_settings)
         facts = self._facts(target or cast(Any, self).name_or_path or "TARGET")

@@ -127,14 +127,11 @@ class ConvertSettings:
 
     given: Mapping[str, Any]
     """As the user wrote it, as JSON knows it and without token ids: what is saved beside the head."""
-    architecture: Mapping[str, Any]
-    """All keys of `eagle_architecture_config`, defaults filled in."""
+    architecture: Mapping[str, Any]  # All keys of `eagle_architecture_config`, defaults filled in
     steps: int
     decay: float
-    report_accuracy: bool
-    """Whether a loss comes with `train_acc`; reading it waits for the device."""
-    distill_features: bool
-    """EAGLE-1 only: also pull the head's features towards the target's."""
+    report_accuracy: bool  # Whether a loss comes with `train_acc`; reading it waits for the device
+    distill_features: bool  # EAGLE-1 only: also pull the head's features towards the target's
     export_rope_scaling: Mapping[str, Any] | None
     """Written over a default rope when the head is exported; None: as it was trained."""
     draft_vocab_ids: tuple[int, ...] | None

@@ -35,10 +35,8 @@ Made = TypeVar("Made")
 class PrepareOptions:
     """How records become documents."""
 
-    max_length: int = 2048
-    """Tokens of the longest document; what is beyond is cut off."""
-    split_long: bool = False
-    """Keep what is beyond as further documents instead."""
+    max_length: int = 2048  # Tokens of the longest document; what is beyond is cut off
+    split_long: bool = False  # Keep what is beyond as further documents instead
     skip_bad: bool = False
     last_turn_only: bool = False
 
@@ -76,11 +74,9 @@ def prepare(
     on_record: Callable[[int], None] = lambda count: None,
 ) -> Prepared:
     """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`.
-
     `name` is the target's for the manifest; `on_record` is told the number of records read so far, after each.
     DataError for a file or record that cannot be used, or nothing left to learn from; ArgumentError if `output` holds
-    something.
-    """
+    something."""
     options, files = options or PrepareOptions(), [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
@@ -162,10 +158,8 @@ class BadRecords:
 
 def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
     """Every record of one file, in order; DataError if the file, or an entry that `bad` does not skip, is not usable.
-
     ``.jsonl``/``.ndjson``: one JSON object per line. ``.json``: an array of objects, one object, or lines after all.
-    ``.parquet``: one record per row. Anything else is plain text, one record for the whole file.
-    """
+    ``.parquet``: one record per row. Anything else is plain text, one record for the whole file."""
     if not path.is_file():
         what = "is a directory; name the files in it" if path.is_dir() else "does not exist"
         raise DataError(f"data file {path} {what}")

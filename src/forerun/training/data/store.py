@@ -50,10 +50,8 @@ class PreparedData:
     @classmethod
     def open(cls, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> PreparedData:
         """Open a directory that `forerun data prepare` wrote, and read all of it once to compare the checksums.
-
         DataError for no prepared data, another version, or a file that was cut short or changed;
-        VocabularyMismatchError if another `tokenizer` made it, or conversations were written with another template.
-        """
+        VocabularyMismatchError if another `tokenizer` made it, or conversations were written with another template."""
         folder = Path(folder)
         manifest = KIND.read(folder)
         documents, tokens = manifest["counts"]["documents"], manifest["counts"]["tokens"]
@@ -114,10 +112,8 @@ def write_prepared(
     about: Callable[[int], Mapping[str, Any]] = lambda documents: {},
 ) -> PreparedData:
     """Write documents (token ids and mask) as a prepared directory, which appears whole or not at all, and open it.
-
     `about` is given the number of documents and has further entries of the manifest; ``counts`` are completed here.
-    ArgumentError if there is something in `folder` already.
-    """
+    ArgumentError if there is something in `folder` already."""
     check_new(folder)
     counts = {"documents": 0, "tokens": 0, "counted_tokens": 0}
     with written_folder(folder.absolute()) as fresh:

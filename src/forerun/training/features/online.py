@@ -7,13 +7,14 @@ layer id that is off by one still trains and still drafts, only worse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError, DataError
@@ -44,11 +45,9 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def features(self, batch: TokenBatch) -> FeatureBatch:
-        """The states (B, S, Ht) of one forward pass, each detached and on the model's input device.
-
-        The mask takes B x S x S elements. States at padding are meaningless. Honours an autocast that is open.
-        ArgumentError if a document is longer than the model's context.
-        """
+        """The states (B, S, Ht) of one forward pass, each detached and on the model's input device. The mask takes
+        B x S x S elements. States at padding are meaningless. Honours an autocast that is open. ArgumentError if a document
+        is longer than the model's context."""
         longest = int(batch.positions.max()) + 1
         if longest > self.max_length:
             raise ArgumentError(
@@ -77,7 +76,7 @@ class OnlineFeatures:
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
         """States (B, S, Ht) after the final norm."""
-        if not _gathers_at_root(self.model):
+        if not isinstance(self.model, FSDPModule):
             last: Tensor = self._base(**inputs).last_hidden_state
             return last
         # FSDP gathers the embedding in the root's forward; the base alone would see its shards.
@@ -115,11 +114,9 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
 
 
 def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
-    """The additive mask (B, 1, S, S): a token sees its own document up to itself; a dict for mixed layers.
-
-    Padding sees padding, so that no row is masked altogether, and is seen by nobody else. A sliding window counts
-    positions within the document.
-    """
+    """The additive mask (B, 1, S, S): a token sees its own document up to itself; a dict for mixed layers. Padding sees
+    padding, so that no row is masked altogether, and is seen by nobody else. A sliding window counts positions within
+    the document."""
     visible = (batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)).tril()
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     lowest = torch.full_like(zero, torch.finfo(dtype).min)
@@ -145,19 +142,8 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             child.training = True
 
 
-def _gathers_at_root(model: Any) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)
-
-
 COSINE = 0.999  # Mean cosine over the tokens that features must exceed
 SCALE = 0.05  # Most that their length may differ; a norm with weights near one changes lengths and leaves directions
-
-Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Boundary, Tensor]]]
-"""Documents -> their states (L, Ht) by boundary; the ``documents`` method of every source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,32 +173,14 @@ class BoundaryCheck:
         return words
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeReport:
-    """The comparison for every boundary."""
-
-    checks: tuple[BoundaryCheck, ...]
-    tokens: int
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-    def require(self) -> ProbeReport:
-        """The report, or DataError, naming each boundary that failed."""
-        failed = [check.summary for check in self.checks if not check.passed]
-        if failed:
-            raise DataError(
-                f"the captured features are not the target's hidden states: {'; '.join(failed)}. Check the layer "
-                "numbering and the final norm of the source; do not train on these."
-            )
-        return self
-
-
-def probe(model: Any, capture: Capture, documents: Sequence[Sequence[int]]) -> ProbeReport:
-    """Compare what `capture` gives for `documents` (token ids) with the states that `model` itself reports; errors as
-    `compare`."""
-    return compare(capture(documents), [reference_states(model, document) for document in documents])
+def require(checks: Sequence[BoundaryCheck]) -> None:
+    """DataError, naming each boundary that failed."""
+    failed = [check.summary for check in checks if not check.passed]
+    if failed:
+        raise DataError(
+            f"the captured features are not the target's hidden states: {'; '.join(failed)}. Check the layer "
+            "numbering and the final norm of the source; do not train on these."
+        )
 
 
 @torch.no_grad()
@@ -237,8 +205,9 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor
 
 def compare(
     captured: Sequence[Mapping[Boundary, Tensor]], references: Sequence[Mapping[Boundary, Tensor]]
-) -> ProbeReport:
-    """The report on `captured`; DataError where it has other boundaries or shapes than `references`."""
+) -> list[BoundaryCheck]:
+    """Features (L, Ht) of documents beside the target's own states, see `reference_states`, boundary by boundary.
+    DataError where they have other boundaries or shapes."""
     own = {boundary: torch.cat([reference[boundary].float() for reference in references]) for boundary in references[0]}
     checks = []
     for boundary in captured[0]:
@@ -247,7 +216,7 @@ def compare(
             expected = tuple(own[boundary].shape) if boundary in own else "none"
             raise DataError(f"boundary {name_of(boundary)}: features {tuple(states.shape)}, the target has {expected}")
         checks.append(_check(boundary, states, own))
-    return ProbeReport(checks=tuple(checks), tokens=len(next(iter(own.values()))))
+    return checks
 
 
 def name_of(boundary: Boundary) -> str:

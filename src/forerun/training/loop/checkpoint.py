@@ -12,7 +12,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,13 +79,12 @@ def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, va
 
 
 def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapping[str, Any]) -> Path:
-    def fill(fresh: Path) -> None:
+    with new_directory(folder) as fresh:
         for name, held in tensors.items():
             save_file(held, fresh / name, metadata={"format": "pt"})
         for name, record in records.items():
             (fresh / name).write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-    return write_directory(folder, fill)
+    return folder
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -200,11 +199,12 @@ def latest(output: Path) -> Path | None:
     return next((path for _, path in reversed(checkpoints(output))), None)
 
 
-def write_directory(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Let `fill` write into a fresh directory that takes the place of `folder`; CheckpointError if the disk refuses."""
+@contextmanager
+def new_directory(folder: Path) -> Iterator[Path]:
+    """A fresh directory that takes the place of `folder` when the block ends; CheckpointError if the disk refuses."""
     try:
         with written_folder(folder) as fresh:
-            fill(fresh)
+            yield fresh
     except (OSError, SafetensorError) as error:
         previous = latest(folder.parent)
         kept = f"{previous} is intact" if previous else "there was no earlier checkpoint"
@@ -216,7 +216,6 @@ def write_directory(folder: Path, fill: Callable[[Path], None]) -> Path:
             f"Writing {folder} failed: {error} ({free}). Nothing saved before was touched: {kept}. "
             "Make room or choose another output, then start the same command again: it resumes."
         ) from error
-    return folder
 
 
 def rotate(output: Path, keep: int) -> None:

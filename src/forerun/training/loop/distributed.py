@@ -38,11 +38,9 @@ class Parallel:
 
     @classmethod
     def from_environment(cls, mode: Mode = "ddp", device: torch.device | str | None = None) -> Parallel:
-        """Join the processes that torchrun started; without torchrun, or alone, a single process.
-
-        `device` None is the CUDA device of this process's local rank, else the CPU. ArgumentError for an unknown mode,
-        or "single" under torchrun with several processes.
-        """
+        """Join the processes that torchrun started; without torchrun, or alone, a single process. `device` None is the
+        CUDA device of this process's local rank, else the CPU. ArgumentError for an unknown mode, or "single" under
+        torchrun with several processes."""
         if mode not in ("single", "ddp", "fsdp"):
             raise ArgumentError(f"mode={mode!r} is unknown; expected single, ddp or fsdp.")
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -133,11 +131,9 @@ class Forward(nn.Module):
 
 
 def spread(objective: Objective, parallel: Parallel) -> nn.Module:
-    """The objective's forward pass, spread as `parallel` says; all processes start from the first one's weights.
-
-    FSDP2 shards the trainable parameters as one group (a drafter is one or few layers, used several times per step:
-    gathering them once is cheapest); frozen ones stay whole. Gradients come out averaged over processes.
-    """
+    """The objective's forward pass, spread as `parallel` says; all processes start from the first one's weights. FSDP2
+    shards the trainable parameters as one group (a drafter is one or few layers, used several times per step: gathering
+    them once is cheapest); frozen ones stay whole. Gradients come out averaged over processes."""
     forward = Forward(objective)
     if parallel.mode == "single":
         return forward

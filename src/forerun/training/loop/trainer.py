@@ -309,10 +309,8 @@ def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
 
 
 def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
-    """The newest checkpoint, to go on from; None: begin anew. Errors as `train`.
-
-    Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
-    best value so far is forgotten.
+    """The newest checkpoint, to go on from; None: begin anew. Errors as `train`. Removes what an earlier run left
+    half-written in `output`. Where evaluation measures something else than before, the best value so far is forgotten.
     """
     tidy(output)
     path = checkpoint.latest(output)

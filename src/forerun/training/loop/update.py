@@ -141,11 +141,9 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None
 
 class WholeMatrixMuon(torch.optim.Muon):
     """Muon (https://kellerjordan.github.io/posts/muon/) that moves sharded matrices exactly as it moves whole ones.
-
     Orthogonalising needs the whole matrix, in bfloat16; left to sharded arithmetic, partial sums would round elsewhere
-    and two processes would train another model than one. So each matrix is gathered, moved by torch's own Muon on
-    every process, and its shard kept. One whole matrix exists at a time; the momentum stays sharded.
-    """
+    and two processes would train another model than one. So each matrix is gathered, moved by torch's own Muon on every
+    process, and its shard kept. One whole matrix exists at a time; the momentum stays sharded."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
