@@ -282,28 +282,25 @@ def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown
     assert asked.prompts is not None
     how: dict[str, Any] = {"temperature": asked.temperature, "max_tokens": asked.max_tokens, "limit": asked.limit}
     answers = measured.Answers.of(llm, measured.read_prompts(asked.prompts), **how)
-    if not asked.choose_draft:
+    ranking, refused = list[tuple[Measured, Line]](), dict[str, str]()
+    if asked.choose_draft:
+        options = {} if asked.k is None else {"num_speculative_tokens": asked.k}
+        able, refused = measured.rank_models(llm, asked.choose_draft, answers, tell, options=options)
+        if not able:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
+        ranking = [(one, make_plan(one.load(cost, rows=asked.batch)).best) for one in able]
+        ranking.sort(key=lambda pair: -pair[1].speedup)
+        found = ranking[0][0]
+    else:
         config = SpeculativeConfig.parse(asked.speculation.config())
         assert config is not None
         found = measured.measure_drafter(llm, config, answers, tell)
         measured.save_draft_cost(llm, cost, config, found.draft)
-        return _from_measured(asked, cost, found, [])
-    options = {} if asked.k is None else {"num_speculative_tokens": asked.k}
-    able, refused = measured.rank_models(llm, asked.choose_draft, answers, tell, options=options)
-    if not able:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
-    ranking = [(one, make_plan(one.load(cost, rows=asked.batch)).best) for one in able]
-    ranking.sort(key=lambda pair: -pair[1].speedup)
-    notes = [f"{name} cannot draft here: {reason}" for name, reason in refused.items()]
-    return _from_measured(asked, cost, ranking[0][0], notes, ranking=ranking)
-
-
-def _from_measured(asked: PlanOptions, cost: CostModel, found: Measured, notes: list[str], **more: Any) -> Shown:
+    notes = [f"{name} cannot draft here: {reason}" for name, reason in refused.items()] + _batch_note(asked)
     if found.trial.coverage < 1:
         notes.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
-    notes += _batch_note(asked)
-    return _shown(asked, found.load(cost, rows=asked.batch), notes, measured=found, **more)
+    return _shown(asked, found.load(cost, rows=asked.batch), notes, measured=found, ranking=ranking)
 
 
 def _batch_note(asked: PlanOptions) -> list[str]:

@@ -236,11 +236,11 @@ def evaluate(
     base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth, "adaptive": False}
     tree = {"top_k": settings.top_k, "nodes": settings.nodes}
     shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
-    neutral: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "detokenize": False}
+    plain: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "detokenize": False}
+    plain |= {"max_tokens": settings.max_tokens, "seed": settings.seed}
     found: dict[str, float] = {}
     for temperature in (0, 1):
-        limits = {"max_tokens": settings.max_tokens, "seed": settings.seed}
-        params = SamplingParams(temperature=temperature, **limits, **neutral)
+        params = SamplingParams(temperature=temperature, **plain)
         for name, config in shapes.items():
             stats = _stats(llm, prompts, params, config)
             found[f"{name}_t{temperature}"] = stats.mean_acceptance_length

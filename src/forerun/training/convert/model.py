@@ -42,11 +42,11 @@ MARKER = "forerun_convert.json"
 IGNORED = -100  # transformers' label of a token that does not count
 HEAD = "eagle_module"  # The head's name among the model's children, ModelOpt's
 OTHER_INPUTS = ("attention_mask", "labels", "loss_mask", "position_ids")
-_PLAIN = "_forerun_plain"
+_RESTORES = "_forerun_restores_heads"
 
 
 def convert(model: Any, mode: Any) -> Any:
-    """Attach a trainable EAGLE head to a loaded transformers causal LM, in place, and freeze everything else.
+    """Attach a trainable EAGLE head to a loaded transformers causal LM, which is returned, and freeze everything else.
 
     The model keeps its name, its weights and, in eval mode, its behaviour: ``generate`` gives the same tokens. In train
     mode, or with ``labels`` or ``loss_mask``, ``model(input_ids, attention_mask, ...)`` returns an `EagleOutput` whose
@@ -64,12 +64,8 @@ def convert(model: Any, mode: Any) -> Any:
         mode: ``[("eagle", config)]`` with ModelOpt's keys, see `EAGLE3_DEFAULT_CFG`; or
             ``{"algorithm": "eagle", "config": config}``.
 
-    Returns:
-        the same object.
-
-    Raises:
-        ArgumentError: the model is converted already, or the configuration is unknown, contradictory or unsupported.
-        UnsupportedModelError: a model whose hidden states cannot be read (recurrent state, no causal LM).
+    ArgumentError if the model is converted already, or the configuration is unknown, contradictory or unsupported;
+    UnsupportedModelError if the model's hidden states cannot be read (recurrent state, no causal LM).
     """
     if isinstance(model, EagleModel):
         raise ArgumentError("convert: this model is converted already; its head is model.eagle_module")
@@ -117,25 +113,17 @@ def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
 def enable_huggingface_checkpointing() -> None:
     """From now on ``from_pretrained`` of every transformers class gives a converted model back converted. Only
     directories on this machine are looked at. Calling it again changes nothing."""
-    current = PreTrainedModel.__dict__["from_pretrained"]
-    if hasattr(current, _PLAIN):
+    plain = PreTrainedModel.__dict__["from_pretrained"].__func__
+    if hasattr(plain, _RESTORES):
         return
-    plain = current.__func__
 
     @functools.wraps(plain)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *arguments: Any, **keywords: Any) -> Any:
         loaded = plain(cls, pretrained_model_name_or_path, *arguments, **keywords)
         return restore(loaded, pretrained_model_name_or_path, keywords.get("subfolder") or "")
 
-    wrapped = classmethod(from_pretrained)
-    setattr(wrapped, _PLAIN, current)
-    PreTrainedModel.from_pretrained = wrapped
-
-
-def disable_huggingface_checkpointing() -> None:
-    """Undo `enable_huggingface_checkpointing`; without it, nothing happens."""
-    current = PreTrainedModel.__dict__["from_pretrained"]
-    PreTrainedModel.from_pretrained = getattr(current, _PLAIN, current)
+    setattr(from_pretrained, _RESTORES, True)
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
 def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: OnlineFeatures) -> None:

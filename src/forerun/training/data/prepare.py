@@ -160,44 +160,40 @@ def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
     """Every record of one file, in order; DataError if the file, or an entry that `bad` does not skip, is not usable.
     ``.jsonl``/``.ndjson``: one JSON object per line. ``.json``: an array of objects, one object, or lines after all.
     ``.parquet``: one record per row. Anything else is plain text, one record for the whole file."""
+    return (record for record, _ in usable_records(path, bad, lambda record: None))
+
+
+def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) -> Iterator[tuple[Record, Made]]:
+    """`read_records`, each with what `make` makes of it; one that it refuses with a `DataError` is bad."""
     if not path.is_file():
         what = "is a directory; name the files in it" if path.is_dir() else "does not exist"
         raise DataError(f"data file {path} {what}")
     if path.stat().st_size == 0:
         raise DataError(f"data file {path} is empty")
-    suffix = path.suffix.lower()
-    if suffix not in (".jsonl", ".ndjson", ".json", ".parquet"):
-        text = _read_text(path)
-        if not text.strip():
-            raise DataError(f"data file {path} holds nothing but white space")
-        yield Record(where=str(path), id=path.name, text=text)
-        return
-    entries = _parquet(path) if suffix == ".parquet" else (_json if suffix == ".json" else _json_lines)(path, bad)
+    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".parquet": _parquet}
     found, skipped_before = False, bad.count
-    for name, number, value in entries:
-        found, where = True, f"{path}, {name}"
+    for name, number, value in readers.get(path.suffix.lower(), _text)(path, bad):
+        found, where = True, f"{path}, {name}" if name else str(path)
         try:
-            record = _record(value, where, f"{path.name}:{number}")
+            record = _record(value, where, f"{path.name}:{number}" if name else path.name)
+            made = make(record)
         except DataError as error:
             bad.report(f"{where}: {error}")
         else:
-            yield record
+            yield record, made
     if not found and bad.count == skipped_before:
         raise DataError(f"data file {path} holds no record")
 
 
-def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) -> Iterator[tuple[Record, Made]]:
-    """Each record of a file and what `make` makes of it; one that it refuses with a `DataError` is bad."""
-    for record in read_records(path, bad):
-        try:
-            made = make(record)
-        except DataError as error:
-            bad.report(f"{record.where}: {error}")
-        else:
-            yield record, made
+Entry = tuple[str, int, Any]
+"""Name of the entry in an error ("line 3"), its number, and the value found there; a file that is one entry: "", 0."""
 
 
-Entry = tuple[str, int, Any]  # Name of the entry in an error ("line 3"), its number, and the value found there
+def _text(path: Path, _bad: BadRecords) -> Iterator[Entry]:
+    text = _read_text(path)
+    if not text.strip():
+        raise DataError(f"data file {path} holds nothing but white space")
+    yield "", 0, {"text": text}
 
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[Entry]:
@@ -225,7 +221,7 @@ def _json(path: Path, bad: BadRecords) -> Iterator[Entry]:
     yield from ((f"record {number}", number, entry) for number, entry in enumerate(entries, start=1))
 
 
-def _parquet(path: Path) -> Iterator[Entry]:
+def _parquet(path: Path, _bad: BadRecords) -> Iterator[Entry]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:

@@ -45,9 +45,9 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def features(self, batch: TokenBatch) -> FeatureBatch:
-        """The states (B, S, Ht) of one forward pass, each detached and on the model's input device. The mask takes
-        B x S x S elements. States at padding are meaningless. Honours an autocast that is open. ArgumentError if a document
-        is longer than the model's context."""
+        """The states (B, S, Ht) of one forward pass, detached and on the model's input device; meaningless at padding.
+        The mask takes B x S x S elements. Honours an autocast that is open. ArgumentError if a document is longer than
+        the model's context."""
         longest = int(batch.positions.max()) + 1
         if longest > self.max_length:
             raise ArgumentError(
@@ -76,7 +76,8 @@ class OnlineFeatures:
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
         """States (B, S, Ht) after the final norm."""
-        if not isinstance(self.model, FSDPModule):
+        sharded = isinstance(self.model, FSDPModule)
+        if not sharded:
             last: Tensor = self._base(**inputs).last_hidden_state
             return last
         # FSDP gathers the embedding in the root's forward; the base alone would see its shards.

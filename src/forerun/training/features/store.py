@@ -300,7 +300,7 @@ class OfflineFeatures:
 
 STRETCH = 512  # Documents that are sorted by length together
 Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Boundary, Tensor]]]
-"""Whole documents (token ids) -> their states (L, Ht) by boundary: ``documents`` of `OnlineFeatures`, `VllmFeatures`."""
+"""Whole documents (token ids) -> their states (L, Ht) by boundary: ``documents`` of `OnlineFeatures` and others."""
 
 
 def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterator[list[int]]:
