@@ -108,7 +108,7 @@ def _look(asked: FeatureOptions) -> _Run:
     from forerun.model.support import context_length
     from forerun.training.data.store import PreparedData
     from forerun.training.features import store
-    from forerun.training.features.online import check_boundaries
+    from forerun.training.features.online import distinct_boundaries
 
     prepared, given = PreparedData.open(asked.data), asked.boundaries
     quiet_libraries()
@@ -116,7 +116,7 @@ def _look(asked: FeatureOptions) -> _Run:
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
     wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
-    boundaries = check_boundaries(default_boundaries(layers) if given is None else wanted, layers)
+    boundaries = distinct_boundaries(default_boundaries(layers) if given is None else wanted, layers)
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
     longest = context_length(text) - (2 if asked.source == "vllm" else 0)
     store.check_lengths(prepared.lengths.tolist(), longest)

@@ -282,7 +282,8 @@ def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown
     assert asked.prompts is not None
     how: dict[str, Any] = {"temperature": asked.temperature, "max_tokens": asked.max_tokens, "limit": asked.limit}
     answers = measured.Answers.of(llm, measured.read_prompts(asked.prompts), **how)
-    ranking, refused = list[tuple[Measured, Line]](), dict[str, str]()
+    ranking: list[tuple[Measured, Line]] = []
+    refused: dict[str, str] = {}
     if asked.choose_draft:
         options = {} if asked.k is None else {"num_speculative_tokens": asked.k}
         able, refused = measured.rank_models(llm, asked.choose_draft, answers, tell, options=options)

@@ -8,8 +8,7 @@ additions of zero are added, so logits differ from the source's by the order of 
 
 A head grows with its target: boundaries move with the layers that they stood behind, and the projections of queries and
 keys that are normed per head shrink by the same square root. It gets the large target's hidden size, heads and MLP
-width and keeps its own layers and draft vocabulary, so a pass costs what that of a head trained for a target of this
-size does; only its acceptance is that of the small head on the small target.
+width and keeps its own layers and draft vocabulary, so a pass costs what that of a head for such a target does.
 """
 
 from __future__ import annotations
@@ -77,14 +76,8 @@ class ScaledModel:
 def scale_model(
     source: str | Path, *, billions: float, dtype: str = "bfloat16", layers: int | None = None
 ) -> ScaledModel:
-    """Enlarge the Llama checkpoint `source` to about `billions` x 1e9 parameters, in the cache folder; reuses what it
-    wrote there before.
-
-    Args:
-        source: a folder with ``config.json`` and safetensors.
-        billions: parameters of the result in units of 1e9, embeddings included.
-        dtype: of the written weights: ``bfloat16``, ``float16`` or ``float32``.
-        layers: of the result; by default a multiple of the source's that grows slowly with the size.
+    """The Llama checkpoint `source`, a folder, enlarged to about `billions` x 1e9 parameters, embeddings included, with
+    weights of this `dtype`; it stays in the cache. `layers` None: a multiple of the source's that grows with the size.
     """
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")

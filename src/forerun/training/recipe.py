@@ -35,11 +35,9 @@ class WindowSettings:
 class DraftSettings:
     """Size and shape of the head."""
 
-    vocab_size: int | None = None
-    """Tokens that the head can propose, the most frequent of the data; None is all of them."""
+    vocab_size: int | None = None  # Tokens that the head can propose, the most frequent of the data; None: all
     start: str | None = None  # Directory of a head to go on from, instead of a fresh one
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Variant and shape: `option_names` of the kind's configuration, of EAGLE-3 ``boundaries``, ``fc_norm``, ..."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # `option_names` of the kind: ``boundaries``, ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +56,7 @@ class EvaluationSettings:
 class EvaluationRecipe:
     """What is decoded while training, and from which prompts."""
 
-    prompts: str | None = None
-    """Prepared data, held out of training, whose first documents are cut to prompts; None: no evaluation."""
+    prompts: str | None = None  # Prepared data, held out, whose first documents are cut to prompts; None: no evaluation
     count: int = 8
     prompt_tokens: int = 128
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -74,8 +71,7 @@ class TrainRecipe(Generic[Settings]):
     target: str  # Directory or hub id of the model to draft for
     data: str  # Directory that ``forerun data prepare`` wrote
     output: str  # Directory of checkpoints, log and the finished head
-    mode: Literal["online", "offline"] = "online"
-    """``online`` runs the target beside the head; ``offline`` reads `features`."""
+    mode: Literal["online", "offline"] = "online"  # Online runs the target beside the head; offline reads `features`
     features: str | None = None  # Directory that `forerun features` wrote
     target_dtype: str = "bfloat16"
     target_parallel: Literal["none", "fsdp", "tp"] = "none"

@@ -174,8 +174,7 @@ class Run:
         }
 
     def fixed(self, parallel: Parallel) -> dict[str, Any]:
-        """What a resumed run must keep besides the settings of the loop, by key. Directories count by what they hold,
-        so that they may move."""
+        """What a resumed run must keep besides the settings of the loop, by key; directories by what they hold."""
         values = flat(self.recipe).items()
         found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
         contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
@@ -260,10 +259,9 @@ def _stats(
 
 
 def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
-    """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it. `spread`:
-    ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part of each
-    layer on every process, by transformers' ``tp_plan``; ArgumentError if the heads cannot be split over so many.
-    Embedding and output head stay whole everywhere: the head that is trained reads both."""
+    """The frozen causal LM and its tokenizer; every process must call it. `spread`: ``fsdp`` shards the decoder layers
+    and gathers one when it runs; ``tp`` computes a part of each layer on every process, by transformers' ``tp_plan``,
+    or ArgumentError. Embedding and output head stay whole: the head that is trained reads both."""
     from transformers import AutoTokenizer
 
     path = demo.resolve(name)

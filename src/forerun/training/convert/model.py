@@ -1,7 +1,5 @@
-"""`convert`: a loaded transformers model becomes one that trains, saves and exports its own EAGLE head.
-
-The interface is that of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of nvidia-modelopt 0.47.
-"""
+"""`convert`: a loaded transformers model becomes one that trains, saves and exports its own EAGLE head, by the
+interface of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of nvidia-modelopt 0.47."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.writing import written
 
 FOLDER = "eagle_head"
-MARKER = "forerun_convert.json"
-"""Says that a directory holds a converted model, and with which settings it was converted."""
+MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
 IGNORED = -100  # transformers' label of a token that does not count
 HEAD = "eagle_module"  # The head's name among the model's children, ModelOpt's
 OTHER_INPUTS = ("attention_mask", "labels", "loss_mask", "position_ids")
@@ -88,8 +85,7 @@ def convert(model: Any, mode: Any) -> Any:
 
 
 def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
-    """Attach the head that was saved in `directory`, if any, to its base model; returns the same object.
-    CheckpointError for a head that is incomplete, or not this model's."""
+    """`model` with the head that was saved in `directory`, if any; CheckpointError if it is incomplete or another's."""
     loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
     if not isinstance(directory, str | Path):
         return model
@@ -143,8 +139,7 @@ class EagleOutput(ModelOutput):  # type: ignore[misc]
     """What a converted model returns while it trains, or when it is given labels."""
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
-    logits: Tensor | None = None
-    """Always None: the base model's logits are never formed. Ask for them without labels, in eval mode."""
+    logits: Tensor | None = None  # Always None: they are never formed. Ask for them without labels, in eval mode
     train_acc: list[float] | None = None
     """(T,) share of the counted predictions of which this and all steps before name the target's likeliest token."""
 
@@ -153,8 +148,7 @@ class EagleModel:
     """Mixed into the class of a converted model; not to be made by hand, see `forerun.convert`."""
 
     eagle_module: EagleHead
-    accepts_loss_kwargs = False
-    """For transformers' Trainer: the loss is a mean already, to be averaged over accumulated batches."""
+    accepts_loss_kwargs = False  # For the Trainer: the loss is a mean, to be averaged over accumulated batches
     _eagle_settings: ConvertSettings
     _eagle_source: OnlineFeatures
     _eagle_ready: bool = False

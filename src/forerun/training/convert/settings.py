@@ -1,8 +1,5 @@
-"""ModelOpt's configuration keys for EAGLE, their defaults, and what they mean for a head. Imports no torch.
-
-Names and defaults are those of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``); where one differs, it says
-so.
-"""
+"""The configuration keys for EAGLE of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``), their defaults but
+for those that say so, and what they mean for a head. Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,9 +59,8 @@ KEYS: dict[str, Key] = {
     # ModelOpt exports yarn x 32, another rope than the head was trained with. Here a head is exported as it is.
     "eagle_export_rope_scaling": Key({}),
     **{f"eagle_base_lora{name}": Key(default, _LORA) for name, default in _LORA_DEFAULTS.items()},
-    VOCABULARY_IDS: Key(None, ours=True),
+    VOCABULARY_IDS: Key(None, ours=True),  # (Vd,): the tokens that the head can propose
 }
-"""Of the configuration itself. `eagle_draft_vocab_ids` (Vd,) names the tokens that the head can propose."""
 
 _LAYER_DEFAULTS: dict[str, Any] = {
     **{"num_hidden_layers": 1, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -125,15 +121,13 @@ SAME_NAME = (
 class ConvertSettings:
     """A checked configuration."""
 
-    given: Mapping[str, Any]
-    """As the user wrote it, as JSON knows it and without token ids: what is saved beside the head."""
+    given: Mapping[str, Any]  # As the user wrote it, in JSON's types and without token ids: saved beside the head
     architecture: Mapping[str, Any]  # All keys of `eagle_architecture_config`, defaults filled in
     steps: int
     decay: float
     report_accuracy: bool  # Whether a loss comes with `train_acc`; reading it waits for the device
     distill_features: bool  # EAGLE-1 only: also pull the head's features towards the target's
-    export_rope_scaling: Mapping[str, Any] | None
-    """Written over a default rope when the head is exported; None: as it was trained."""
+    export_rope_scaling: Mapping[str, Any] | None  # Replaces a default rope in an exported head; None: as trained
     draft_vocab_ids: tuple[int, ...] | None
     export_dtype: str
 

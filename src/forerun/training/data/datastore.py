@@ -33,10 +33,10 @@ def build(
     bad: BadRecords | None = None,
     tell: Tell = lambda words: None,
 ) -> layout.Manifest:
-    """A datastore directory from data files, as `prepare.read_records` takes them, with the target's `tokenizer`.
-    `name` is the target's for the manifest; `bad` says what to do with records that cannot be used, None stops at the
-    first; `tell` hears what is being done. DataError for a file or record that cannot be used, or nothing to draft
-    from; ArgumentError if `output` holds something, or there are too many tokens."""
+    """A datastore directory from data files, as `prepare.read_records` takes them, with the target's `tokenizer`; the
+    manifest calls it `name`. `bad` None stops at the first record that cannot be used; `tell` hears what is being done.
+    DataError for unusable input or nothing to draft from; ArgumentError if `output` holds something, or for too much.
+    """
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")

@@ -17,8 +17,7 @@ from forerun.training.data.store import PreparedData, write_prepared
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-"""``{"role": ..., "content": ...}`` and whatever else the chat template reads (``tool_calls``, ``name``...)."""
+Message = dict[str, Any]  # ``{"role": ..., "content": ...}``, and what else the chat template reads (``tool_calls``...)
 
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -73,10 +72,9 @@ def prepare(
     name: str | None = None,
     on_record: Callable[[int], None] = lambda count: None,
 ) -> Prepared:
-    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`.
-    `name` is the target's for the manifest; `on_record` is told the number of records read so far, after each.
-    DataError for a file or record that cannot be used, or nothing left to learn from; ArgumentError if `output` holds
-    something."""
+    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`;
+    the manifest calls it `name`. `on_record` is told the number of records so far, after each. DataError for unusable
+    input, or nothing left to learn from; ArgumentError if `output` holds something."""
     options, files = options or PrepareOptions(), [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
@@ -132,8 +130,7 @@ class Record:
     id: str  # The entry's own, else the file's name and the line
     messages: tuple[Message, ...] = ()  # The conversation, roles translated to those of chat templates
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the tools that the conversation may call
-    pair: tuple[str, str] | None = None
-    """Prompt and completion as plain strings, where the entry was such a pair; `messages` then says the same."""
+    pair: tuple[str, str] | None = None  # Prompt and completion, where the entry was that; `messages` says the same
     text: str = ""
     prompt_tokens: int = 0  # Tokens at the beginning of `text` that were given to the writer, so they do not count
     truncated: bool = False  # The last answer was cut off by a limit: its end is not the writer's
@@ -185,8 +182,7 @@ def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) 
         raise DataError(f"data file {path} holds no record")
 
 
-Entry = tuple[str, int, Any]
-"""Name of the entry in an error ("line 3"), its number, and the value found there; a file that is one entry: "", 0."""
+Entry = tuple[str, int, Any]  # Name in an error ("line 3"; empty where the file is one entry), number, value
 
 
 def _text(path: Path, _bad: BadRecords) -> Iterator[Entry]:
@@ -296,20 +292,14 @@ def _message(value: Any, number: int) -> Message:
 
 def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:
     """Prompt and completion, each a string or a list of messages; a prompt alone is a conversation to be answered."""
-    prompt = entry["prompt"]
-    completion = next((entry[key] for key in ("completion", "response") if key in entry), None)
-    if not isinstance(prompt, str):
-        rest = completion if isinstance(completion, list) else []
-        messages = _messages(prompt, "prompt") + (_messages(rest, "completion") if rest else ())
-        if isinstance(completion, str):
-            messages += ({"role": "assistant", "content": completion},)
-        return messages, None
-    question: Message = {"role": "user", "content": prompt}
-    if completion is None:
-        return (question,), None
-    if not isinstance(completion, str):
-        return (question, *_messages(completion, "completion")), None
-    return (question, {"role": "assistant", "content": completion}), (prompt, completion)
+    prompt, completion = entry["prompt"], entry.get("completion", entry.get("response"))
+    plain, answered = isinstance(prompt, str), isinstance(completion, str)
+    messages: tuple[Message, ...] = ({"role": "user", "content": prompt},) if plain else _messages(prompt, "prompt")
+    if answered:
+        messages += ({"role": "assistant", "content": completion},)
+    elif completion:
+        messages += _messages(completion, "completion")
+    return messages, (prompt, completion) if plain and answered else None
 
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -325,15 +315,11 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Encodes records with one tokenizer: token ids and the mask of what the assistant wrote.
+    """Encodes records with one tokenizer: token ids and the mask of what the assistant wrote, or only the last answers.
 
-    ``mask[i]`` is about token i itself. Where the chat template marks the assistant's words (``{% generation %}``),
-    transformers says which tokens those are; where it does not, the conversation is rendered prefix by prefix, and that
-    is refused where prefixes do not fit into one another.
-
-    Args:
-        tokenizer: the target's; a chat template is needed for conversations only.
-        last_turn_only: count the last answer of each conversation and nothing else.
+    Where the chat template marks the assistant's words (``{% generation %}``), transformers says which tokens those
+    are; where it does not, the conversation is rendered prefix by prefix, and that is refused where prefixes do not fit
+    into one another.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, last_turn_only: bool = False) -> None:

@@ -1,8 +1,6 @@
-"""Training answers written by the target itself, through the local engine or an OpenAI-compatible endpoint.
-
-A record is a script of questions, whoever answers them. Every finished record is one line, safe at once. A run that was
-stopped goes on where it was: ids that the output holds are not asked again.
-"""
+"""Training answers written by the target itself, through the local engine or an OpenAI-compatible endpoint. A record is
+a script of questions, whoever answers them. Every finished record is one line, safe at once; a run that was stopped
+goes on where it was."""
 
 from __future__ import annotations
 
@@ -189,8 +187,7 @@ def _next(script: Script, answer: Answer | None) -> Question | dict[str, Any]:
 
 @contextmanager
 def _appended(path: Path) -> Iterator[Write]:
-    """A function that appends a JSON line, at once and as a whole; a last line cut short by a crash is removed first.
-    It raises OSError if the disk is full, and what was there is still whole."""
+    """A function that appends a whole JSON line at once, or OSError; one cut short by a crash is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         with path.open("r+b") as lines:
@@ -303,8 +300,7 @@ class Endpoint:
 
 
 BUSY = frozenset({408, 409, 425, 429})  # Statuses besides 5xx that a later attempt may cure
-UNFIT = frozenset({400, 413, 422})
-"""Statuses that blame this one request: a conversation too long for the model, for example."""
+UNFIT = frozenset({400, 413, 422})  # Statuses that blame this one request: for example, too long for the model
 
 
 class EndpointError(ForerunError, ConnectionError):
@@ -317,9 +313,7 @@ class Director:
 
     tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
     prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
-    params: SamplingParams = SAMPLING
-    """Tokens of an answer, temperature, top-p, and a seed, which is mixed with each record's id and turn: a resumed run
-    asks the same."""
+    params: SamplingParams = SAMPLING  # Its seed is mixed with a record's id and turn: a resumed run asks the same
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not self.params.max_tokens:
@@ -418,5 +412,4 @@ class Answer(NamedTuple):
     reasoning: str = ""  # What an endpoint reports separately as the target's thinking
 
 
-Script = Generator[Question, Answer, dict[str, Any]]
-"""What to ask about a record, answer by answer; it ends with the record's line of output."""
+Script = Generator[Question, Answer, dict[str, Any]]  # Asks about a record; returns the record's line of output

@@ -33,7 +33,6 @@ KIND = ManifestKind(
     format="forerun-prepared-data", version=2, what="prepared data", remedy="make some with: forerun data prepare"
 )
 PARTS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8")}
-"""Name of each ``.bin`` file and its numbers."""
 
 
 class PreparedData:
@@ -44,8 +43,7 @@ class PreparedData:
         self.manifest = manifest
         self.tokens: NDArray[np.int32] = parts["tokens"]  # (num_tokens,) int32: all documents behind one another
         self.mask: NDArray[np.uint8] = parts["mask"]  # (num_tokens,) uint8: 1 where the assistant wrote the token
-        self.offsets: NDArray[np.int64] = parts["offsets"]
-        """(documents + 1,) int64: document i is ``tokens[offsets[i]:offsets[i + 1]]``."""
+        self.offsets: NDArray[np.int64] = parts["offsets"]  # (documents + 1,): i is tokens[offsets[i]:offsets[i + 1]]
 
     @classmethod
     def open(cls, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> PreparedData:
@@ -210,10 +208,8 @@ class Segment:
 
 
 class PackedWindows:
-    """Batches of packed windows. ``batch(step)`` depends on the arguments and the step, on nothing else.
-
-    The global batch is ``rows * world`` windows; rank r takes rows ``r * rows`` to ``(r + 1) * rows`` of it. So
-    1 process with 8 rows and 4 processes with 2 rows see the same windows in the same order.
+    """Batches of packed windows, a function of the arguments and the step. Rank r takes rows ``r * rows`` to ``(r + 1)
+    * rows`` of ``rows * world``: 1 process with 8 rows and 4 with 2 rows see the same windows in the same order.
 
     Args:
         length: S, tokens per window.

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError, DataError
-from forerun.model.layers import base_of, captured, device_of, layers_of
+from forerun.model.layers import base_of, captured, check_boundaries, device_of, layers_of
 from forerun.model.masks import FULL, AttentionMask, MaskStyle
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
@@ -33,8 +33,7 @@ class OnlineFeatures:
         UnsupportedModelError for recurrent state, or a layer that is neither full, sliding nor chunked attention."""
         refuse_stateful(type(model), model.config.model_type)
         config = text_config(model)
-        self.boundaries = check_boundaries(boundaries, config.num_hidden_layers)
-        """Ascending or as given, without `LAST_HIDDEN`."""
+        self.boundaries = distinct_boundaries(boundaries, config.num_hidden_layers)  # As given, without `LAST_HIDDEN`
         self.hidden_size: int = config.hidden_size
         self.max_length: int = context_length(config)  # Most tokens of a document
         self.model = model
@@ -90,15 +89,10 @@ class OnlineFeatures:
         return states[0]
 
 
-def check_boundaries(boundaries: Sequence[Boundary], num_layers: int) -> tuple[Boundary, ...]:
+def distinct_boundaries(boundaries: Sequence[Boundary], num_layers: int) -> tuple[Boundary, ...]:
     """The boundaries without `LAST_HIDDEN`; ArgumentError if one is out of range or named twice."""
     chosen = tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN)
-    odd = [boundary for boundary in chosen if not 0 <= boundary <= num_layers]
-    if odd:
-        raise ArgumentError(
-            f"there is no layer boundary {odd[0]}: the target has {num_layers} layers, so boundaries are "
-            f"0..{num_layers} (b is the state after b layers, 0 the embeddings)"
-        )
+    check_boundaries(set(chosen), num_layers)
     if len(set(chosen)) != len(chosen):
         raise ArgumentError(f"boundaries must be distinct, got {', '.join(map(str, chosen))}")
     return chosen

@@ -68,8 +68,8 @@ class FeatureWriter:
         self._shards = finished_shards(directory, manifest)
         for stale in directory.glob("*.partial"):
             stale.unlink()
+        # Documents in finished shards and in the open one.
         self.done: set[int] = {document for shard in self._shards for document in shard.documents}
-        """Documents in finished shards and in the open one."""
         self._file: BinaryIO | None = None
         self._open: list[tuple[int, int, int]] = []  # Document, length and checksum of what the open shard holds
 
@@ -151,8 +151,8 @@ class FeatureStore:
 
     def __init__(self, directory: Path, manifest: FeatureManifest, shards: Sequence[Shard]) -> None:
         self.directory, self.manifest, self._shards = directory, manifest, tuple(shards)
+        # Document -> number of its shard, tokens before it in the shard, its tokens, its checksum.
         self._locations: dict[int, tuple[int, int, int, int]] = {}
-        """Document -> number of its shard, tokens before it in the shard, its tokens, its checksum."""
         for index, shard in enumerate(shards):
             offsets = itertools.accumulate(shard.lengths, initial=0)
             places = zip(shard.documents, offsets, shard.lengths, shard.checksums, strict=False)

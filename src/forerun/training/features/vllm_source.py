@@ -27,7 +27,7 @@ from torch import Tensor
 from forerun.errors import ArgumentError, CheckpointError, DataError, UnsupportedModelError
 from forerun.model.layers import base_name, base_of, norm_after_layers
 from forerun.model.load import read_header, weight_files
-from forerun.training.features.online import check_boundaries
+from forerun.training.features.online import distinct_boundaries
 from forerun.types import LAST_HIDDEN, Boundary
 
 
@@ -64,8 +64,7 @@ class FinalNorm:
         return normed
 
 
-ACCELERATOR_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}
-"""vLLM's own: copies beside the computation, then writes in threads."""
+ACCELERATOR_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}  # vLLM's own: copies, then writes in threads
 CPU_CONNECTOR = {
     "kv_connector": "PromptStatesConnector",
     "kv_connector_module_path": "forerun.training.features.vllm_connector",
@@ -98,7 +97,7 @@ class VllmFeatures:
             batch_tokens: most tokens of a pass.
             engine_options: more arguments of ``vllm.LLM``; on the CPU they go before `CPU_OPTIONS`.
         """
-        self.boundaries = check_boundaries(boundaries, num_layers)
+        self.boundaries = distinct_boundaries(boundaries, num_layers)
         self._norm, self._last = norm, num_layers
         self._ids = sorted({*self.boundaries, num_layers})
         vllm = require_vllm()

@@ -1,9 +1,6 @@
-"""Training checkpoints: what they hold, how they are written, and how they come back on any number of processes.
-
-``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32), ``optimizer.safetensors`` (one tensor per
-parameter and kind, ``<parameter>|<kind>``), ``random.json`` (per process) and ``state.json``. No pickle. Everything is
-stored whole, whatever the number of processes, so another number can read it.
-"""
+"""Training checkpoints. ``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32),
+``optimizer.safetensors`` (one tensor per parameter and kind, ``<parameter>|<kind>``), ``random.json`` (per process) and
+``state.json``. Everything is stored whole, so that any number of processes can read it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Trackers of training: a JSONL file and the console always; TensorBoard, W&B and trackio by name.
-
-accelerate's trackers are not used: each of their calls needs accelerate's global `PartialState`, which sets the number
-of threads, the device and environment variables of the process that logs, and so the bits of what it computes.
-"""
+"""Trackers of training: a JSONL file and the console always; TensorBoard, W&B and trackio by name. Not accelerate's:
+their global `PartialState` sets threads and device of the process that logs, and so the bits of what it computes."""
 
 from __future__ import annotations
 
@@ -130,8 +127,7 @@ TRACKERS: dict[str, tuple[str, type[TensorBoard | Remote]]] = {
 
 
 def tracker(name: str, output: Path, config: Mapping[str, Any]) -> Tracker:
-    """A tracker by name, for the `trackers` of `train`; `config` is shown beside the run, named as `output` is.
-    ArgumentError for an unknown name, or if its package is not installed."""
+    """A tracker by name, told the `config`; ArgumentError for an unknown one, or if its package is not installed."""
     if name not in TRACKERS:
         hint = nearest(name, TRACKERS)
         raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(TRACKERS)}.{hint}")

@@ -1,8 +1,4 @@
-"""The training loop: where a run begins, steps, evaluation, checkpoints, and every way to end.
-
-The gradient of a step is that of (sum of losses) / (sum of weights) over all its batches and processes, so neither the
-number of processes nor the accumulation changes anything but rounding.
-"""
+"""The training loop: where a run begins, steps, evaluation, checkpoints, and every way to end."""
 
 from __future__ import annotations
 
@@ -309,9 +305,8 @@ def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
 
 
 def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
-    """The newest checkpoint, to go on from; None: begin anew. Errors as `train`. Removes what an earlier run left
-    half-written in `output`. Where evaluation measures something else than before, the best value so far is forgotten.
-    """
+    """The newest checkpoint, to go on from; None: begin anew. What was left half-written is removed; where evaluation
+    measures something else than before, the best value so far is forgotten. Errors as `train`."""
     tidy(output)
     path = checkpoint.latest(output)
     if path is None:
