@@ -161,7 +161,7 @@ def regenerate(
         Conversations, prompts or plain texts, in any form that `forerun data prepare` reads.
     """
     from forerun.cli import session
-    from forerun.training.data.regenerate import Director, Endpoint, plan, with_endpoint, with_engine
+    from forerun.training.data.regenerate import Director, Endpoint, Plan, with_endpoint, with_engine
     from forerun.types import SamplingParams
 
     sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
@@ -173,7 +173,7 @@ def regenerate(
         def tell(progress: Plan) -> None:
             update(completed=progress.done, total=progress.total)
 
-        todo = plan(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
+        todo = Plan(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
         try:
             if asked.endpoint is not None:
                 server = Endpoint(url=asked.endpoint, model=str(asked.model))

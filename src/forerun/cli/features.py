@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -18,9 +18,8 @@ from forerun.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.training.data.store import PreparedData
     from forerun.training.features.online import BoundaryCheck
-    from forerun.training.features.store import Capture, FeatureManifest
+    from forerun.training.features.store import Capture
 
 GIB = 2**30
 
@@ -54,16 +53,6 @@ class FeatureOptions:
     """Compare the source with the target's own hidden states first; loads the target once more for vllm."""
 
 
-class _Run(NamedTuple):
-    """What was asked for, and what is known before a weight is loaded."""
-
-    asked: FeatureOptions
-    prepared: PreparedData
-    manifest: FeatureManifest
-    directory: Path  # Of the target
-    config: Any
-
-
 def features(
     *, asked: FeatureOptions, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Json = False
 ) -> int:
@@ -78,7 +67,7 @@ def features(
         given = f"{asked.shard_gib} and {asked.batch_tokens}"
         raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {given}")
     with console.telling("looking at the data and the target"):
-        run = _look(asked)
+        run = _Run(asked)
     if not _agreed(run, yes=yes):
         return 0
     checks = _extract(run)
@@ -95,36 +84,38 @@ def features(
     return 0
 
 
-def _look(asked: FeatureOptions) -> _Run:
-    """Everything that can be refused before a weight is loaded."""
-    if not asked.data.is_dir():
-        raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
-    from transformers import AutoTokenizer
+class _Run:
+    """What was asked for, and what is known before a weight is loaded."""
 
-    from forerun import demo
-    from forerun.cli.session import quiet_libraries
-    from forerun.drafters.heads.eagle import default_boundaries
-    from forerun.model.load import LoadOptions, read_config
-    from forerun.model.support import context_length
-    from forerun.training.data.store import PreparedData
-    from forerun.training.features import store
-    from forerun.training.features.online import distinct_boundaries
+    def __init__(self, asked: FeatureOptions) -> None:
+        if not asked.data.is_dir():
+            raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
+        from transformers import AutoTokenizer
 
-    prepared, given = PreparedData.open(asked.data), asked.boundaries
-    quiet_libraries()
-    config = read_config(demo.resolve(asked.target), LoadOptions())
-    text = config.get_text_config(decoder=True)
-    layers: int = text.num_hidden_layers
-    wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
-    boundaries = distinct_boundaries(default_boundaries(layers) if given is None else wanted, layers)
-    # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-    longest = context_length(text) - (2 if asked.source == "vllm" else 0)
-    store.check_lengths(prepared.lengths.tolist(), longest)
-    directory = store.checkpoint_directory(asked.target)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": asked.dtype, "source": asked.source}
-    manifest = store.describe(directory, asked.target, tokenizer, prepared, boundaries, **kinds)
-    return _Run(asked, prepared, manifest, directory, config)
+        from forerun import demo
+        from forerun.cli.session import quiet_libraries
+        from forerun.drafters.heads.eagle import default_boundaries
+        from forerun.model.load import LoadOptions, read_config
+        from forerun.model.support import context_length
+        from forerun.training.data.store import PreparedData
+        from forerun.training.features import store
+        from forerun.training.features.online import distinct_boundaries
+
+        prepared, given = PreparedData.open(asked.data), asked.boundaries
+        quiet_libraries()
+        config = read_config(demo.resolve(asked.target), LoadOptions())
+        text = config.get_text_config(decoder=True)
+        layers: int = text.num_hidden_layers
+        wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
+        boundaries = distinct_boundaries(default_boundaries(layers) if given is None else wanted, layers)
+        # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
+        longest = context_length(text) - (2 if asked.source == "vllm" else 0)
+        store.check_lengths(prepared.lengths.tolist(), longest)
+        directory = store.checkpoint_directory(asked.target)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": asked.dtype, "source": asked.source}
+        self.asked, self.prepared, self.directory, self.config = asked, prepared, directory, config
+        self.manifest = store.describe(directory, asked.target, tokenizer, prepared, boundaries, **kinds)
 
 
 def _agreed(run: _Run, *, yes: bool) -> bool:

@@ -39,39 +39,124 @@ from forerun.training.features.store import (
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
-from forerun.training.loop.trainer import Evaluate, train
+from forerun.training.loop.trainer import train
 from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flat, to_plain
+from forerun.training.recipe import MAY_CHANGE, EvaluationSettings, TrainRecipe, flat, to_plain
 from forerun.types import SamplingParams, SpeculationStats
 
 
-def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
-    """Load and check everything, on the device of this process; nothing is trained yet."""
-    kind = kind_named(recipe.kind)
-    make_objective = objective_for(kind)
-    format_for(kind.stored_as)  # what could not be written need not be trained
-    model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
-    data = PreparedData.open(recipe.data, tokenizer=tokenizer)
-    head = _head(recipe, model, data).to(model.device)
-    settings = dataclasses.replace(
-        recipe.objective,
-        gradient_checkpointing=recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing,
-    )
-    objective: Objective = make_objective(head, FrozenTarget.of(model), settings)
-    windows = PackedWindows(data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
-    prompts = PreparedData.open(recipe.evaluation.prompts) if recipe.evaluation.prompts is not None else None
-    return Run(
-        recipe=recipe,
-        model=model,
-        data=data,
-        prompts=prompts,
-        head=head,
-        objective=objective,
-        batches=_batches(recipe, model, tokenizer, windows, head, parallel.world),
-        evaluate=None if prompts is None else _evaluation(recipe.evaluation, prompts, model, head),
-    )
+class Run:
+    """A recipe, loaded and checked on the device of this process. Every process makes one and calls its methods."""
+
+    def __init__(self, recipe: TrainRecipe[Any], parallel: Parallel) -> None:
+        """Nothing is trained yet; raises what loading does, and ArgumentError for a recipe that contradicts itself."""
+        kind = kind_named(recipe.kind)
+        make_objective = objective_for(kind)
+        format_for(kind.stored_as)  # what could not be written need not be trained
+        self.recipe, self.parallel = recipe, parallel
+        self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
+        self.data = PreparedData.open(recipe.data, tokenizer=tokenizer)
+        self.head: Head = _head(recipe, self.model, self.data).to(self.model.device)
+        forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
+        settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
+        self.objective: Objective = make_objective(self.head, FrozenTarget.of(self.model), settings)
+        self.batches = self._batches(tokenizer)
+        prompts = recipe.evaluation.prompts
+        self.prompts = None if prompts is None else PreparedData.open(prompts)  # What is decoded while training
+
+    def _batches(self, tokenizer: Any) -> RunBatches:
+        recipe, model, config = self.recipe, self.model, self.head.config
+        windows = PackedWindows(self.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
+        source: OnlineFeatures | OfflineFeatures
+        if recipe.features is None:
+            source = OnlineFeatures(model, config.boundaries)
+        else:
+            directory, size = checkpoint_directory(recipe.target), config.target_hidden_size
+            wanted = describe(directory, recipe.target, tokenizer, self.data, config.boundaries, hidden_size=size)
+            source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), windows)
+        steps, together = windows.steps_per_epoch(self.parallel.world), recipe.target_parallel == "tp"
+        return RunBatches(windows=windows, source=source, device=model.device, steps_per_epoch=steps, together=together)
+
+    def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
+        """Train, take the best weights, write the finished head. The outcome, for a report."""
+        recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
+        trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
+        result = train(
+            self.objective,
+            self.batches,
+            recipe.training,
+            output,
+            parallel=parallel,
+            trackers=trackers,
+            evaluate=None if self.prompts is None else self.evaluate,
+            recipe=self.fixed(),
+            allow_changes=allow_changes,
+        )
+        weights = output / "best" if result.best is not None else result.checkpoint
+        outcome = {name: value for name, value in dataclasses.asdict(result).items() if name != "checkpoint"}
+        return outcome | {
+            "interrupted": result.interrupted,
+            "head": parallel.on_first(lambda: str(self.export(weights))),
+        }
+
+    def evaluate(self, _step: int) -> dict[str, float]:
+        """`evaluate` of the head, as it is, on the beginnings of the first documents of `prompts`."""
+        wanted, source = self.recipe.evaluation, self.prompts
+        assert source is not None
+        count = min(wanted.count, len(source))
+        prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
+        return evaluate(self.head, self.model, prompts, wanted.settings)
+
+    def plan(self) -> dict[str, Any]:
+        """Parameters, bytes, steps, and the time of a step, measured; trains nothing."""
+        settings, windows = self.recipe.training, self.recipe.windows
+        weights = sum(weight.numel() for weight in self.head.trainable().values())
+        steps = settings.total_steps(self.batches.steps_per_epoch)
+        model = spread(self.objective, self.parallel)
+        began = time.perf_counter()
+        backward(model, self.batches, 0, settings, self.parallel)
+        seconds = time.perf_counter() - began
+        self.head.zero_grad()
+        moments = 2 if settings.optimizer == "adamw" else 1
+        return {
+            "trainable_parameters": weights,
+            "weights_gradients_and_optimizer_bytes": 4 * weights * (2 + moments),
+            "target_bytes": int(self.model.get_memory_footprint()),
+            "documents": len(self.data),
+            "tokens": self.data.num_tokens,
+            "steps": steps,
+            "tokens_per_step": windows.rows * windows.length * settings.accumulation * self.parallel.world,
+            "seconds_per_step": seconds,
+            "hours": steps * seconds / 3600,
+            "recipe": to_plain(self.recipe),
+        }
+
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed run must keep besides the settings of the loop, by key; directories by what they hold."""
+        values = flat(self.recipe).items()
+        found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
+        contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
+        if self.prompts is not None:
+            contents["evaluation.prompts"] = self.prompts.hash
+        found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
+        if isinstance(self.batches.source, OfflineFeatures):
+            stored = self.batches.source.store.manifest
+            found["features"] = f"{stored.dtype} by {stored.source}"
+        # Twice the processes with half the rows see the same batches.
+        found["windows.rows x processes"] = found.pop("windows.rows") * self.parallel.world
+        return found
+
+    def export(self, weights: Path) -> Path:
+        """Write the head of a checkpoint to ``output/head``, in the format of its kind that most engines read."""
+        head = type(self.head)(self.head.config)  # ours may be spread over several processes
+        checkpoint.load_weights(weights, head)
+        head.to(self.model.dtype)
+        folder = Path(self.recipe.output) / "head"
+        facts = TargetFacts.of(self.model.config, self.recipe.target)
+        write_head(HeadCheckpoint.of(head), folder, format_for(head.config.kind), facts)
+        return folder
 
 
 def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
@@ -88,115 +173,6 @@ def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
     counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
     ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)
     return kind.head.initial(model, config, ids, seed=recipe.training.seed)
-
-
-def _batches(
-    recipe: TrainRecipe[Any], model: Any, tokenizer: Any, windows: PackedWindows, head: Head, world: int
-) -> RunBatches:
-    source: OnlineFeatures | OfflineFeatures
-    if recipe.features is None:
-        source = OnlineFeatures(model, head.config.boundaries)
-    else:
-        directory, config = checkpoint_directory(recipe.target), head.config
-        size: int = config.target_hidden_size
-        wanted = describe(directory, recipe.target, tokenizer, windows.data, config.boundaries, hidden_size=size)
-        source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), windows)
-    return RunBatches(
-        windows=windows,
-        source=source,
-        device=model.device,
-        steps_per_epoch=windows.steps_per_epoch(world),
-        together=recipe.target_parallel == "tp",
-    )
-
-
-def _evaluation(wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head) -> Evaluate:
-    count = min(wanted.count, len(source))
-    prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
-    return lambda step: evaluate(head, model, prompts, wanted.settings)
-
-
-def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
-    """Train, take the best weights, write the finished head; every process must call it. The outcome, for a report."""
-    recipe, output = run.recipe, Path(run.recipe.output)
-    trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
-    result = train(
-        run.objective,
-        run.batches,
-        recipe.training,
-        output,
-        parallel=parallel,
-        trackers=trackers,
-        evaluate=run.evaluate,
-        recipe=run.fixed(parallel),
-        allow_changes=allow_changes,
-    )
-    weights = output / "best" if result.best is not None else result.checkpoint
-    outcome = {name: value for name, value in dataclasses.asdict(result).items() if name != "checkpoint"}
-    return outcome | {"interrupted": result.interrupted, "head": parallel.on_first(lambda: str(run.export(weights)))}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """Everything that the loop needs, and what comes after it."""
-
-    recipe: TrainRecipe[Any]
-    model: Any
-    data: PreparedData
-    prompts: PreparedData | None  # What is decoded while training
-    head: Head
-    objective: Objective
-    batches: RunBatches
-    evaluate: Evaluate | None
-
-    def plan(self, parallel: Parallel) -> dict[str, Any]:
-        """Parameters, bytes, steps, and the time of a step, measured; trains nothing. Every process must call it."""
-        settings, windows = self.recipe.training, self.recipe.windows
-        weights = sum(weight.numel() for weight in self.head.trainable().values())
-        steps = settings.total_steps(self.batches.steps_per_epoch)
-        model = spread(self.objective, parallel)
-        began = time.perf_counter()
-        backward(model, self.batches, 0, settings, parallel)
-        seconds = time.perf_counter() - began
-        self.head.zero_grad()
-        moments = 2 if settings.optimizer == "adamw" else 1
-        return {
-            "trainable_parameters": weights,
-            "weights_gradients_and_optimizer_bytes": 4 * weights * (2 + moments),
-            "target_bytes": int(self.model.get_memory_footprint()),
-            "documents": len(self.data),
-            "tokens": self.data.num_tokens,
-            "steps": steps,
-            "tokens_per_step": windows.rows * windows.length * settings.accumulation * parallel.world,
-            "seconds_per_step": seconds,
-            "hours": steps * seconds / 3600,
-            "recipe": to_plain(self.recipe),
-        }
-
-    def fixed(self, parallel: Parallel) -> dict[str, Any]:
-        """What a resumed run must keep besides the settings of the loop, by key; directories by what they hold."""
-        values = flat(self.recipe).items()
-        found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
-        contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
-        if self.prompts is not None:
-            contents["evaluation.prompts"] = self.prompts.hash
-        found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
-        if isinstance(self.batches.source, OfflineFeatures):
-            stored = self.batches.source.store.manifest
-            found["features"] = f"{stored.dtype} by {stored.source}"
-        # Twice the processes with half the rows see the same batches.
-        found["windows.rows x processes"] = found.pop("windows.rows") * parallel.world
-        return found
-
-    def export(self, weights: Path) -> Path:
-        """Write the head of a checkpoint to ``output/head``, in the format of its kind that most engines read."""
-        head = type(self.head)(self.head.config)  # ours may be spread over several processes
-        checkpoint.load_weights(weights, head)
-        head.to(self.model.dtype)
-        folder = Path(self.recipe.output) / "head"
-        facts = TargetFacts.of(self.model.config, self.recipe.target)
-        write_head(HeadCheckpoint.of(head), folder, format_for(head.config.kind), facts)
-        return folder
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data.regenerate import Director, Endpoint, EndpointError, Plan, plan, with_endpoint
+from forerun.training.data.regenerate import Director, Endpoint, EndpointError, Plan, with_endpoint
 from forerun.types import SamplingParams
 from training.data.conftest import byte_tokenizer, write_lines
 
@@ -71,7 +71,7 @@ def todo(folder: Path, records: list[Any], **more: Any) -> Plan:
     source = write_lines(folder / "in.jsonl", records)
     params = SamplingParams(**{"max_tokens": 1024, **more.pop("sampling", {})})
     director = Director(tokenizer=byte_tokenizer(), prompt_tokens=4, params=params)
-    return plan(source, folder / "out.jsonl", director, **more)
+    return Plan(source, folder / "out.jsonl", director, **more)
 
 
 def ask(work: Plan, server: Server, *, concurrency: int = 4, retries: int = 3, **more: Any) -> Any:
@@ -225,7 +225,7 @@ def test_bad_input_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="limit"):
         todo(tmp_path, [{"prompt": "q"}], limit=0)
     with pytest.raises(ArgumentError, match="is the input"):
-        plan(tmp_path / "in.jsonl", tmp_path / "in.jsonl", Director(tokenizer=None))
+        Plan(tmp_path / "in.jsonl", tmp_path / "in.jsonl", Director(tokenizer=None))
     (tmp_path / "out.jsonl").write_text('{"no": "id"}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"out\.jsonl, line 1"):
         todo(tmp_path, [{"prompt": "q"}])

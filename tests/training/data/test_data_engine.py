@@ -11,7 +11,7 @@ import pytest
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
 from forerun.training.data.prepare import prepare
-from forerun.training.data.regenerate import Director, plan, with_engine
+from forerun.training.data.regenerate import Director, Plan, with_engine
 from training.data.conftest import write_lines
 
 __all__ = ["checkpoint"]
@@ -27,7 +27,7 @@ def llm(checkpoint: Path) -> LLM:
 def run(llm: LLM, folder: Path, records: list[Any], **more: Any) -> list[dict[str, Any]]:
     source = write_lines(folder / "in.jsonl", records)
     director = Director(tokenizer=llm.tokenizer, prompt_tokens=4, **{"params": GREEDY, **more})
-    with_engine(plan(source, folder / "out.jsonl", director), llm, concurrency=3)
+    with_engine(Plan(source, folder / "out.jsonl", director), llm, concurrency=3)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
 
 

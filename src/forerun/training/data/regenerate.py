@@ -31,20 +31,39 @@ SAMPLING = SamplingParams(max_tokens=1024)
 Write = Callable[[dict[str, Any]], None]
 
 
-@dataclass(kw_only=True, slots=True)
 class Plan:
     """The records that are left to answer, and counts: progress while it runs, then the outcome."""
 
-    director: Director
-    records: list[Record]  # Not yet in the output, each with an id of its own
-    output: Path
-    tell: Callable[[Plan], None]  # Called after each record
-    total: int  # Records asked for, those of earlier runs included
-    skipped: int
-    complaints: list[str]
-    written: int = 0
-    answers: int = 0
-    failed: int = 0  # Could not be answered; a later run tries them again
+    def __init__(
+        self,
+        path: Path,
+        output: Path,
+        director: Director,
+        *,
+        limit: int | None = None,
+        skip_bad: bool = False,
+        tell: Callable[[Plan], None] = lambda _: None,
+    ) -> None:
+        """Read the input, data of any kind that `forerun data prepare` reads, and see what an earlier run has finished.
+        `limit` takes only the first records; `output` is JSONL to append to; `tell` is called after each record.
+        DataError if the input cannot be used, or the output is no earlier run's; ArgumentError if they are one file."""
+        if limit is not None and limit < 1:
+            raise ArgumentError(f"limit must be at least 1, got {limit}")
+        if path.resolve() == output.resolve():
+            raise ArgumentError(f"--output {output} is the input; the answers need a file of their own")
+        bad = BadRecords(skip=skip_bad)
+        records, seen = list[Record](), Counter[str]()
+        for record in itertools.islice(read_records(path, bad), limit):
+            seen[record.id] += 1
+            count = seen[record.id]
+            records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
+        finished = _finished_ids(output)
+        self.director, self.output, self.tell = director, output, tell
+        self.records = [record for record in records if record.id not in finished]  # Each with an id of its own
+        self.total = len(records)  # Those of earlier runs included
+        self.skipped, self.complaints = bad.count, bad.examples
+        self.written = self.answers = 0
+        self.failed = 0  # Could not be answered; a later run tries them again
 
     @property
     def resumed(self) -> int:
@@ -69,34 +88,6 @@ class Plan:
             if len(self.complaints) < EXAMPLES_KEPT:
                 self.complaints.append(f"{record.where}: {line}")
         self.tell(self)
-
-
-def plan(
-    path: Path,
-    output: Path,
-    director: Director,
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
-    tell: Callable[[Plan], None] = lambda _: None,
-) -> Plan:
-    """Read the input, data of any kind that `forerun data prepare` reads, and see what an earlier run has finished.
-    `limit` takes only the first records; `output` is JSONL to append to. DataError if the input cannot be used, or the
-    output is no earlier run's; ArgumentError if they are one file."""
-    if limit is not None and limit < 1:
-        raise ArgumentError(f"limit must be at least 1, got {limit}")
-    if path.resolve() == output.resolve():
-        raise ArgumentError(f"--output {output} is the input; the answers need a file of their own")
-    bad = BadRecords(skip=skip_bad)
-    records, seen = list[Record](), Counter[str]()
-    for record in itertools.islice(read_records(path, bad), limit):
-        seen[record.id] += 1
-        count = seen[record.id]
-        records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
-    finished = _finished_ids(output)
-    left = [record for record in records if record.id not in finished]
-    told: dict[str, Any] = {"total": len(records), "skipped": bad.count, "complaints": bad.examples}
-    return Plan(director=director, records=left, output=output, tell=tell, **told)
 
 
 def with_engine(todo: Plan, llm: LLM, *, concurrency: int = 8) -> Plan:
