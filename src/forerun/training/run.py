@@ -7,7 +7,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +61,9 @@ class Run:
         forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
         settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
         self.objective: Objective = make_objective(self.head, FrozenTarget.of(self.model), settings)
-        self.batches = self._batches(tokenizer)
+        self.batches = RunBatches(self, tokenizer)
         prompts = recipe.evaluation.prompts
         self.prompts = None if prompts is None else PreparedData.open(prompts)  # What is decoded while training
-
-    def _batches(self, tokenizer: Any) -> RunBatches:
-        recipe, model, config = self.recipe, self.model, self.head.config
-        windows = PackedWindows(self.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
-        source: OnlineFeatures | OfflineFeatures
-        if recipe.features is None:
-            source = OnlineFeatures(model, config.boundaries)
-        else:
-            directory, size = checkpoint_directory(recipe.target), config.target_hidden_size
-            wanted = describe(directory, recipe.target, tokenizer, self.data, config.boundaries, hidden_size=size)
-            source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), windows)
-        steps, together = windows.steps_per_epoch(self.parallel.world), recipe.target_parallel == "tp"
-        return RunBatches(windows=windows, source=source, device=model.device, steps_per_epoch=steps, together=together)
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
         """Train, take the best weights, write the finished head. The outcome, for a report."""
@@ -175,15 +161,23 @@ def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
     return kind.head.initial(model, config, ids, seed=recipe.training.seed)
 
 
-@dataclass(kw_only=True, slots=True)
 class RunBatches(Batches):
     """Packed windows with features: computed when they are wanted, or read from disk."""
 
-    windows: PackedWindows
-    source: OnlineFeatures | OfflineFeatures
-    device: torch.device
-    steps_per_epoch: int
-    together: bool = False  # Whether a pass of the target needs all processes, with the same tokens (tensor parallel)
+    def __init__(self, run: Run, tokenizer: Any) -> None:
+        recipe, config = run.recipe, run.head.config
+        self.device: torch.device = run.model.device
+        # Whether a pass of the target needs all processes, with the same tokens.
+        self.together = recipe.target_parallel == "tp"
+        self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
+        self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
+        self.source: OnlineFeatures | OfflineFeatures
+        if recipe.features is None:
+            self.source = OnlineFeatures(run.model, config.boundaries)
+        else:
+            directory, size = checkpoint_directory(recipe.target), config.target_hidden_size
+            wanted = describe(directory, recipe.target, tokenizer, run.data, config.boundaries, hidden_size=size)
+            self.source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), self.windows)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
