@@ -38,7 +38,7 @@ from forerun.training.features.store import (
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
-from forerun.training.loop.trainer import train
+from forerun.training.loop.trainer import Training
 from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
@@ -69,7 +69,7 @@ class Run:
         """Train, take the best weights, write the finished head. The outcome, for a report."""
         recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
         trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
-        result = train(
+        training = Training(
             self.objective,
             self.batches,
             recipe.training,
@@ -80,6 +80,7 @@ class Run:
             recipe=self.fixed(),
             allow_changes=allow_changes,
         )
+        result = training.run()
         weights = output / "best" if result.best is not None else result.checkpoint
         outcome = {name: value for name, value in dataclasses.asdict(result).items() if name != "checkpoint"}
         return outcome | {

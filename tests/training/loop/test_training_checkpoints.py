@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.training.loop import checkpoint
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.loop.trainer import TrainResult, train
-from training.loop.toy import Head, Numbers, Pressed, Toy, logged, run, settings, weights
+from forerun.training.loop.trainer import TrainResult
+from training.loop.toy import Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
 
 KEYS = ("loss", "accuracy", "learning_rate", "gradient_norm", "tokens")
 
