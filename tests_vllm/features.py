@@ -53,7 +53,7 @@ def differences(python: Path, work: Path, environment: Mapping[str, str], consol
     began = time.monotonic()
     told = _extract(python, work, data, {**environment, **os.environ})
     console.print(f"forerun features --source {told['source']} took {time.monotonic() - began:.0f} s", highlight=False)
-    return _compared(PreparedData.open(data), FeatureStore.open(work / "features"), console)
+    return _compared(PreparedData(data), FeatureStore(work / "features"), console)
 
 
 def _extract(python: Path, work: Path, data: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -156,7 +156,7 @@ def test_directories_may_move_but_not_change(
 
 def write_data(folder: Path, former: Path, documents: int) -> None:
     """The first documents of others."""
-    data = PreparedData.open(former)
+    data = PreparedData(former)
     write_prepared(folder, [data.document(number) for number in range(documents)], data.tokenizer)
 
 

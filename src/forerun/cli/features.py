@@ -73,7 +73,7 @@ def features(
     checks = _extract(run)
     from forerun.training.features.store import FeatureStore, human
 
-    store, size = FeatureStore.open(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
+    store, size = FeatureStore(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
     if json:
         probe = None if checks is None else [asdict(check) for check in checks]
         console.write_json({"directory": str(asked.output), "bytes": size, **asdict(run.manifest), "probe": probe})
@@ -101,7 +101,7 @@ class _Run:
         from forerun.training.features import store
         from forerun.training.features.online import distinct_boundaries
 
-        prepared, given = PreparedData.open(asked.data), asked.boundaries
+        prepared, given = PreparedData(asked.data), asked.boundaries
         quiet_libraries()
         config = read_config(demo.resolve(asked.target), LoadOptions())
         text = config.get_text_config(decoder=True)

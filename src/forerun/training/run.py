@@ -56,14 +56,14 @@ class Run:
         format_for(kind.stored_as)  # what could not be written need not be trained
         self.recipe, self.parallel = recipe, parallel
         self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
-        self.data = PreparedData.open(recipe.data, tokenizer=tokenizer)
+        self.data = PreparedData(recipe.data, tokenizer=tokenizer)
         self.head: Head = _head(recipe, self.model, self.data).to(self.model.device)
         forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
         settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
         self.objective: Objective = make_objective(self.head, FrozenTarget.of(self.model), settings)
         self.batches = RunBatches(self, tokenizer)
         prompts = recipe.evaluation.prompts
-        self.prompts = None if prompts is None else PreparedData.open(prompts)  # What is decoded while training
+        self.prompts = None if prompts is None else PreparedData(prompts)  # What is decoded while training
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
         """Train, take the best weights, write the finished head. The outcome, for a report."""
@@ -178,7 +178,7 @@ class RunBatches(Batches):
         else:
             directory, size = checkpoint_directory(recipe.target), config.target_hidden_size
             wanted = describe(directory, recipe.target, tokenizer, run.data, config.boundaries, hidden_size=size)
-            self.source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), self.windows)
+            self.source = OfflineFeatures(FeatureStore(recipe.features, wanted), self.windows)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""

@@ -42,10 +42,10 @@ def test_a_changed_byte_anywhere_is_found_when_the_data_are_opened(tmp_path: Pat
     tried = 0
     for path in flipped(tmp_path / "data"):
         with pytest.raises(DataError, match=rf"{path.name} (has changed|is no JSON|does not|has format)"):
-            PreparedData.open(tmp_path / "data")
+            PreparedData(tmp_path / "data")
         tried += 1
     assert tried >= 200
-    PreparedData.open(tmp_path / "data")
+    PreparedData(tmp_path / "data")
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "mask.bin", "offsets.bin"])
@@ -54,10 +54,10 @@ def test_a_file_cut_short_or_missing_is_refused_by_name(tmp_path: Path, name: st
     path = tmp_path / "data" / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match=name):
-        PreparedData.open(tmp_path / "data")
+        PreparedData(tmp_path / "data")
     path.unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):
-        PreparedData.open(tmp_path / "data")
+        PreparedData(tmp_path / "data")
 
 
 def test_another_version_and_other_directories_are_refused(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_another_version_and_other_directories_are_refused(tmp_path: Path) -> No
     ):
         path.write_text(content)
         with pytest.raises(DataError, match=message):
-            PreparedData.open(tmp_path / "data")
+            PreparedData(tmp_path / "data")
     with pytest.raises(DataError, match="is not prepared data"):
-        PreparedData.open(tmp_path)
+        PreparedData(tmp_path)
 
 
 def test_another_tokenizer_or_template_is_refused_by_name(tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_another_tokenizer_or_template_is_refused_by_name(tmp_path: Path) -> Non
     text = write_lines(tmp_path / "text.jsonl", [{"text": "no template needed"}])
     prepare([chat], own, tmp_path / "chat", name="org/target")
     prepare([text], own, tmp_path / "text", name="org/target")
-    assert len(PreparedData.open(tmp_path / "chat", tokenizer=own)) == 1
+    assert len(PreparedData(tmp_path / "chat", tokenizer=own)) == 1
     with pytest.raises(VocabularyMismatchError, match=r"org/target.*not\s+that of 'unnamed'"):
-        PreparedData.open(tmp_path / "chat", tokenizer=byte_tokenizer(PLAIN, extra=["xy"]))
+        PreparedData(tmp_path / "chat", tokenizer=byte_tokenizer(PLAIN, extra=["xy"]))
     with pytest.raises(VocabularyMismatchError, match="chat template"):
-        PreparedData.open(tmp_path / "chat", tokenizer=byte_tokenizer(MARKED))
-    assert len(PreparedData.open(tmp_path / "text", tokenizer=byte_tokenizer(MARKED))) == 1
+        PreparedData(tmp_path / "chat", tokenizer=byte_tokenizer(MARKED))
+    assert len(PreparedData(tmp_path / "text", tokenizer=byte_tokenizer(MARKED))) == 1
 
 
 def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path) -> None:

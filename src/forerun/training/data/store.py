@@ -36,29 +36,22 @@ PARTS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("
 
 
 class PreparedData:
-    """A prepared directory: documents are views into memory-mapped files. Use `open`; ``len(data)`` is their number."""
+    """A prepared directory: documents are views into memory-mapped files; ``len(data)`` is their number."""
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], parts: Mapping[str, NDArray[Any]]) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.tokens: NDArray[np.int32] = parts["tokens"]  # (num_tokens,) int32: all documents behind one another
-        self.mask: NDArray[np.uint8] = parts["mask"]  # (num_tokens,) uint8: 1 where the assistant wrote the token
-        self.offsets: NDArray[np.int64] = parts["offsets"]  # (documents + 1,): i is tokens[offsets[i]:offsets[i + 1]]
-
-    @classmethod
-    def open(cls, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> PreparedData:
+    def __init__(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Open a directory that `forerun data prepare` wrote, and read all of it once to compare the checksums.
         DataError for no prepared data, another version, or a file that was cut short or changed;
         VocabularyMismatchError if another `tokenizer` made it, or conversations were written with another template."""
-        folder = Path(folder)
-        manifest = KIND.read(folder)
-        documents, tokens = manifest["counts"]["documents"], manifest["counts"]["tokens"]
-        lengths = {"tokens": tokens, "mask": tokens, "offsets": documents + 1}
-        parts = {name: _mapped(folder, name, length, manifest["content"][name]) for name, length in lengths.items()}
-        data = cls(folder, manifest, parts)
+        self.folder = Path(folder)
+        self.manifest = KIND.read(self.folder)
+        documents, tokens = self.manifest["counts"]["documents"], self.manifest["counts"]["tokens"]
+        self.tokens: NDArray[np.int32] = self._mapped("tokens", tokens)  # (num_tokens,): one document behind another
+        self.mask: NDArray[np.uint8] = self._mapped("mask", tokens)  # (num_tokens,): 1 where the assistant wrote it
+        self.offsets: NDArray[np.int64] = self._mapped(
+            "offsets", documents + 1
+        )  # i is tokens[offsets[i]:offsets[i + 1]]
         if tokenizer is not None:
-            data.check_tokenizer(TokenizerIdentity.of(tokenizer))
-        return data
+            self.check_tokenizer(TokenizerIdentity.of(tokenizer))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -102,6 +95,18 @@ class PreparedData:
                 f"which is not that of {given.name!r}; {again}"
             )
 
+    def _mapped(self, name: str, length: int) -> NDArray[Any]:
+        path, kind = self.folder / f"{name}.bin", PARTS[name]
+        expected = length * kind.itemsize
+        found = path.stat().st_size if path.is_file() else None
+        if found != expected:
+            state = "is missing" if found is None else f"has {found:,} bytes"
+            raise DataError(f"{path} {state}, the manifest says {expected:,}; prepare the data again")
+        if digest_of(path) != self.manifest["content"][name]:
+            raise DataError(f"{path} has changed since it was written: its checksum does not fit; prepare it again")
+        # A plain array on the same pages: slicing one is several times faster than slicing a memmap.
+        return np.asarray(np.memmap(path, kind, mode="r", shape=(length,)))
+
 
 def write_prepared(
     folder: Path,
@@ -135,27 +140,13 @@ def write_prepared(
             "content": content,
         }
         KIND.write(fresh, manifest)
-    return PreparedData.open(folder)
+    return PreparedData(folder)
 
 
 def check_new(folder: Path) -> None:
     """ArgumentError if there is something where an output folder shall be."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ArgumentError(f"{folder} exists and is not empty; choose another --output or remove it first")
-
-
-def _mapped(folder: Path, name: str, length: int, digest: str) -> NDArray[Any]:
-    path, kind = folder / f"{name}.bin", PARTS[name]
-    expected = length * kind.itemsize
-    found = path.stat().st_size if path.is_file() else None
-    if found != expected:
-        state = "is missing" if found is None else f"has {found:,} bytes"
-        raise DataError(f"{path} {state}, the manifest says {expected:,}; prepare the data again")
-    if digest_of(path) != digest:
-        raise DataError(f"{path} has changed since it was written: its checksum does not fit; prepare the data again")
-    # A plain array on the same pages: slicing one is several times faster than slicing a memmap.
-    numbers: NDArray[Any] = np.asarray(np.memmap(path, kind, mode="r", shape=(length,)))
-    return numbers
 
 
 _BLOCK = 1 << 22

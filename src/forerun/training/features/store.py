@@ -149,33 +149,27 @@ class FeatureWriter:
 class FeatureStore:
     """A finished store, read through memory maps; many processes may read it at once."""
 
-    def __init__(self, directory: Path, manifest: FeatureManifest, shards: Sequence[Shard]) -> None:
-        self.directory, self.manifest, self._shards = directory, manifest, tuple(shards)
+    def __init__(self, directory: str | Path, wanted: FeatureManifest | None = None) -> None:
+        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer and data; DataError,
+        with both values, for another."""
+        self.directory, self.manifest = Path(directory), FeatureManifest.read(Path(directory))
+        if wanted is not None:
+            self.manifest.refuse_other(wanted, self.directory, reading=True)
+        self._shards = finished_shards(self.directory, self.manifest)
         # Document -> number of its shard, tokens before it in the shard, its tokens, its checksum.
         self._locations: dict[int, tuple[int, int, int, int]] = {}
-        for index, shard in enumerate(shards):
+        for index, shard in enumerate(self._shards):
             offsets = itertools.accumulate(shard.lengths, initial=0)
             places = zip(shard.documents, offsets, shard.lengths, shard.checksums, strict=False)
             self._locations |= {document: (index, first, size, check) for document, first, size, check in places}
-        width = manifest.record_bytes
-        self._records = [np.memmap(shard.path, np.uint8, "r").reshape(-1, width) for shard in shards]
-        self._compared: set[int] = set()  # Documents whose checksum was found right
-
-    @classmethod
-    def open(cls, directory: str | Path, wanted: FeatureManifest | None = None) -> FeatureStore:
-        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer and data; DataError,
-        with both values, for another."""
-        directory, manifest = Path(directory), FeatureManifest.read(Path(directory))
-        if wanted is not None:
-            manifest.refuse_other(wanted, directory, reading=True)
-        shards = finished_shards(directory, manifest)
-        held = sum(len(shard.documents) for shard in shards)
-        if held != manifest.documents:
+        if len(self) != self.manifest.documents:
             raise DataError(
-                f"{directory} is unfinished: it holds {held} of {manifest.documents} documents; run the same "
+                f"{directory} is unfinished: it holds {len(self)} of {self.manifest.documents} documents; run the same "
                 "forerun features command again to go on"
             )
-        return cls(directory, manifest, shards)
+        width = self.manifest.record_bytes
+        self._records = [np.memmap(shard.path, np.uint8, "r").reshape(-1, width) for shard in self._shards]
+        self._compared: set[int] = set()  # Documents whose checksum was found right
 
     def __len__(self) -> int:
         return len(self._locations)
