@@ -165,9 +165,8 @@ def regenerate(
     from forerun.types import SamplingParams
 
     sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
-    params = SamplingParams(**sampling)
     tokenizer = None if asked.target is None else session.load_tokenizer(asked.target)
-    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, params=params)
+    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, params=SamplingParams(**sampling))
     with console.progress_bar("regenerating") as update:
 
         def tell(progress: Plan) -> None:

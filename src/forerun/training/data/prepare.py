@@ -85,25 +85,26 @@ def prepare(
     # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
     counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
     sources: list[dict[str, Any]] = []
+    about = {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counts}
 
     def documents() -> Iterator[Encoded]:
+        usable = False
         for path in files:
             before = counts["records"]
             for record, encoded in usable_records(path, bad, encoder.encode):
                 counts["records"] += 1
                 counts["conversations"] += bool(record.messages)
-                yield from _cut(encoded, options, counts)
+                for document in _cut(encoded, options, counts):
+                    usable = True
+                    yield document
                 on_record(counts["records"])
             sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
-
-    def about(documents: int) -> dict[str, Any]:
-        if not documents:
+        counts["skipped"] = bad.count
+        if not usable:
             reasons = f"{bad.count} records were skipped as bad, {counts['dropped']} documents had no token that counts"
             first = f"; the first: {bad.examples[0]}" if bad.examples else ""
             where = files[0] if len(files) == 1 else f"{len(files)} files"
             raise DataError(f"nothing to learn from in {where}: {reasons}{first}")
-        counted = {**counts, "skipped": bad.count}
-        return {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counted}
 
     data = write_prepared(Path(output), documents(), TokenizerIdentity.of(tokenizer, name), about)
     return Prepared(data=data, complaints=bad.examples)

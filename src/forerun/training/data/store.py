@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,12 +112,13 @@ def write_prepared(
     folder: Path,
     documents: Iterable[tuple[Sequence[int], Sequence[bool]]],
     tokenizer: TokenizerIdentity,
-    about: Callable[[int], Mapping[str, Any]] = lambda documents: {},
+    about: Mapping[str, Any] | None = None,
 ) -> PreparedData:
     """Write documents (token ids and mask) as a prepared directory, which appears whole or not at all, and open it.
-    `about` is given the number of documents and has further entries of the manifest; ``counts`` are completed here.
+    `about` has further entries of the manifest, read when all documents were; ``counts`` are completed here.
     ArgumentError if there is something in `folder` already."""
     check_new(folder)
+    about = about or {}
     counts = {"documents": 0, "tokens": 0, "counted_tokens": 0}
     with written_folder(folder.absolute()) as fresh:
         with ExitStack() as stack:
@@ -131,12 +132,11 @@ def write_prepared(
                 for name, numbers in (("tokens", tokens), ("mask", mask), ("offsets", [counts["tokens"]])):
                     files[name].write(np.asarray(numbers, PARTS[name]).tobytes())
         content = {name: digest_of(fresh / f"{name}.bin") for name in PARTS}
-        more = about(counts["documents"])
         manifest = {
             "hash": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
             "tokenizer": asdict(tokenizer),
-            **more,
-            "counts": {**counts, **more.get("counts", {})},
+            **about,
+            "counts": {**counts, **about.get("counts", {})},
             "content": content,
         }
         KIND.write(fresh, manifest)
