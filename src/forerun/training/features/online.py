@@ -81,11 +81,8 @@ class OnlineFeatures:
             return last
         # FSDP gathers the embedding in the root's forward; the base alone would see its shards.
         states: list[Tensor] = []
-        handle = self._base.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
-        try:
+        with self._base.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state)):
             self.model(**inputs, logits_to_keep=1)
-        finally:
-            handle.remove()
         return states[0]
 
 
@@ -186,12 +183,9 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor
     layers = layers_of(base_of(model), config.num_hidden_layers)[1]
     # A hook of its own: `captured` is what is under test.
     raw: list[Any] = []
-    handle = layers[-1].register_forward_hook(lambda *call: raw.append(call[-1]))
-    try:
-        ids = torch.as_tensor(tokens, dtype=torch.int64, device=device_of(model.get_input_embeddings())).view(1, -1)
+    ids = torch.as_tensor(tokens, dtype=torch.int64, device=device_of(model.get_input_embeddings())).view(1, -1)
+    with layers[-1].register_forward_hook(lambda *call: raw.append(call[-1])):
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-    finally:
-        handle.remove()
     found = dict(enumerate(states[:-1]))
     last = raw[0][0] if isinstance(raw[0], tuple) else raw[0]
     found |= {config.num_hidden_layers: last, LAST_HIDDEN: states[-1]}

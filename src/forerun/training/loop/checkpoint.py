@@ -8,7 +8,6 @@ import base64
 import json
 import random
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -205,13 +204,9 @@ def new_directory(folder: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         previous = latest(folder.parent)
         kept = f"{previous} is intact" if previous else "there was no earlier checkpoint"
-        try:
-            free = f"{shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free"
-        except OSError:
-            free = "free space unknown"
         raise CheckpointError(
-            f"Writing {folder} failed: {error} ({free}). Nothing saved before was touched: {kept}. "
-            "Make room or choose another output, then start the same command again: it resumes."
+            f"Writing {folder} failed: {error}. Nothing saved before was touched: {kept}. Make room or choose another "
+            "output, then start the same command again: it resumes."
         ) from error
 
 
