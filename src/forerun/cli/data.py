@@ -55,20 +55,16 @@ def prepare(
     """
     from forerun.cli import session
     from forerun.manifests import TokenizerIdentity
-    from forerun.training.data.prepare import PrepareOptions
     from forerun.training.data.prepare import prepare as convert
 
-    options = PrepareOptions(
-        max_length=max_length, split_long=split_long, skip_bad=skip_bad, last_turn_only=last_turn_only
-    )
+    how: dict[str, Any] = {"max_length": max_length, "split_long": split_long, "last_turn_only": last_turn_only}
     tokenizer = session.load_tokenizer(target)
     known = TokenizerIdentity.of(tokenizer).vocab_size
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
         raise ArgumentError(f"--draft-vocab-size must be 1 to {known}, the target's vocabulary, got {draft_vocab_size}")
     with console.progress_bar("preparing") as update:
-        done = convert(
-            files, tokenizer, output, options=options, name=target, on_record=lambda count: update(completed=count)
-        )
+        how |= {"skip_bad": skip_bad, "on_record": lambda count: update(completed=count)}
+        done = convert(files, tokenizer, output, name=target, **how)
     summary = done.summary()
     if draft_vocab_size is not None:
         from forerun.training.data.store import coverage, draft_vocabulary, token_counts

@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -28,20 +28,6 @@ SPEAKERS = {
 """Who is meant by ShareGPT's ``from``, and by ``role``."""
 EXAMPLES_KEPT = 5
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
-    """How records become documents."""
-
-    max_length: int = 2048  # Tokens of the longest document; what is beyond is cut off
-    split_long: bool = False  # Keep what is beyond as further documents instead
-    skip_bad: bool = False
-    last_turn_only: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ArgumentError(f"max_length must be at least 2 tokens, got {self.max_length}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,35 +54,53 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     output: str | Path,
     *,
-    options: PrepareOptions | None = None,
+    max_length: int = 2048,
+    split_long: bool = False,
+    skip_bad: bool = False,
+    last_turn_only: bool = False,
     name: str | None = None,
     on_record: Callable[[int], None] = lambda count: None,
 ) -> Prepared:
     """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`;
-    the manifest calls it `name`. `on_record` is told the number of records so far, after each. DataError for unusable
-    input, or nothing left to learn from; ArgumentError if `output` holds something."""
-    options, files = options or PrepareOptions(), [Path(path) for path in paths]
+    the manifest calls it `name`. What is beyond `max_length` tokens is cut off, or split into further documents;
+    `on_record` is told the number of records so far, after each. DataError for unusable input, or nothing left to learn
+    from; ArgumentError if `output` holds something."""
+    if max_length < 2:
+        raise ArgumentError(f"max_length must be at least 2 tokens, got {max_length}")
+    files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
     for index, path in enumerate(files):
         if path.resolve() in {other.resolve() for other in files[:index]}:
             raise DataError(f"data file {path} is named twice")
-    encoder, bad = Encoder(tokenizer, last_turn_only=options.last_turn_only), BadRecords(skip=options.skip_bad)
+    encoder, bad = Encoder(tokenizer, last_turn_only=last_turn_only), BadRecords(skip=skip_bad)
+    options = {
+        "max_length": max_length,
+        "split_long": split_long,
+        "skip_bad": skip_bad,
+        "last_turn_only": last_turn_only,
+    }
     # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
     counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
     sources: list[dict[str, Any]] = []
-    about = {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counts}
+    about = {"max_length": max_length, "options": options, "sources": sources, "counts": counts}
 
-    def documents() -> Iterator[Encoded]:
+    def documents() -> Iterator[tuple[list[int], list[bool]]]:
         usable = False
         for path in files:
             before = counts["records"]
             for record, encoded in usable_records(path, bad, encoder.encode):
                 counts["records"] += 1
                 counts["conversations"] += bool(record.messages)
-                for document in _cut(encoded, options, counts):
-                    usable = True
-                    yield document
+                counts["cut"] += len(encoded.tokens) > max_length
+                for start in range(0, len(encoded.tokens) if split_long else 1, max_length):
+                    tokens, mask = encoded.tokens[start : start + max_length], encoded.mask[start : start + max_length]
+                    # The first token of a document follows nothing, so it cannot be learned.
+                    learned = any(mask[1:])
+                    usable = usable or learned
+                    counts["dropped"] += not learned
+                    if learned:
+                        yield tokens, mask
                 on_record(counts["records"])
             sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
         counts["skipped"] = bad.count
@@ -108,19 +112,6 @@ def prepare(
 
     data = write_prepared(Path(output), documents(), TokenizerIdentity.of(tokenizer, name), about)
     return Prepared(data=data, complaints=bad.examples)
-
-
-def _cut(encoded: Encoded, options: PrepareOptions, counts: dict[str, int]) -> Iterator[Encoded]:
-    length = options.max_length
-    counts["cut"] += len(encoded.tokens) > length
-    ends = len(encoded.tokens) if options.split_long else min(length, len(encoded.tokens))
-    for start in range(0, ends, length):
-        tokens, mask = encoded.tokens[start : start + length], encoded.mask[start : start + length]
-        # The first token of a document follows nothing, so it cannot be learned.
-        if any(mask[1:]):
-            yield Encoded(tokens, mask)
-        else:
-            counts["dropped"] += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
