@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import typing
 from collections.abc import Mapping
@@ -59,9 +58,9 @@ class TrainSettings:
     log_every_steps: Natural = 10  # Optimizer steps between log lines; each averages over the steps since the last
 
     def __post_init__(self) -> None:
-        for name, (adapter, hint) in _adapters().items():
+        for name, hint in typing.get_type_hints(TrainSettings, include_extras=True).items():
             try:
-                adapter.validate_python(getattr(self, name))
+                TypeAdapter(hint, config=STRICT).validate_python(getattr(self, name))
             except ValidationError as error:
                 raise ArgumentError(complaint(error.errors()[0], name, hint)) from None
 
@@ -77,12 +76,6 @@ class TrainSettings:
     def fixed(self) -> dict[str, Any]:
         """``training.<field>`` -> value, of what a resumed run must keep."""
         return {f"training.{name}": value for name, value in asdict(self).items() if name not in MAY_CHANGE}
-
-
-@functools.cache
-def _adapters() -> dict[str, tuple[TypeAdapter[Any], Any]]:
-    hints = typing.get_type_hints(TrainSettings, include_extras=True)
-    return {name: (TypeAdapter(hint, config=STRICT), hint) for name, hint in hints.items()}
 
 
 def complaint(found: Mapping[str, Any], key: str, hint: Any) -> str:
