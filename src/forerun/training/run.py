@@ -27,14 +27,7 @@ from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective
 from forerun.training.data.store import PackedWindows, PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import (
-    FeatureStore,
-    OfflineFeatures,
-    checkpoint_directory,
-    describe,
-    loaded_from,
-    target_hash,
-)
+from forerun.training.features.store import FeatureStore, checkpoint_directory, describe, loaded_from, target_hash
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
@@ -128,8 +121,8 @@ class Run:
         if self.prompts is not None:
             contents["evaluation.prompts"] = self.prompts.hash
         found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
-        if isinstance(self.batches.source, OfflineFeatures):
-            stored = self.batches.source.store.manifest
+        if isinstance(self.batches.source, FeatureStore):
+            stored = self.batches.source.manifest
             found["features"] = f"{stored.dtype} by {stored.source}"
         # Twice the processes with half the rows see the same batches.
         found["windows.rows x processes"] = found.pop("windows.rows") * self.parallel.world
@@ -172,18 +165,18 @@ class RunBatches(Batches):
         self.together = recipe.target_parallel == "tp"
         self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
         self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
-        self.source: OnlineFeatures | OfflineFeatures
+        self.source: OnlineFeatures | FeatureStore
         if recipe.features is None:
             self.source = OnlineFeatures(run.model, config.boundaries)
         else:
             directory, size = checkpoint_directory(recipe.target), config.target_hidden_size
             wanted = describe(directory, recipe.target, tokenizer, run.data, config.boundaries, hidden_size=size)
-            self.source = OfflineFeatures(FeatureStore(recipe.features, wanted), self.windows)
+            self.source = FeatureStore(recipe.features, wanted)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
-        if isinstance(self.source, OfflineFeatures):
-            return self.source.features(step, rank, world).to(self.device)
+        if isinstance(self.source, FeatureStore):
+            return self.source.features(self.windows, step, rank, world).to(self.device)
         for member in range(world) if self.together else (rank,):
             found = self.source.features(self.windows.batch(step, member, world).to(self.device))
             if member == rank:

@@ -22,7 +22,6 @@ from forerun.training.features.store import (
     FeatureManifest,
     FeatureStore,
     FeatureWriter,
-    OfflineFeatures,
     check_lengths,
     check_room,
     checkpoint_directory,
@@ -332,8 +331,8 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
         Segment(row=1, column=20, document=5, offset=0, length=1),
     ]
     windows = Windows(data, segments, (2, 22))
-    offline = OfflineFeatures(FeatureStore(tmp_path, manifest), windows)
-    stored, made = offline.features(3), online.features(windows.batch(3, 0, 1))
+    offline = FeatureStore(tmp_path, manifest)
+    stored, made = offline.features(windows, 3), online.features(windows.batch(3, 0, 1))
     real = stored.batch.documents >= 0
     assert set(stored.features) == {*online.boundaries, LAST_HIDDEN} == set(made.features)
     for boundary, states in stored.features.items():
@@ -344,11 +343,11 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
 def test_a_piece_within_a_document_gets_the_states_of_the_whole_document(store: FeatureStore) -> None:
     data = Documents()
     windows = Windows(data, [Segment(row=0, column=2, document=4, offset=10, length=6)], (1, 9))
-    found = OfflineFeatures(store, windows).features(0).features
+    found = store.features(windows, 0).features
     assert torch.equal(found[3][0, 2:8], states_of(4, 24)[3][10:16])
     longer = Windows(Documents((11, 4)), [Segment(row=0, column=0, document=1, offset=0, length=4)], (1, 9))
     with pytest.raises(DataError, match="document 1 has 3 tokens"):
-        OfflineFeatures(store, longer).features(0)
+        store.features(longer, 0)
 
 
 def test_the_targets_hash_tells_weights_and_configuration_apart_but_not_places(tmp_path: Path) -> None:

@@ -199,15 +199,10 @@ class Segment:
 
 
 class PackedWindows:
-    """Batches of packed windows, a function of the arguments and the step. Rank r takes rows ``r * rows`` to ``(r + 1)
-    * rows`` of ``rows * world``: 1 process with 8 rows and 4 with 2 rows see the same windows in the same order.
-
-    Args:
-        length: S, tokens per window.
-        rows: B, windows per process and step.
-        seed: of the packing and of every epoch's order.
-        min_tokens: leave out segments with fewer tokens to learn than this; DataError if none has enough.
-    """
+    """Batches of B = `rows` packed windows of S = `length` tokens, a function of the arguments and the step alone. Rank
+    r takes rows ``r * rows`` to ``(r + 1) * rows`` of ``rows * world``: 1 process with 8 rows and 4 with 2 rows see the
+    same windows in the same order. Segments with fewer than `min_tokens` tokens to learn are left out; DataError if
+    none has enough."""
 
     def __init__(self, data: PreparedData, *, length: int, rows: int, seed: int, min_tokens: int = 1) -> None:
         if length < 2 or rows < 1 or min_tokens < 1 or seed < 0:

@@ -197,6 +197,18 @@ class FeatureStore:
             self._compared.add(document)
         return decode(np.array(records[offset : offset + length]), self.manifest)
 
+    def features(self, windows: PackedWindows, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
+        """The batch of a step of `windows`, of the same prepared data, with its features (B, S, Ht) on the CPU, zero at
+        padding. A segment with an offset gets states that saw everything before it, as the head meets them when it
+        drafts; `OnlineFeatures` sees the segment alone."""
+        batch, found = windows.batch(step, rank, world), dict[Boundary, Tensor]()
+        for segment in windows.segments(step, rank, world):
+            for boundary, values in self.read(segment.document, segment.offset, segment.length).items():
+                if boundary not in found:
+                    found[boundary] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
+                found[boundary][segment.row, segment.column : segment.column + segment.length] = values
+        return FeatureBatch(batch=batch, features=found)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
@@ -269,27 +281,6 @@ def _remedy(path: Path) -> str:
 def _is_full(error: BaseException) -> bool:
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, slots=True)
-class OfflineFeatures:
-    """Reads the features of packed windows from a store, which must be of the same prepared data. A segment with an
-    offset gets states that saw everything before it, as the head meets them when it drafts; `OnlineFeatures` sees the
-    segment alone."""
-
-    store: FeatureStore
-    windows: PackedWindows
-
-    def features(self, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
-        """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU."""
-        batch = self.windows.batch(step, rank, world)
-        found: dict[Boundary, Tensor] = {}
-        for segment in self.windows.segments(step, rank, world):
-            for boundary, values in self.store.read(segment.document, segment.offset, segment.length).items():
-                if boundary not in found:
-                    found[boundary] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
-                found[boundary][segment.row, segment.column : segment.column + segment.length] = values
-        return FeatureBatch(batch=batch, features=found)
 
 
 STRETCH = 512  # Documents that are sorted by length together

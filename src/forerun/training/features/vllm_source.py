@@ -89,14 +89,9 @@ class VllmFeatures:
         batch_tokens: int = 8192,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start vLLM; ArgumentError if it is not installed or a boundary out of range, DataError if it does not start.
-
-        Args:
-            norm: raw states at the last boundary -> LAST_HIDDEN, see `FinalNorm`.
-            max_tokens: of the longest document.
-            batch_tokens: most tokens of a pass.
-            engine_options: more arguments of ``vllm.LLM``; on the CPU they go before `CPU_OPTIONS`.
-        """
+        """Start vLLM for documents of up to `max_tokens`, passes of up to `batch_tokens` tokens; `norm`: states at the
+        last boundary -> LAST_HIDDEN, see `FinalNorm`; `engine_options`: more arguments of ``vllm.LLM``. ArgumentError
+        if it is not installed or a boundary out of range, DataError if it does not start."""
         self.boundaries = distinct_boundaries(boundaries, num_layers)
         self._norm, self._last = norm, num_layers
         self._ids = sorted({*self.boundaries, num_layers})
