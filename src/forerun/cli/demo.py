@@ -117,10 +117,10 @@ def question(name: str) -> str:
 
 def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
     """The enlarged model's path, `config` with heads that fit it, and the line that says what it is."""
-    from forerun.demo.scale import scale_model
+    from forerun.demo.scale import ScaledModel
 
     with console.telling(f"enlarging {model} to {billions:g} B parameters"):
-        scaled = scale_model(shipped.resolve(model), billions=billions)
+        scaled = ScaledModel(shipped.resolve(model), billions=billions)
         return str(scaled.path), _with_heads_for(scaled, config), scaled.note
 
 

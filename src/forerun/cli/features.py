@@ -75,7 +75,7 @@ def features(
 
     store, size = FeatureStore(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
     if json:
-        probe = None if checks is None else [asdict(check) for check in checks]
+        probe = None if checks is None else [vars(check) for check in checks]
         console.write_json({"directory": str(asked.output), "bytes": size, **asdict(run.manifest), "probe": probe})
         return 0
     for check in checks or ():

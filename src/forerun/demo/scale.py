@@ -54,42 +54,29 @@ class ScalePlan:
     parameters: int  # Of the scale model, embeddings counted once if tied
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledModel:
-    """A scale model on disk."""
-
-    path: Path  # An ordinary transformers checkpoint
-    source: Path
-    plan: ScalePlan
-    source_layers: int
-    source_parameters: int
-
-    @property
-    def note(self) -> str:
-        """One line for every report that shows figures of this model."""
-        return (
-            f"{self.path.name}: {self.source.name} ({self.source_parameters / 1e6:.1f} M parameters) enlarged to "
-            f"{self.plan.parameters / 1e6:.0f} M without changing its function; its text is that of the small model"
-        )
-
-
-def scale_model(
-    source: str | Path, *, billions: float, dtype: str = "bfloat16", layers: int | None = None
-) -> ScaledModel:
     """The Llama checkpoint `source`, a folder, enlarged to about `billions` x 1e9 parameters, embeddings included, with
     weights of this `dtype`; it stays in the cache. `layers` None: a multiple of the source's that grows with the size.
     """
-    if dtype not in _DTYPES:
-        raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    folder = Path(source)
-    config = _read_config(folder)
-    plan = plan_scale(config, billions=billions, layers=layers)
-    path = cache_root() / CACHE / f"{folder.name}-{billions:g}B-{content_hash(folder, asdict(plan), dtype)[:12]}"
-    size, layers = _parameters(config), config["num_hidden_layers"]
-    scaled = ScaledModel(path=path, source=folder, plan=plan, source_layers=layers, source_parameters=size)
-    if not path.is_dir():
-        _write(scaled, config, dtype)
-    return scaled
+
+    def __init__(
+        self, source: str | Path, *, billions: float, dtype: str = "bfloat16", layers: int | None = None
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        self.source = Path(source)
+        config = _read_config(self.source)
+        self.source_layers: int = config["num_hidden_layers"]
+        self.plan = plan = plan_scale(config, billions=billions, layers=layers)
+        made = content_hash(self.source, asdict(plan), dtype)[:12]
+        self.path = cache_root() / CACHE / f"{self.source.name}-{billions:g}B-{made}"  # A transformers checkpoint
+        # One line for every report that shows figures of this model.
+        self.note = (
+            f"{self.path.name}: {self.source.name} ({_parameters(config) / 1e6:.1f} M parameters) enlarged to "
+            f"{plan.parameters / 1e6:.0f} M without changing its function; its text is that of the small model"
+        )
+        if not self.path.is_dir():
+            _write(self, config, dtype)
 
 
 def remap_boundary(boundary: int, scaled: ScaledModel) -> int:

@@ -252,7 +252,7 @@ def test_the_callers_recipe_is_kept_too(begun: Path, tmp_path: Path) -> None:
         again(begun, tmp_path / "two", {})
     result = again(begun, tmp_path / "three", {"data": "xyz"}, allow_changes=True)
     assert result.steps == 2
-    assert checkpoint.read(result.checkpoint).recipe == {
+    assert checkpoint.Saved(result.checkpoint).recipe == {
         "data": "xyz",
         **json.loads(json.dumps(settings(steps=2).fixed())),
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,15 +137,20 @@ COSINE = 0.999  # Mean cosine over the tokens that features must exceed
 SCALE = 0.05  # Most that their length may differ; a norm with weights near one changes lengths and leaves directions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryCheck:
-    """One boundary's features beside the target's own states."""
+    """One boundary's features (tokens, Ht) beside the target's own states at all boundaries."""
 
-    boundary: Boundary
-    cosine: float
-    lowest: float  # Cosine of the worst token; reported, not tested
-    scale: float  # Length of the features over that of the target's states, mean over the tokens
-    nearest: Boundary  # The boundary whose states they resemble most
+    def __init__(self, boundary: Boundary, states: Tensor, own: Mapping[Boundary, Tensor]) -> None:
+        cosines = cosine_similarity(states, own[boundary], dim=-1)
+        errors = {other: float((states - reference).norm()) for other, reference in own.items()}
+        self.boundary = boundary
+        self.cosine = float(cosines.mean())
+        self.lowest = float(cosines.min())  # Of the worst token; reported, not tested
+        # Length of the features over that of the target's states, mean over the tokens.
+        self.scale = float((states.norm(dim=-1) / own[boundary].norm(dim=-1)).mean())
+        # The boundary whose states they resemble most. With NaN every comparison is false; the boundary itself comes
+        # first, and its cosine fails it.
+        self.nearest = min([boundary, *errors], key=lambda other: errors[other])
 
     @property
     def passed(self) -> bool:
@@ -204,23 +208,9 @@ def compare(
         if boundary not in own or states.shape != own[boundary].shape:
             expected = tuple(own[boundary].shape) if boundary in own else "none"
             raise DataError(f"boundary {name_of(boundary)}: features {tuple(states.shape)}, the target has {expected}")
-        checks.append(_check(boundary, states, own))
+        checks.append(BoundaryCheck(boundary, states, own))
     return checks
 
 
 def name_of(boundary: Boundary) -> str:
     return "LAST_HIDDEN" if boundary == LAST_HIDDEN else str(boundary)
-
-
-def _check(boundary: Boundary, states: Tensor, own: Mapping[Boundary, Tensor]) -> BoundaryCheck:
-    cosines = cosine_similarity(states, own[boundary], dim=-1)
-    errors = {other: float((states - reference).norm()) for other, reference in own.items()}
-    # With NaN every comparison is false; the boundary itself comes first, and its cosine fails it.
-    nearest = min([boundary, *errors], key=lambda other: errors[other])
-    return BoundaryCheck(
-        boundary=boundary,
-        cosine=float(cosines.mean()),
-        lowest=float(cosines.min()),
-        scale=float((states.norm(dim=-1) / own[boundary].norm(dim=-1)).mean()),
-        nearest=nearest,
-    )

@@ -41,10 +41,8 @@ _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 KIND = ManifestKind(
     format="forerun-features", version=3, what="a feature store", remedy="make one with: forerun features"
 )
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")
-}
-"""How states may be stored. float8 takes half the bytes; every state then has a float32 scale of its own."""
+# How states may be stored. float8 takes half the bytes; every state then has a float32 scale of its own.
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")}
 SHORT = {"float8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SCALE_BYTES = 4
 
@@ -342,7 +340,7 @@ class FeatureManifest:
     def record_bytes(self) -> int:
         """Bytes of one token: a vector for each boundary and `LAST_HIDDEN`, and for float8 a scale for each vector."""
         scale = SCALE_BYTES if self.dtype == "float8_e4m3fn" else 0
-        return (len(self.boundaries) + 1) * (self.hidden_size * DTYPES[self.dtype].itemsize + scale)
+        return int((len(self.boundaries) + 1) * (self.hidden_size * DTYPES[self.dtype].itemsize + scale))
 
     def write(self, directory: Path) -> None:
         KIND.write(directory, asdict(self))

@@ -42,14 +42,24 @@ class Progress:
     best_step: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What a checkpoint says about itself."""
+    """What a checkpoint says about itself; its tensors are left alone."""
 
-    path: Path
-    progress: Progress
-    random: list[str]  # Per process that wrote it, the text of `capture_random`
-    recipe: Mapping[str, Any] | None  # What decided what was trained, by key; none in checkpoints of an older forerun
+    def __init__(self, path: Path) -> None:
+        """CheckpointError if it is incomplete or in another format."""
+        try:
+            record, states = (json.loads((path / name).read_text(encoding="utf-8")) for name in (STATE, RANDOM))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is no complete training checkpoint: {error}. Remove the directory to resume from the one "
+                "before."
+            ) from error
+        if record.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {record.get('format')!r}; this forerun reads {FORMAT}.")
+        self.path, self.progress = path, Progress(**record["progress"])
+        self.random: list[str] = states  # Per process that wrote it, the text of `capture_random`
+        # What decided what was trained, by key; none in checkpoints of an older forerun.
+        self.recipe: Mapping[str, Any] | None = record.get("recipe")
 
 
 def save(
@@ -104,19 +114,6 @@ def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Te
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     states = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
     return {f"{name}|{kind}": whole(value) for name, state in states for kind, value in sorted(state.items())}
-
-
-def read(path: Path) -> Saved:
-    """What `path` says about itself, tensors left alone; CheckpointError if it is incomplete or in another format."""
-    try:
-        record, states = (json.loads((path / name).read_text(encoding="utf-8")) for name in (STATE, RANDOM))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no complete training checkpoint: {error}. Remove the directory to resume from the one before."
-        ) from error
-    if record.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of forerun reads {FORMAT}.")
-    return Saved(path=path, progress=Progress(**record["progress"]), random=states, recipe=record.get("recipe"))
 
 
 def load_weights(path: Path, module: nn.Module) -> None:

@@ -293,7 +293,7 @@ def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) 
     path = checkpoint.latest(output)
     if path is None:
         return None
-    saved = checkpoint.read(path)
+    saved = checkpoint.Saved(path)
     changed = _changes(saved.recipe, recipe)
     if changed and not allow_changes:
         raise ArgumentError(
