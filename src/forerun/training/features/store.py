@@ -45,6 +45,7 @@ KIND = ManifestKind(
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")}
 SHORT = {"float8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SCALE_BYTES = 4
+RECORDS = "shard-*.json"
 
 
 class FeatureWriter:
@@ -57,13 +58,13 @@ class FeatureWriter:
             raise ArgumentError(f"a shard needs at least one byte, got {shard_bytes}")
         self.directory, self.manifest, self._shard_bytes = directory, manifest, shard_bytes
         directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.glob("shard-*.json")):
+        if any(directory.glob(RECORDS)):
             FeatureManifest.read(directory).refuse_other(manifest, directory, reading=False)
         elif any(not path.name.startswith(("manifest.json", "shard-")) for path in directory.iterdir()):
             raise DataError(f"{directory} is not empty and no feature store: choose another directory")
         else:
-            manifest.write(directory)
-        self._shards = finished_shards(directory, manifest)
+            KIND.write(directory, asdict(manifest))
+        self._shards = [Shard(path, manifest) for path in sorted(directory.glob(RECORDS))]
         for stale in directory.glob("*.partial"):
             stale.unlink()
         # Documents in finished shards and in the open one.
@@ -124,11 +125,11 @@ class FeatureWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            path = self._path(".bin")
-            self._path(".bin.partial").replace(path)
-            write_sealed(self._path(".json"), {"documents": documents, "lengths": lengths, "crc32": checksums})
+            record = self._path(".json")
+            self._path(".bin.partial").replace(record.with_suffix(".bin"))
+            write_sealed(record, {"documents": documents, "lengths": lengths, "crc32": checksums})
         self._file, self._open = None, []
-        self._shards.append(Shard(path=path, documents=documents, lengths=lengths, checksums=checksums))
+        self._shards.append(Shard(record, self.manifest))
 
     @contextmanager
     def _full_disk_explained(self) -> Iterator[None]:
@@ -153,7 +154,7 @@ class FeatureStore:
         self.directory, self.manifest = Path(directory), FeatureManifest.read(Path(directory))
         if wanted is not None:
             self.manifest.refuse_other(wanted, self.directory, reading=True)
-        self._shards = finished_shards(self.directory, self.manifest)
+        self._shards = [Shard(path, self.manifest) for path in sorted(self.directory.glob(RECORDS))]
         # Document -> number of its shard, tokens before it in the shard, its tokens, its checksum.
         self._locations: dict[int, tuple[int, int, int, int]] = {}
         for index, shard in enumerate(self._shards):
@@ -208,14 +209,21 @@ class FeatureStore:
         return FeatureBatch(batch=batch, features=found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One finished shard."""
+    """One finished shard, by its record."""
 
-    path: Path
-    documents: tuple[int, ...]  # In the order in which they stand in the file
-    lengths: tuple[int, ...]
-    checksums: tuple[int, ...]  # CRC-32 of each document's records
+    def __init__(self, record: Path, manifest: FeatureManifest) -> None:
+        """DataError, with both sizes, if it was cut short or changed."""
+        self.path = record.with_suffix(".bin")
+        found = read_sealed(record, _remedy(self.path))
+        self.documents: list[int] = found["documents"]  # In the order in which they stand in the file
+        self.lengths: list[int] = found["lengths"]
+        self.checksums: list[int] = found["crc32"]  # Of each document's records
+        actual = self.path.stat().st_size if self.path.exists() else 0
+        expected = sum(self.lengths) * manifest.record_bytes
+        if actual != expected:
+            state = f"is cut short or was changed: {actual} bytes, expected {expected}"
+            raise DataError(f"{self.path} {state}; {_remedy(self.path)}")
 
 
 def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name: str) -> Records:
@@ -253,20 +261,6 @@ def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor
             states = (states.float() * scales).to(torch.bfloat16)
         found[boundary] = states
     return found
-
-
-def finished_shards(directory: Path, manifest: FeatureManifest) -> list[Shard]:
-    """The shards whose record was written, in order; DataError, with both sizes, if one was cut short or changed."""
-    shards: list[Shard] = []
-    for path in sorted(directory.glob("shard-*.json")):
-        data = path.with_suffix(".bin")
-        record = read_sealed(path, _remedy(data))
-        documents, lengths, checksums = (tuple(record[name]) for name in ("documents", "lengths", "crc32"))
-        actual, expected = data.stat().st_size if data.exists() else 0, sum(lengths) * manifest.record_bytes
-        if actual != expected:
-            raise DataError(f"{data} is cut short or was changed: {actual} bytes, expected {expected}; {_remedy(data)}")
-        shards.append(Shard(path=data, documents=documents, lengths=lengths, checksums=checksums))
-    return shards
 
 
 def _remedy(path: Path) -> str:
@@ -341,9 +335,6 @@ class FeatureManifest:
         """Bytes of one token: a vector for each boundary and `LAST_HIDDEN`, and for float8 a scale for each vector."""
         scale = SCALE_BYTES if self.dtype == "float8_e4m3fn" else 0
         return int((len(self.boundaries) + 1) * (self.hidden_size * DTYPES[self.dtype].itemsize + scale))
-
-    def write(self, directory: Path) -> None:
-        KIND.write(directory, asdict(self))
 
     @classmethod
     def read(cls, directory: Path) -> FeatureManifest:
