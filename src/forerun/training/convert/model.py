@@ -38,7 +38,6 @@ FOLDER = "eagle_head"
 MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
 IGNORED = -100  # transformers' label of a token that does not count
 HEAD = "eagle_module"  # The head's name among the model's children, ModelOpt's
-OTHER_INPUTS = ("attention_mask", "labels", "loss_mask", "position_ids")
 _RESTORES = "_forerun_restores_heads"
 
 
@@ -217,7 +216,15 @@ class EagleModel:
         is the path or hub id under which the engine finds the base model; None: where it was loaded from. For the rest,
         and the errors, see `checkpoints.engines.export_head`; ArgumentError, too, without a draft vocabulary."""
         self._check_ready()
-        head = _for_export(self, self._eagle_settings)
+        config, tensors = self.eagle_module.config, dict(HeadCheckpoint.of(self.eagle_module).tensors)
+        if config.generation == 3 and not config.own_lm_head:
+            config = dataclasses.replace(config, own_lm_head=True)
+            tensors["lm_head.weight"] = cast(Any, self).get_output_embeddings().weight.detach().cpu()
+        given, dtype = self._eagle_settings.export_rope_scaling, getattr(torch, self._eagle_settings.export_dtype)
+        if given is not None and config.rope_scaling is None:
+            config = dataclasses.replace(config, rope_scaling=dict(given))
+        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        head = HeadCheckpoint(config=config, tensors=tensors)
         facts = self._facts(target or cast(Any, self).name_or_path or "TARGET")
         with tempfile.TemporaryDirectory() as folder:
             stored = write_head(head, Path(folder) / FOLDER, "flat", facts)
@@ -259,7 +266,8 @@ class EagleModel:
         self._check_ready()
         if given.get("input_ids") is None:
             raise ArgumentError("a converted model computes its loss from input_ids; inputs_embeds are not enough")
-        batch = token_batch(given["input_ids"], **{name: given.get(name) for name in OTHER_INPUTS})
+        others = ("attention_mask", "labels", "loss_mask", "position_ids")
+        batch = token_batch(given["input_ids"], **{name: given.get(name) for name in others})
         self._eagle_reading = True
         try:
             found = self._eagle_source.features(batch)
@@ -341,19 +349,6 @@ def converted_class(base: type) -> type:
         "__doc__": base.__doc__,
     }
     return type(base.__name__, (EagleModel, base), body)
-
-
-def _for_export(model: Any, settings: ConvertSettings) -> HeadCheckpoint:
-    """The head of a converted model as engines want it: an output head of its own, the dtype that was asked for."""
-    config, tensors = model.eagle_module.config, dict(HeadCheckpoint.of(model.eagle_module).tensors)
-    if config.generation == 3 and not config.own_lm_head:
-        config = dataclasses.replace(config, own_lm_head=True)
-        tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu()
-    if settings.export_rope_scaling is not None and config.rope_scaling is None:
-        config = dataclasses.replace(config, rope_scaling=dict(settings.export_rope_scaling))
-    dtype = getattr(torch, settings.export_dtype)
-    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    return HeadCheckpoint(config=config, tensors=tensors)
 
 
 def token_batch(

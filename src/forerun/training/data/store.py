@@ -1,8 +1,7 @@
 """Prepared data: token ids and masks of documents in a directory; from there the draft vocabulary and packed windows.
 
 ``tokens.bin`` (int32), ``mask.bin`` (uint8), ``offsets.bin`` (int64, one more than documents), and ``manifest.json``
-with the sha256 of each, which is compared whenever the directory is opened: five bytes a token, of which a processor
-hashes more than 1 GB a second. The directory is written under a temporary name and renamed when it is complete.
+with the sha256 of each, compared whenever the directory is opened: five bytes a token, at more than 1 GB a second.
 """
 
 from __future__ import annotations

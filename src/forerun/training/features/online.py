@@ -1,8 +1,7 @@
 """The target's hidden states for packed rows, from a transformers model in this process; and the probe of any source.
 
-Documents that share a row do not see each other: the mask is block-diagonal and positions start anew, so a document's
-features are those that it has alone. The probe compares captured states with those that the model reports itself: a
-layer id that is off by one still trains and still drafts, only worse.
+A document's features are those that it has alone: the mask is block-diagonal and positions start anew. The probe
+compares them with what the model reports itself: with a layer id off by one a head still trains, only worse.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
 record per token: the states at each boundary, then `LAST_HIDDEN`, then (float8 only) one float32 scale per state. The
-second names the shard's documents, their lengths in tokens and their CRC-32, with which each is compared when it is
-first read; a shard counts once it is there. Disks and transfers make errors, they do not forge: CRC-32 finds those, at
-2.1 GiB/s on one core where SHA-256 reaches 1.4.
+second names the shard's documents, their lengths in tokens and their CRC-32 (2.1 GiB/s on one core, SHA-256 1.4), with
+which each is compared when it is first read; a shard counts once it is there.
 """
 
 from __future__ import annotations
@@ -264,10 +263,7 @@ def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor
 
 
 def _remedy(path: Path) -> str:
-    return (
-        f"delete {path.name} and {path.with_suffix('.json').name} and run the same forerun features command again, "
-        "which makes these documents anew"
-    )
+    return f"delete {path.name} and {path.stem}.json and run the same forerun features command again"
 
 
 def _is_full(error: BaseException) -> bool:

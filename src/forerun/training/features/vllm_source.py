@@ -1,9 +1,8 @@
 """Features from vLLM, through its ``extract_hidden_states`` speculative method and the connector that writes files.
 
-Follows vLLM's documentation (docs.vllm.ai, features/speculative_decoding/extract_hidden_states; vllm >= 0.18): layer
-ids are boundaries, a prompt's states come back as ``hidden_states`` (tokens, ids, Ht) beside ``token_ids``, and the
-last boundary is before the final norm, which `FinalNorm` applies. On an accelerator vLLM's own connector writes them;
-on the CPU it cannot, and `vllm_connector` does. Imports vllm when it is used.
+By its documentation (features/speculative_decoding/extract_hidden_states; vllm >= 0.18) layer ids are boundaries, a
+prompt's states come back as ``hidden_states`` (tokens, ids, Ht) beside ``token_ids``, the last boundary is before the
+final norm, which `FinalNorm` applies. On an accelerator vLLM's own connector writes them, on the CPU `vllm_connector`.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class Saved:
             record, states = (json.loads((path / name).read_text(encoding="utf-8")) for name in (STATE, RANDOM))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path} is no complete training checkpoint: {error}. Remove the directory to resume from the one "
-                "before."
+                f"{path} is no complete training checkpoint: {error}. Remove it to resume from the one before."
             ) from error
         if record.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {record.get('format')!r}; this forerun reads {FORMAT}.")
@@ -71,7 +70,9 @@ def save(
     recipe: Mapping[str, Any],
 ) -> Path:
     """Write ``output/checkpoint-<step>``; all processes must call it. CheckpointError if the disk refuses."""
-    weights, moments = weights_of(module), optimizer_tensors(module, optimizers)
+    weights, names = weights_of(module), {id(parameter): name for name, parameter in module.named_parameters()}
+    held = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
+    moments = {f"{name}|{kind}": whole(value) for name, state in held for kind, value in sorted(state.items())}
     states = parallel.collect(capture_random())
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
     folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
@@ -107,13 +108,6 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     state = module.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(state.items())}
     return {name: whole(state[name]) for name in first_names.values()}
-
-
-def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """``<parameter>|<kind>`` -> full tensor on the CPU."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    states = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
-    return {f"{name}|{kind}": whole(value) for name, state in states for kind, value in sorted(state.items())}
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
