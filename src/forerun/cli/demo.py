@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 from rich.bar import Bar
@@ -33,8 +33,7 @@ ARMS = ("plain", "speculative")
 Show = Callable[[str, Any], "RequestOutput"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Setting:
+class _Setting(NamedTuple):
     """What is compared: model, drafter, prompt, sampling."""
 
     model: str

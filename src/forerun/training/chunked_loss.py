@@ -27,8 +27,7 @@ class Divergence(StrEnum):
     p is not: they are taken against p renormalised over the student's tokens. The acceptance a is of p as it is."""
 
     CROSS_ENTROPY = "cross_entropy"  # ``-sum_v p log q``: forward KL up to a constant
-    LK = "lk"
-    """``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)`` held constant (2602.23881)."""
+    LK = "lk"  # ``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)``, without gradient
     LK_LOG = "lk_log"  # ``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)
 
 

@@ -74,8 +74,7 @@ class TrainRecipe(Generic[Settings]):
     mode: Literal["online", "offline"] = "online"  # Online runs the target beside the head; offline reads `features`
     features: str | None = None  # Directory that `forerun features` wrote
     target_dtype: str = "bfloat16"
-    target_parallel: Literal["none", "fsdp", "tp"] = "none"
-    """Where the target does not fit one device: ``fsdp`` or ``tp``, see `run.load_target`."""
+    target_parallel: Literal["none", "fsdp", "tp"] = "none"  # If it does not fit one device; see `run.load_target`
     trackers: tuple[str, ...] = ()  # ``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``
     draft: DraftSettings = field(default_factory=DraftSettings)
     objective: Settings

@@ -139,8 +139,7 @@ class EagleOutput(ModelOutput):  # type: ignore[misc]
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
     logits: Tensor | None = None  # Always None: they are never formed. Ask for them without labels, in eval mode
-    train_acc: list[float] | None = None
-    """(T,) share of the counted predictions of which this and all steps before name the target's likeliest token."""
+    train_acc: list[float] | None = None  # (T,) share of counted predictions right at this step and all before
 
 
 class EagleModel:

@@ -99,8 +99,7 @@ def preset(architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 EAGLE3_DEFAULT_CFG: dict[str, Any] = preset()
-"""An EAGLE-3 head: ``{"algorithm": "eagle", "config": {...}}``. Unlike in ModelOpt, `eagle_export_rope_scaling` is
-empty: a head is exported with the rope that it was trained with."""
+"""An EAGLE-3 head: ``{"algorithm": "eagle", "config": {...}}``, exported with the rope that it was trained with."""
 
 EAGLE1_DEFAULT_CFG: dict[str, Any] = preset(
     {"use_aux_hidden_state": False, "use_last_layernorm": False, "use_input_layernorm_in_first_layer": False}

@@ -69,8 +69,7 @@ CPU_CONNECTOR = {
     "kv_connector_module_path": "forerun.training.features.vllm_connector",
 }
 CPU_OPTIONS: Mapping[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 << 30}
-"""Defaults of the engine on the CPU: no compiler is needed, and a cache (bytes) for a pass or two. vLLM's own default
-takes 92 % of the memory, and stops where that is not free."""
+"""No compiler is needed, and a cache (bytes) for a pass or two; vLLM's own default wants 92 % of the memory."""
 WRITE_TIMEOUT_S = 120.0  # Seconds that a prompt's states may take to be written once vLLM has answered
 
 

@@ -39,8 +39,8 @@ class TrainSettings:
     muon_learning_rate: Positive = 1.0e-3  # Peak rate of Muon, per step, scaled to AdamW's size of update
     muon_momentum: Momentum = 0.95
     weight_decay: NotNegative = 0.01  # Of matrices, decoupled, per unit of learning rate; embeddings, norms: none
+    # Shares of AdamW's first and second moment kept per step.
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)
-    """Shares of AdamW's first and second moment kept per step."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: Count | None = None  # Steps in which the rate rises linearly; None: `warmup_share` of all
     warmup_share: Share = 0.015  # Share of all steps; read only where `warmup_steps` is None
