@@ -88,7 +88,8 @@ def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> 
     # Suffix s of the reversed text begins with the token before place N - s.
     places = len(text) - order[order > 0]
     places = places[(text[places - 1] != layout.SEPARATOR) & (text[places] != layout.SEPARATOR)]
-    return places.astype(layout.ITEM)
+    found: NDArray[np.uint32] = places.astype(layout.ITEM)
+    return found
 
 
 def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words: None) -> NDArray[np.int64]:
