@@ -27,8 +27,7 @@ from contract.harness import (
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.drafters import drafter_class
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain
 from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import Budget
@@ -190,7 +189,7 @@ def test_many_domains_take_no_more_memory_than_four_full_stores() -> None:
     options = {"max_cached_tokens": 64}
     engine = llm(Variant("suffix", options=options))
     [active] = engine.engine.drafting._active.values()
-    [guarded] = active.guarded()
+    [(_, guarded)] = active.drafters
     for number in range(60):
         engine.generate(as_prompts([PROMPT]), GREEDY, cache_salt=f"domain-{number}")
         held = sum(memory.store.held for memory in guarded.drafter._memories.all())  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import build
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, Seeds, Wrapper, warn_drafter
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, repeatable, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
 from forerun.model.layers import check_boundaries
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
@@ -40,6 +40,10 @@ class Guarded(Drafter):
     says of itself (`depth`, `requires`, `watches`, ...) is asked once; `method` is its name in messages."""
 
     name = "guarded"
+    depth: int | None = None
+    requires: frozenset[Boundary] = frozenset()
+    top_ids: int = 0
+    remembers: bool = False
 
     def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup) -> None:
         self.drafter, self.method = drafter, method
@@ -48,42 +52,26 @@ class Guarded(Drafter):
         self._closed = set[int]()
         self._useless = False  # It cannot say what it needs: it is asked for nothing
         self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
-        self._depth: int | None = self._told("depth", _DEPTH, None)
-        self._requires = self._told("requires", self._boundaries, frozenset[Boundary]())
+        self.depth = self._told("depth", _DEPTH, None)
+        self.requires = self._told("requires", self._boundaries, frozenset[Boundary]())
         self._watches = self._told("watches", _FLAG, otherwise=False)
-        self._top_ids = self._told("top_ids", int, 0)
-        self._remembers = self._told("remembers", _FLAG, otherwise=False)
+        self.top_ids = self._told("top_ids", int, 0)
+        self.remembers = self._told("remembers", _FLAG, otherwise=False)
 
     @classmethod
-    def built(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup) -> Guarded:
+    def built(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup, **own: Any) -> Self:
         """A registered drafter with these options; errors as `forerun.drafters.build`."""
-        return cls(build(method, options, setup), method, setup)
-
-    @property
-    def depth(self) -> int | None:
-        return self._depth
-
-    @property
-    def requires(self) -> frozenset[Boundary]:
-        return self._requires
+        return cls(build(method, options, setup), method, setup, **own)
 
     @property
     def watches(self) -> bool:
         return self._watches
 
-    @property
-    def top_ids(self) -> int:
-        return self._top_ids
-
-    @property
-    def remembers(self) -> bool:
-        return self._remembers
-
     def extend(self, context: DraftContext) -> None:
         """Show it committed tokens, with the hidden states that it reads and no others. A closed row may begin anew."""
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             if row in self._closed and fresh >= len(tokens):
-                self.truncate([row], [0])  # which failed when the row became free, or was not asked for
+                Guarded.truncate(self, [row], [0])  # which failed when the row became free, or was not asked for
         if places := self._open(context):
             part = self._seen(context, places)
             with self._guarding(part.rows, "to read committed tokens"):
@@ -141,7 +129,7 @@ class Guarded(Drafter):
         """Places of the context's rows that are not closed to it."""
         places = [place for place, row in enumerate(context.rows) if row not in self._closed]
         if places and self._owed:
-            self._failures.add([context.rows[places[0]]] * self._owed)
+            self._failures[context.rows[places[0]]] += self._owed
             self._owed = 0
         if places and self._useless:
             self._close([context.rows[place] for place in places])
@@ -151,7 +139,7 @@ class Guarded(Drafter):
     def _seen(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
         part = context.of(places)
         hidden_states = {
-            boundary: part.hidden_states[boundary] for boundary in self._requires if boundary in part.hidden_states
+            boundary: part.hidden_states[boundary] for boundary in self.requires if boundary in part.hidden_states
         }
         return replace(part, hidden_states=hidden_states, failures={})
 
@@ -182,7 +170,7 @@ class Guarded(Drafter):
     def _close(self, rows: Sequence[int]) -> None:
         self.failed = True
         self._closed.update(rows)
-        self._failures.add(rows)
+        self._failures.update(rows)
 
     def _told(self, name: str, read: Callable[[Any], T], otherwise: T) -> T:
         """What it says of itself. Where that is nonsense nobody knows what to show it, and it is asked for nothing."""
@@ -218,29 +206,26 @@ _KIND = _expecting("a DraftKind", lambda told: isinstance(told, DraftKind))
 _MOST_STATES = 512  # Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded
 
 
-class Deferred(Wrapper):
-    """A drafter whose `extend` waits until it is asked for a proposal: one that is not asked costs next to nothing.
-
-    A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows gained is
-    put aside, hidden states included, and shown in one go before the next proposal for them.
-    """
+class Deferred(Guarded):
+    """A guarded drafter whose `extend` waits until it is asked for a proposal: one that is not asked costs next to
+    nothing. A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows
+    gained is put aside, hidden states included, and shown in one go before the next proposal for them."""
 
     name = "deferred"
-    drafter: Guarded
 
-    def __init__(self, drafter: Guarded, *, reproducible: bool = False) -> None:
-        """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `Seeds`."""
-        self.drafter = drafter
-        self._seeds = Seeds(hide=reproducible)
+    def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup, *, reproducible: bool = False) -> None:
+        """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `repeatable`."""
+        super().__init__(drafter, method, setup)
+        self._reproducible = reproducible
         self.idle = False  # It is not asked for the time being, and does not watch
         self._rows: dict[int, _Row] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        return self.drafter.kind(self._seeds.seen(sampler))
+        return super().kind(repeatable(sampler) if self._reproducible else sampler)
 
     @property
     def watches(self) -> bool:
-        return self.drafter.watches and not self.idle
+        return self._watches and not self.idle
 
     def extend(self, context: DraftContext) -> None:
         now = list[int]()
@@ -257,7 +242,7 @@ class Deferred(Wrapper):
                 self._show([index], context)
         if now:
             self._mark_shown(context, now)
-            self.drafter.extend(context.of(now))
+            super().extend(context.of(now))
 
     def unread(self, row: int, length: int) -> int:
         """Tokens of a row's `length` that the drafter must be shown before its next proposal."""
@@ -267,16 +252,13 @@ class Deferred(Wrapper):
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
         wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
-        late = [
-            index
-            for index in wanted
-            if self._rows.setdefault(context.rows[index], _Row()).shown < len(context.tokens[index])
-        ]
+        rows = [self._rows.setdefault(context.rows[index], _Row()) for index in wanted]
+        late = [index for index, row in zip(wanted, rows, strict=True) if row.shown < len(context.tokens[index])]
         if late:
             self._show(late, context)
-        for index in wanted:
-            self._rows[context.rows[index]].asked = True
-        return self.drafter.propose(self._seeds.hidden(context), budget)
+        for row in rows:
+            row.asked = True
+        return super().propose(context.repeatable() if self._reproducible else context, budget)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
@@ -288,7 +270,7 @@ class Deferred(Wrapper):
                     {boundary: [torch.cat(parts)[:keep]] for boundary, parts in row.states.items()} if keep else {}
                 )
                 row.shown, row.asked = min(row.shown, length), False
-        self.drafter.truncate(rows, lengths)
+        super().truncate(rows, lengths)
 
     def _show(self, late: Sequence[int], context: DraftContext) -> None:
         """Everything that was put aside for these rows of the context."""
@@ -302,7 +284,7 @@ class Deferred(Wrapper):
         for row in rows:
             row.states.clear()
         self._mark_shown(context, late)
-        self.drafter.extend(replace(context.of(late), fresh=fresh, hidden_states=hidden_states))
+        super().extend(replace(context.of(late), fresh=fresh, hidden_states=hidden_states))
 
     def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
         for index in indices:

@@ -15,8 +15,7 @@ from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, masses_of
 from forerun.devices import fetched
-from forerun.drafters.base import DraftContext, changed, check_choice, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, PerDomain, changed, check_choice, check_least
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, resolve
 from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
@@ -177,17 +176,14 @@ class DynamicTree:
 
     def cut(
         self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
-    ) -> tuple[TokenTree, Submitted]:
+    ) -> tuple[TokenTree, Drafted]:
         """One row's tree, in the isolation domain `salt`: the likeliest of its candidates that its budget allows."""
-        tree, acceptance, ids = TokenTree(root), self.estimates.of(salt), {0: 0}
-        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
+        drafted, ids = Drafted(TokenTree(root), self.estimates.of(salt)), {0: 0}
         for found in sorted([found for found in grown if found.depth <= depth][:nodes]):
-            if found.parent not in ids:  # only where rounding gave a child its parent's score
-                continue
-            evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
-            node = tree.add(found.token, ids[found.parent], confidence=acceptance.estimate(*evidence))
-            ids[found.entry + 1], submitted.evidence[node] = node, evidence
-        return tree, submitted
+            if found.parent in ids:  # if not, rounding gave it its parent's score
+                evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
+                ids[found.entry + 1] = drafted.add(found.token, ids[found.parent], evidence)
+        return drafted.tree, drafted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

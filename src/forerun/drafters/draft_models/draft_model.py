@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from forerun.types import Budget, DraftKind
 
 CHUNK = 16
 """Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
+Model = TypeVar("Model", bound=Target)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +76,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._tree = config.fixed_tree()
-        model, slots = resolved(config.model), self._room * setup.slots + self._tree.shape.size
-        device = setup.device_for(model)
-        self.model = Target.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+        self.model = load_draft(Target, config, setup, self._room * setup.slots + self._tree.shape.size)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
@@ -182,6 +182,13 @@ class DraftModelDrafter(Drafter):
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         check_vocabulary(setup, self.config.model, self.model.vocab_size)
+
+
+def load_draft(kind: type[Model], config: Any, setup: DrafterSetup, slots: int) -> Model:
+    """The draft model that a configuration names, beside the target; one that is loaded stays where it is."""
+    model = resolved(config.model)
+    device = setup.target.device if isinstance(model, str | Path) else None
+    return kind.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
 
 
 def fitted(logits: Tensor, vocabulary: int) -> Tensor:

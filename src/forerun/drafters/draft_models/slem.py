@@ -19,9 +19,8 @@ from typing import Any
 from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
-from forerun.drafters.draft_models.draft_model import run_missing
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.drafters.draft_models.draft_model import load_draft, run_missing
 from forerun.drafters.draft_models.token_bytes import (
     Encoder,
     Span,
@@ -31,7 +30,7 @@ from forerun.drafters.draft_models.token_bytes import (
     starts_character,
     whole_characters,
 )
-from forerun.drafters.vocabulary import draft_tokenizer, resolved, target_tokenizer
+from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
 
@@ -65,9 +64,7 @@ class SlemDrafter(Drafter):
         self.config = config
         self._target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
         self._draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
-        model, slots = resolved(config.model), _ROOM * setup.slots + config.num_speculative_tokens
-        device = setup.device_for(model)
-        self.model = Target.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+        self.model = load_draft(Target, config, setup, _ROOM * setup.slots + config.num_speculative_tokens)
         self._vocabulary = setup.target.vocab_size
         self._to_target = Encoder(self._target)
         self._written = rendering(self._draft, self._target)
@@ -163,7 +160,7 @@ class SlemDrafter(Drafter):
         if found is None:
             return
         spans, confidences, length = found
-        text.row.submitted = Drafted.below(tree, len(text.tokens), text.acceptance)
+        text.row.submitted = Drafted(tree, text.acceptance)
         for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
             # The last token may go on: with the text that follows the target might read a longer one there.
             last = span.end == length and not text.ended

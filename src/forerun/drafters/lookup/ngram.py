@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from forerun.core.acceptance import Acceptance
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_choice, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_choice, check_least
 from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -67,7 +66,7 @@ class NgramDrafter(Drafter):
             row = self._rows[row_id]
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.follow(tokens)
+                row.drafted.learn(tokens[len(row.tokens) :])
                 row.drafted = None
             for token in tokens[len(row.tokens) :]:
                 row.append(token, self._sizes)
@@ -94,7 +93,7 @@ class NgramDrafter(Drafter):
 
     def _grow(self, tree: TokenTree, row: _Row, nodes: int, depth: int) -> None:
         """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
-        row.drafted = drafted = Drafted.below(tree, len(row.tokens), row.acceptance)
+        row.drafted = drafted = Drafted(tree, row.acceptance)
         length = min(self.config.num_speculative_tokens, depth)
         branches = 0
         for position, size in self._matches(row, length):

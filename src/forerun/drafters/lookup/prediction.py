@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from forerun.core.acceptance import Acceptance
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -68,7 +67,7 @@ class PredictionDrafter(Drafter):
                 del self._rows[row_id]
             row = self._row(context, index)
             if row.drafted is not None:
-                row.drafted.follow(tokens)
+                row.drafted.learn(tokens[row.read :])
             self._read(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
@@ -107,7 +106,7 @@ class PredictionDrafter(Drafter):
         length = min(most, self.config.num_speculative_tokens)
         if alignment.edited:
             length = min(length, _TRUST * alignment.matched)
-        drafted, parent = Drafted.below(tree, row.read, row.acceptance), 0
+        drafted, parent = Drafted(tree, row.acceptance), 0
         source = "edited" if alignment.edited else "prediction"
         for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
             parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))

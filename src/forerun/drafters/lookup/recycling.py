@@ -23,8 +23,7 @@ from safetensors.numpy import save
 
 from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
 from forerun.types import Budget, Verdict
@@ -123,7 +122,7 @@ class RecyclingDrafter(Drafter):
         for index, (row_id, tokens, fresh) in enumerate(entries):
             memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
             if drafted is not None:
-                drafted.follow(tokens)
+                drafted.learn(tokens[len(tokens) - fresh :])
             # Where the target scored a token for this drafter, its own successors are known already.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
@@ -177,7 +176,7 @@ class RecyclingDrafter(Drafter):
 
     def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        drafted = Drafted.below(TokenTree(tokens[-1]), len(tokens), memory.acceptance)
+        drafted = Drafted(TokenTree(tokens[-1]), memory.acceptance)
         grown = {-1: (0, tokens[-1])}
         for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
             if level > depth or parent not in grown:

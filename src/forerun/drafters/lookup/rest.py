@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.copying import SHARES
 from forerun.drafters.lookup.datastore import SEPARATOR, SORTED_TOKENS, Datastore
 from forerun.errors import ArgumentError
@@ -62,10 +61,10 @@ class RestDrafter(Drafter):
         self._estimates = PerDomain(Acceptance)
 
     def extend(self, context: DraftContext) -> None:
-        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
+        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             drafted = self._rows.pop(row_id, None)
             if drafted is not None:
-                drafted.follow(tokens)
+                drafted.learn(tokens[len(tokens) - fresh :])
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
@@ -94,7 +93,7 @@ class RestDrafter(Drafter):
         evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
         confidence = [acceptance.estimate(*one) for one in evidence]
         tree = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
-        drafted = Drafted.below(tree, len(tokens), acceptance)
+        drafted = Drafted(tree, acceptance)
         drafted.evidence = dict(enumerate(evidence, start=1))
         return drafted
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.automaton import NONE, ROOT, Cursor, OutputStore, SuffixAutomaton
 from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
@@ -96,7 +95,7 @@ class SuffixDrafter(Drafter):
             row.prompt_length = prompt_length
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.follow(tokens)
+                row.drafted.learn(tokens[len(row.automaton) :])
                 row.drafted = None
             self._follow(row, tokens)
 
@@ -168,7 +167,7 @@ class SuffixDrafter(Drafter):
         """The `nodes` nodes of largest estimated survival below a position, and the sum of their survival."""
         ends, acceptance = automaton.suffixes(), row.memory.acceptance
         most = nodes if self.config.nodes is None else min(nodes, self.config.nodes)
-        drafted = Drafted.below(TokenTree(row.automaton.tokens[-1]), len(row.automaton), acceptance)
+        drafted = Drafted(TokenTree(row.automaton.tokens[-1]), acceptance)
         heap: list[tuple[float, int, int, int, int, Evidence, _Position]] = []
         parent, level, survival, expected, serial = 0, 0, 1.0, 0.0, 0
         while drafted.tree.size < most:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.types import Budget, DraftKind, Verdict
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class JacobiDrafter(WindowDrafter[WindowRow]):
             row, parent = self._row(context, index), 0
             length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
             row.window.fit(tokens, length + 1)
-            row.guessed = Drafted.below(trees[index], len(tokens), row.acceptance)
+            row.guessed = Drafted(trees[index], row.acceptance)
             for position, column in enumerate(row.window.columns[1:]):
                 parent = row.guessed.add(column[0], parent, Evidence(position, _PRIOR))
         return trees
