@@ -152,27 +152,21 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
 def _given(skip: Sequence[str] | str | None, setup: DrafterSetup) -> SkipSet:
     """The set that a list or a file names."""
     if isinstance(skip, str | Path):
-        path = Path(skip)
-        found = SkipFile.read(path)
-        found.check(setup.target, path)
-        return found.skip
+        return SkipFile.read(Path(skip), setup.target).skip
     return parse(skip or (), setup.target.num_layers)
 
 
 class OnlineSearch:
     """SWIFT: which set drafts the coming step; learns from how it did.
 
-    As in the paper a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates are
-    random except every 25th, which a Gaussian process proposes (upper confidence bound), and are judged over a window
-    of tokens by how often their likeliest token is the target's, until one scores .95 or many were no better.
+    As in the paper a fixed share (`ratio`) of all sub-layers is skipped, the first and the last layer are kept,
+    candidates are random but for every 25th, which a Gaussian process proposes (upper confidence bound), and are judged
+    over a `window` of drafted nodes by how often their likeliest token is the target's, until one scores .95 or
+    `patience` in a row were no better. ArgumentError: the ratio leaves no choice.
 
     Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
     scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
-    that can no longer reach the best is dropped before its window is full, and the best set's score goes on being
-    measured, so that a set which was lucky once is replaced.
-
-    Of a model of `layers`, the share `ratio` of all sub-layers is skipped (ArgumentError: that leaves no choice); a
-    candidate is judged over `window` drafted nodes, and `patience` failures in a row end the search.
+    that can no longer win is dropped early, and the best set is measured on, so that a lucky one is replaced.
     """
 
     def __init__(
@@ -197,11 +191,6 @@ class OnlineSearch:
     def best(self) -> SkipSet:
         """The best set so far."""
         return self._best.skip
-
-    @property
-    def score(self) -> float:
-        """How often its likeliest token was the target's, 0..1."""
-        return self._best.score
 
     @property
     def done(self) -> bool:

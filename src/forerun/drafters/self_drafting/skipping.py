@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ArgumentError, DataError, nearest
+from forerun.manifests import read_object
 from forerun.writing import written
 
 if TYPE_CHECKING:
@@ -114,11 +115,8 @@ def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Fl
     return likeness
 
 
-Acquisition = Callable[[Floats, Floats, float], Floats]
-"""(mean (m,), standard deviation (m,), best value) -> (m,) how much each is worth trying."""
-
+Acquisition = Callable[[Floats, Floats, float], Floats]  # (mean, standard deviation (m,), best value) -> worth (m,)
 _POOL = 384  # Random subsets among which the next one is chosen; as many neighbours of the best come on top
-_ENUMERABLE = 10  # Up to so many sub-layers every subset is in the pool
 _REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
 _SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Of the sub-layers, skipped at even distances in the first trials
 _RANDOM_STARTS = 3
@@ -130,12 +128,6 @@ class Space:
 
     allowed: tuple[Sublayer, ...]  # Sub-layers that may be skipped, in order
     size: int | None = None  # How many are skipped; None: any number but none and all
-
-    def __post_init__(self) -> None:
-        least = 1 if self.size is None else self.size
-        if not 1 <= least < len(self.allowed):
-            count = len(self.allowed)
-            raise ArgumentError(f"skip_layers: to skip {least} of {count} sub-layers leaves nothing to search")
 
     def vector(self, skip: SkipSet) -> Floats:
         """(d,) of 0 and 1."""
@@ -160,11 +152,6 @@ class Space:
         valid = len(found) == self.size if self.size is not None else 0 < len(found) < len(self.allowed)
         return frozenset(found) if valid else skip
 
-    def all(self) -> list[SkipSet]:
-        """Every subset, where they are few."""
-        sizes = range(1, len(self.allowed)) if self.size is None else [self.size]
-        return [frozenset(chosen) for size in sizes for chosen in itertools.combinations(self.allowed, size)]
-
 
 class Trial(NamedTuple):
     """One subset that was valued."""
@@ -177,12 +164,9 @@ def propose(
     space: Space, trials: Sequence[Trial], random: np.random.Generator, acquisition: Acquisition
 ) -> SkipSet | None:
     """The untried subset that is most worth trying by what a Gaussian process says; None if all were tried."""
-    if len(space.allowed) <= _ENUMERABLE:
-        pool = space.all()
-    else:
-        leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
-        pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
-        pool += [space.random(random) for _ in range(_POOL)]
+    leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
+    pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
+    pool += [space.random(random) for _ in range(_POOL)]
     tried = {trial.skip for trial in trials}
     pool = [skip for skip in dict.fromkeys(pool) if skip not in tried]
     if not pool:
@@ -248,28 +232,24 @@ class SkipFile:
             raise DataError(f"{path} cannot be written: {error}. Choose another --output.") from error
 
     @classmethod
-    def read(cls, path: Path) -> SkipFile:
-        """The file at `path`. DataError: it is missing, no JSON, or not what the tuner writes."""
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read the skipped sub-layers from {path}: {error}") from error
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
+    def read(cls, path: Path, target: Target) -> SkipFile:
+        """The file at `path`. DataError: it is missing, or not what the tuner writes. ArgumentError: it was tuned on
+        another kind of model than `target`."""
+        body = read_object(path, "tune a set: forerun tune skip-layers")
+        if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
         known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
         try:
-            return cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
+            found = cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
         except (KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error!r}); tune again") from error
-
-    def check(self, target: Target, path: Path) -> None:
-        """Raise ArgumentError unless the set was tuned on a model like this one."""
         remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
-        if self.num_layers != target.num_layers:
-            tuned = f"{path} was tuned on {self.model} with {self.num_layers} layers"
+        if found.num_layers != target.num_layers:
+            tuned = f"{path} was tuned on {found.model} with {found.num_layers} layers"
             raise ArgumentError(f"{tuned}; this model has {target.num_layers}. {remedy}")
-        if self.structure != structure_hash(target):
-            raise ArgumentError(f"{path} was tuned on {self.model}, which is built differently. {remedy}")
+        if found.structure != structure_hash(target):
+            raise ArgumentError(f"{path} was tuned on {found.model}, which is built differently. {remedy}")
+        return found
 
 
 def structure_hash(target: Target) -> str:
