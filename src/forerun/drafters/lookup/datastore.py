@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,7 @@ class Datastore:
             if narrower[0] == narrower[1]:
                 break
             (start, stop), length = narrower, back
-        return Match(length=length, start=start, stop=stop) if length >= shortest else None
+        return Match(length, range(start, stop)) if length >= shortest else None
 
     def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
         """Those of the places ``start:stop`` that have `token` `back` tokens before them. All of them match ``back -
@@ -102,9 +102,9 @@ class Datastore:
     def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
         """What followed: (H, length) uint32, ended early by a separator where a document ends. Of more than `most`
         places every so manieth is taken, spread evenly over all."""
-        chosen = self.places[match.start : match.stop]
-        if match.hits > most:
-            chosen = chosen[np.arange(most) * match.hits // most]
+        chosen = self.places[match.places.start : match.places.stop]
+        if len(chosen) > most:
+            chosen = chosen[np.arange(most) * len(chosen) // most]
         grid = chosen.astype(np.int64)[:, None] + np.arange(length)
         found: NDArray[np.uint32] = self.tokens[np.minimum(grid, len(self.tokens) - 1)]
         return found
@@ -153,14 +153,8 @@ class Manifest:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The places that follow the longest stretch of the text's end that occurs in the datastore."""
 
     length: int  # Tokens that match
-    start: int  # The first of the places, as an index into the sorted ones
-    stop: int  # One beyond the last
-
-    @property
-    def hits(self) -> int:
-        return self.stop - self.start
+    places: range  # Indices into the sorted places
