@@ -62,13 +62,9 @@ def certify(
         reference = Reference.of(llm)
     run = Run(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
     checks = [*_text_checks(run), *_distribution_checks(run)]
-    return Report(
-        model=llm.target.name_or_path,
-        drafter=llm.speculative.method,
-        dtype=dtype_name(llm),
-        device=str(llm.target.device),
-        checks=[*_rule_checks(run), *checks],
-    )
+    checks = [*_rule_checks(run), *checks]  # of the rules that were seen in the others
+    model, device, dtype = llm.target.name_or_path, str(llm.target.device), dtype_name(llm)
+    return Report(model=model, drafter=llm.speculative.method, dtype=dtype, device=device, checks=checks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-MOST_DOMAINS = 256  # Isolation domains that a drafter remembers; a request with a salt of its own makes one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,11 +174,9 @@ class Drafter:
 
     @property
     def remembers(self) -> bool:
-        """Whether a row's state is kept when its answer has ended, for the next prompt that begins like it.
-
-        The row is then not freed but, later, truncated: to the common beginning, or to 0. Worth it where reading a text
-        is dear; where hidden states are read, a prefix that the target does not run again can be had in no other way.
-        """
+        """Whether a row's state is kept when its answer has ended, for the next prompt that begins like it. The row is
+        then not freed but, later, truncated: to the common beginning, or to 0. Worth it where reading a text is dear;
+        where hidden states are read, a prefix that the target does not run again can be had in no other way."""
         return bool(self.requires)
 
     @property
@@ -220,11 +217,9 @@ def changed(sampler: Sampler, **params: Any) -> Sampler:
 
 
 def repeatable(sampler: Sampler) -> Sampler:
-    """How a drafter is shown a sampled request that has a seed: as if it were greedy; any other as it is.
-
-    What drafters learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show
-    that in the text; deterministic ones are walked, and the text for a seed is plain decoding's.
-    """
+    """How a drafter is shown a sampled request that has a seed: as if it were greedy; any other as it is. What drafters
+    learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show that in the
+    text; deterministic ones are walked, and the text for a seed is plain decoding's."""
     seeded = not sampler.greedy and sampler.params.seed is not None
     return changed(sampler, temperature=0.0) if seeded else sampler
 
@@ -233,17 +228,12 @@ class PerDomain(Generic[T]):
     """What is learned from text, apart for each isolation domain (cache salt): a draft shows what its drafter has read,
     through a trace, the number of accepted tokens, or time. So all that is learned, counts included, is one of these.
 
-    One memory for each domain, from `make`, and at most `most`: the least recently used is forgotten. All together have
-    at most `most_size` by `size`, but the last one used stays whatever its size.
+    One memory for each domain, from `make`, and at most `most`: the least recently used is forgotten, since a request
+    with a salt of its own makes one. All together have at most `most_size` by `size`; the last one used always stays.
     """
 
     def __init__(
-        self,
-        make: Callable[[], T],
-        *,
-        most: int = MOST_DOMAINS,
-        size: Callable[[T], int] = lambda _: 0,
-        most_size: int = 0,
+        self, make: Callable[[], T], *, most: int = 256, size: Callable[[T], int] = lambda _: 0, most_size: int = 0
     ) -> None:
         self._make, self._most, self._size, self._most_size = make, most, size, most_size
         self._kept = OrderedDict[str | None, T]()

@@ -82,19 +82,16 @@ class Guarded(Drafter):
         trees, places = [tree.seal() for tree in context.trees()], self._open(context)
         if not places:
             return trees
-        limits = Budget(
-            nodes=tuple([budget.nodes[place] for place in places]),
-            depth=tuple([budget.depth[place] for place in places]),
-        )
+        nodes, depths = (tuple([values[place] for place in places]) for values in (budget.nodes, budget.depth))
         part = self._seen(context, places)
         with self._guarding(part.rows, "to propose"):
-            found = self.drafter.propose(part, limits)
+            found = self.drafter.propose(part, Budget(nodes=nodes, depth=depths))
             if not isinstance(found, list | tuple) or len(found) != len(places):
                 got = f"{len(found)}" if isinstance(found, list | tuple) else type(found).__name__
                 raise InvalidDraftError(f"a drafter proposes a list of {len(places)} TokenTrees, one a row; got {got}")
             for row, error in part.failures.items():
                 self._fail([row], "to propose", error)
-            for place, tree, most, deepest in zip(places, found, limits.nodes, limits.depth, strict=True):
+            for place, tree, most, deepest in zip(places, found, nodes, depths, strict=True):
                 checked = check(tree, context.tokens[place][-1], most, deepest, self._target)
                 trees[place] = checked.tree
                 if checked.error is not None:
@@ -138,9 +135,7 @@ class Guarded(Drafter):
 
     def _seen(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
         part = context.of(places)
-        hidden_states = {
-            boundary: part.hidden_states[boundary] for boundary in self.requires if boundary in part.hidden_states
-        }
+        hidden_states = {key: states for key, states in part.hidden_states.items() if key in self.requires}
         return replace(part, hidden_states=hidden_states, failures={})
 
     @contextmanager
@@ -266,9 +261,8 @@ class Deferred(Guarded):
                 self._rows.pop(row_id, None)
             elif (row := self._rows.get(row_id)) is not None:
                 keep = max(0, length - row.shown - (row.shown == 0))
-                row.states = (
-                    {boundary: [torch.cat(parts)[:keep]] for boundary, parts in row.states.items()} if keep else {}
-                )
+                states = row.states.items() if keep else ()
+                row.states = {boundary: [torch.cat(parts)[:keep]] for boundary, parts in states}
                 row.shown, row.asked = min(row.shown, length), False
         super().truncate(rows, lengths)
 
@@ -322,11 +316,9 @@ class Checked(NamedTuple):
 
 def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
     """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
-
     Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
     neither what a node holds decides whether it is among them, nor what was drawn after it, which would bias sampled
-    ones.
-    """
+    ones."""
     try:
         sound = _sound(tree, root, target)
     except Exception as broken:

@@ -96,11 +96,9 @@ class FixedTree:
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
     ) -> list[tuple[TokenTree, Submitted]]:
-        """The active rows' share of the tree: the first `nodes` (B,) that the budget allows, whatever they hold.
-
-        A row for which the model's logits are not finite has none: the drafter failed it. Below a node where they are
-        not there is nothing, since what was drawn above is submitted whatever follows from it.
-        """
+        """The active rows' share of the tree: the first `nodes` (B,) that the budget allows, whatever they hold. A row
+        for which the model's logits are not finite has none: the drafter failed it. Below a node where they are not
+        there is nothing, since what was drawn above is submitted whatever follows from it."""
         cuts = []
         for entry, (index, row) in enumerate(zip(active, grown.fetch(), strict=True)):
             failed = math.isnan(row.confidence[0])

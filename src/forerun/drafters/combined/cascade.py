@@ -180,13 +180,8 @@ class CascadeDrafter(Drafter):
         """Step until every row's chain is as long as it should be: a length that no drawn token decides."""
         running = list(rows)
         while running:
-            group = Group(
-                name=self._inner.method,
-                drafter=self._inner,
-                members=range(len(running)),
-                depths=[row.room for row in running],
-                nodes=self.config.inner_nodes,
-            )
+            members, depths, most = range(len(running)), [row.room for row in running], self.config.inner_nodes
+            group = Group(name=self._inner.method, drafter=self._inner, members=members, depths=depths, nodes=most)
             for row, emitted in zip(running, step(self.model, running, [group], isolate=True), strict=True):
                 row.room -= len(emitted.tokens)
                 if row.error is not None:

@@ -210,12 +210,10 @@ def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missi
 
 
 class Stop(StrEnum):
-    """When a draft is long enough: a confidence threshold, or a bound on acceptance from the distribution's entropy.
-
-    A rule looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
+    """When a draft is long enough: a confidence threshold, or a bound on acceptance from the distribution's entropy. A
+    rule looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
     drafting ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn
-    last does not.
-    """
+    last does not."""
 
     NEVER = "never"  # Only the budget ends it
     CONFIDENCE = "confidence"  # The likeliest token has less than the threshold (``assistant_confidence_threshold``)

@@ -73,11 +73,9 @@ class Datastore:
                 raise DataError(f"{self.folder / name} has changed since it was written; {KIND.remedy}")
 
     def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> Match | None:
-        """Where the longest end of `text`, of `shortest` to `longest` tokens, occurs; None if none does.
-
-        Places are sorted by the tokens before them read backwards, so those that match one token more are a part of
-        those that match so far: one interval, narrowed token by token, O(log(places)) for each.
-        """
+        """Where the longest end of `text`, of `shortest` to `longest` tokens, occurs; None if none does. Places are
+        sorted by the tokens before them read backwards, so those that match one token more are a part of those that
+        match so far: one interval, narrowed token by token, O(log(places)) for each."""
         start, stop, length = 0, len(self.places), 0
         for back, token in enumerate(reversed(text[-longest:]), start=1):
             narrower = self._narrowed(start, stop, back, token)

@@ -40,12 +40,10 @@ class _Row:
 
 
 class PredictionDrafter(Drafter):
-    """Drafts the predicted tokens from where the answer stands among them; nothing where it stands nowhere.
-
-    Until the answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
+    """Drafts the predicted tokens from where the answer stands among them; nothing where it stands nowhere. Until the
+    answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
     `num_speculative_tokens`; nearer to an edit it is shorter, so that a prediction which was wrong costs little.
-    ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary.
-    """
+    ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary."""
 
     name = "prediction"
     Config = PredictionConfig
@@ -125,12 +123,10 @@ def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequenc
 
 
 class Alignment:
-    """The position in `predicted` at which the answer goes on, if it goes on as predicted.
-
-    In step, a token that agrees moves it by one. After an edit the last tokens of the answer are searched for: the
-    longest string first, the nearest position ahead of where the two texts parted, and only strings of `_LONGEST`
-    tokens also behind it. A token costs a few look-ups whatever the length of the texts.
-    """
+    """The position in `predicted` at which the answer goes on, if it goes on as predicted. In step, a token that agrees
+    moves it by one. After an edit the last tokens of the answer are searched for: the longest string first, the nearest
+    position ahead of where the two texts parted, and only strings of `_LONGEST` tokens also behind it. A token costs a
+    few look-ups whatever the length of the texts."""
 
     def __init__(self, predicted: Sequence[int]) -> None:
         self.predicted = predicted

@@ -106,7 +106,7 @@ class RecyclingDrafter(Drafter):
         self._rows: dict[int, Drafted] = {}
         self._covered: dict[int, int] = {}
         # Text is learned from until the process ends; the callback must not keep the drafter alive.
-        self._finalizer = weakref.finalize(self, save_quietly, self.matrix)
+        self._finalizer = weakref.finalize(self, self.matrix.save)
 
     @property
     def watches(self) -> bool:
@@ -156,7 +156,7 @@ class RecyclingDrafter(Drafter):
             elif row_id in self._covered:
                 self._covered[row_id] = min(self._covered[row_id], length - 1)
         if 0 in lengths and self._steps - self._saved >= _SAVED:
-            save_quietly(self.matrix)
+            self.matrix.save()
             self._saved = self._steps
 
     def memory_bytes(self) -> int:
@@ -200,11 +200,9 @@ class SuccessorMatrix:
 
     @classmethod
     def open(cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None) -> Self:
-        """The matrix in the file at `path`; an empty one where there is no file yet.
-
-        ArgumentError: the file holds another number of successors, or its directory does not exist. DataError: it is no
-        matrix, or cut short. VocabularyMismatchError: it belongs to another tokenizer.
-        """
+        """The matrix in the file at `path`; an empty one where there is no file yet. ArgumentError: the file holds
+        another number of successors, or its directory does not exist. DataError: it is no matrix, or cut short.
+        VocabularyMismatchError: it belongs to another tokenizer."""
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
         made = cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
@@ -240,20 +238,16 @@ class SuccessorMatrix:
         self.changed = True
 
     def save(self) -> None:
-        """Write the file if there is one to write: complete under its name, or as it was before. OSError if not."""
+        """Write the file if there is one to write: complete under its name, or as it was before. An error, which would
+        cost somebody's answer, is logged."""
         if self.path is None or not self.changed:
             return
-        with written(self.path) as fresh:
-            fresh.write_bytes(save({_TENSOR: self.successors}, {"format": FORMAT, "tokenizer": self._tokenizer}))
-        self.changed = False
-
-
-def save_quietly(matrix: SuccessorMatrix) -> None:
-    """`SuccessorMatrix.save`, for where an error would cost somebody's answer: it is logged instead."""
-    try:
-        matrix.save()
-    except OSError as error:
-        log.warning("recycling: what was learned could not be kept in %s: %s", matrix.path, error)
+        try:
+            with written(self.path) as fresh:
+                fresh.write_bytes(save({_TENSOR: self.successors}, {"format": FORMAT, "tokenizer": self._tokenizer}))
+            self.changed = False
+        except OSError as error:
+            log.warning("recycling: what was learned could not be kept in %s: %s", self.path, error)
 
 
 def _read(path: Path) -> tuple[NDArray[np.int32], str]:

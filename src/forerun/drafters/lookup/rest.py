@@ -130,12 +130,8 @@ class Trie:
         """The most frequent ones first, under new ids, which puts parents before their children."""
         order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
         names = {0: 0} | {node + 1: name for name, node in enumerate(order, start=1)}
-        return Trie(
-            self.most,
-            tokens=[self.tokens[node] for node in order],
-            parents=[names[self.parents[node]] for node in order],
-            counts=[self.counts[node] for node in order],
-        )
+        tokens, counts = [self.tokens[node] for node in order], [self.counts[node] for node in order]
+        return Trie(self.most, tokens, [names[self.parents[node]] for node in order], counts)
 
 
 def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:

@@ -47,19 +47,14 @@ class SuffixConfig:
     cache_prompts: bool = False  # Keep the prompts of past requests too
 
     def __post_init__(self) -> None:
-        check_least("suffix", self, num_speculative_tokens=1, max_tree_depth=2, min_match=1)
-        requests, tokens = self.max_cached_requests, self.max_cached_tokens
-        checks = [
-            (self.max_spec_factor >= 0, "max_spec_factor", "0 or more"),
-            (self.max_spec_offset >= 0, "max_spec_offset", "0 or more"),
-            (0 <= self.min_token_prob <= 1, "min_token_prob", "in 0..1"),
-            (self.nodes is None or self.nodes >= 1, "nodes", "at least 1, or None for a chain"),
-            (requests == 0 or requests >= 2, "max_cached_requests", "0 (off) or at least 2"),
-            (tokens == 0 or tokens >= 4, "max_cached_tokens", "0 (off) or at least 4"),
-        ]
-        for passed, name, expected in checks:
-            if not passed:
-                raise ArgumentError(f"suffix: {name} must be {expected}, got {getattr(self, name)}")
+        check_least("suffix", self, num_speculative_tokens=1, max_tree_depth=2, min_match=1, nodes=1)
+        check_least("suffix", self, max_spec_factor=0, max_spec_offset=0)
+        if not 0 <= self.min_token_prob <= 1:
+            raise ArgumentError(f"suffix: min_token_prob must be in 0..1, got {self.min_token_prob}")
+        for name, least in (("max_cached_requests", 2), ("max_cached_tokens", 4)):
+            given = getattr(self, name)
+            if given < least and given != 0:
+                raise ArgumentError(f"suffix: {name} must be 0 (off) or at least {least}, got {given}")
         if self.max_spec_factor == 0 and self.max_spec_offset < 1:
             raise ArgumentError("suffix: max_spec_factor 0 with max_spec_offset below 1 never drafts; raise one")
 

@@ -162,12 +162,10 @@ class Window:
         return found
 
     def roll(self, new: Sequence[int], emitted: int) -> None:
-        """Each column loses its oldest token and gains its entry of `new`; columns move left as the text grows.
-
-        Row r + 1 becomes row r, one position nearer: exactly where it belongs if one token was emitted. Every further
-        one passes a column. Columns that `new`, as `read` gave it, does not reach are dropped; if it is empty, the
-        window was not scored and the next `fit` drops what is late.
-        """
+        """Each column loses its oldest token and gains its entry of `new`; columns move left as the text grows. Row r +
+        1 becomes row r, one position nearer: exactly where it belongs if one token was emitted. Every further one
+        passes a column. Columns that `new`, as `read` gave it, does not reach are dropped; if it is empty, the window
+        was not scored and the next `fit` drops what is late."""
         if new:
             grown = [[*column[1:], token] for column, token in zip(self.columns, new, strict=False)]
             self.columns = grown[emitted - 1 :]
