@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from contract.tongues import OTHERS, WORDS, tongue
 from drafters.tongues import CORPUS, TEXT, byte_level, sentencepiece, unigram, wordpiece, words
-from forerun.drafters.draft_models.slem import TextAlignment
-from forerun.drafters.draft_models.tli import Dictionary, TokenAlignment, intersection, require
+from forerun.drafters.draft_models.slem import SlemConfig, TextAlignment
+from forerun.drafters.draft_models.tli import Dictionary, TliConfig, TokenAlignment, intersection, require
 from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of, rendering, whole_characters
-from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
+from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
 
 LOSSLESS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "unigram": unigram}
@@ -219,8 +219,9 @@ def test_what_the_draft_cannot_write_is_left_uncovered() -> None:
 def test_missing_tokenizers_are_asked_for() -> None:
     setup: Any = SimpleNamespace(tokenizer=None)
     with pytest.raises(ArgumentError, match=r"slem needs the target's tokenizer.*target_tokenizer="):
-        target_tokenizer("slem", None, setup)
-    with pytest.raises(ArgumentError, match=r"tli: no tokenizer was found.*tokenizer=DIRECTORY"):
-        draft_tokenizer("tli", None, SimpleNamespace(name_or_path=""))
+        tokenizers("slem", SlemConfig(model="nowhere"), setup)
     given = words()
-    assert target_tokenizer("tli", given, setup) is given is draft_tokenizer("tli", given, "nowhere")
+    with pytest.raises(ArgumentError, match=r"tli: no tokenizer was found.*tokenizer=DIRECTORY"):
+        tokenizers("tli", TliConfig(model=SimpleNamespace(name_or_path=""), target_tokenizer=given), setup)
+    both = TliConfig(model="nowhere", tokenizer=given, target_tokenizer=given)
+    assert all(one is given for one in tokenizers("tli", both, setup))

@@ -239,18 +239,14 @@ def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], 
                 f"gap {parted.gap:.3g} nats, {'a numeric tie' if parted.tie else 'NOT a tie'} "
                 f"(epsilon {parted.epsilon:g})"
             )
+    counts = {"prompts": len(answers), "tokens": tokens, "ties": len(found) - len(bugs), "bugs": len(bugs)}
+    differences = [asdict(parted) | {"tie": parted.tie} for parted in found]
+    length = {"mean_acceptance_length": round(total.mean_acceptance_length, 4)}
     return Check(
         name="greedy equality",
         passed=not bugs and total.num_spec_steps > 0,
         summary=summary,
-        figures={
-            "prompts": len(answers),
-            "tokens": tokens,
-            "ties": len(found) - len(bugs),
-            "bugs": len(bugs),
-            "differences": [asdict(parted) | {"tie": parted.tie} for parted in found],
-            "mean_acceptance_length": round(total.mean_acceptance_length, 4),
-        },
+        figures={**counts, "differences": differences, **length},
     )
 
 
@@ -305,31 +301,20 @@ def chi_square_check(run: Run, prompt: Tokens, setting: Setting, *, tests: int) 
         stats.add(answer.speculation)
         answers.append(tuple(answer.token_ids))
     statistic, freedom = pearson(cells, count(cells, answers), samples)
-    chance = survival(statistic, freedom)
-    verified = stats.num_draft_tokens > 0
+    chance, depth = survival(statistic, freedom), len(stats.drafted_per_depth)
+    drafted, accepted = stats.num_draft_tokens, stats.num_accepted_draft_tokens
+    fit = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chance, "level": level}
+    sample = {"samples": samples, "cells": possible, "detects_total_variation": plan.detect, "power": plan.power}
     return Check(
         name=f"sampled distribution, {setting.name}",
-        passed=chance >= level and verified,
+        passed=chance >= level and drafted > 0,
         summary=(
             f"chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {level:.1g}); "
             f"{samples} answers detect a total variation of {plan.detect:.3g} over {possible} cells with "
-            f"{plan.power:.0%}; {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted, "
-            f"drafts up to {len(stats.drafted_per_depth)} deep"
-            + ("" if verified else "; nothing was drafted, so nothing was proved")
+            f"{plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up to {depth} deep"
+            + ("" if drafted else "; nothing was drafted, so nothing was proved")
         ),
-        figures={
-            "chi_square": statistic,
-            "degrees_of_freedom": freedom,
-            "p_value": chance,
-            "level": level,
-            "samples": samples,
-            "cells": possible,
-            "detects_total_variation": plan.detect,
-            "power": plan.power,
-            "drafted": stats.num_draft_tokens,
-            "accepted": stats.num_accepted_draft_tokens,
-            "depth": len(stats.drafted_per_depth),
-        },
+        figures={**fit, **sample, "drafted": drafted, "accepted": accepted, "depth": depth},
     )
 
 

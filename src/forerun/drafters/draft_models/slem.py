@@ -30,7 +30,7 @@ from forerun.drafters.draft_models.token_bytes import (
     starts_character,
     whole_characters,
 )
-from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
+from forerun.drafters.vocabulary import tokenizers
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
 
@@ -62,8 +62,7 @@ class SlemDrafter(Drafter):
 
     def __init__(self, config: SlemConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
-        self._draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
+        self._target, self._draft = map(TokenBytes, tokenizers(self.name, config, setup))
         self.model = load_draft(Target, config, setup, _ROOM * setup.slots + config.num_speculative_tokens)
         self._vocabulary = setup.target.vocab_size
         self._to_target = Encoder(self._target)

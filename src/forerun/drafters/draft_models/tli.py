@@ -20,7 +20,7 @@ from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of
 from forerun.drafters.drawing import DraftVocabulary
-from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
+from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels.packing import PackedLinear, packable
 from forerun.model.layers import OutputHead
@@ -63,11 +63,9 @@ class TliDrafter(DraftModelDrafter):
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         """Find the shared tokens, and whether there are enough."""
-        config = self.config
-        target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
-        draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
+        target, draft = map(TokenBytes, tokenizers(self.name, self.config, setup))
         shared = intersection(target, draft, setup.target.vocab_size, self.model.vocab_size)
-        require(shared, config.min_shared, target, draft)
+        require(shared, self.config.min_shared, target, draft)
         widest = max(self._tree.shape.widths)
         if len(shared) < widest:
             common = f"{target!r} and {draft!r} have {len(shared)}"
