@@ -19,7 +19,6 @@ from forerun.drafters.self_drafting.skipping import (
     Space,
     evenly,
     every,
-    expected_improvement,
     names,
 )
 from forerun.drafters.self_drafting.tuning import Costs, Probe, tune, worth
@@ -75,13 +74,6 @@ def test_the_process_goes_through_what_it_was_told() -> None:
     assert np.abs(mean - values).max() < 0.05 and spread.max() < 0.1
     other = 1 - points[:5]
     assert GaussianProcess(points[:3], values[:3]).predict(other)[1].min() > spread.max()
-
-
-def test_expected_improvement_against_sampling() -> None:
-    mean, spread = np.array([0.0, 1.0, -3.0]), np.array([1.0, 0.5, 0.1])
-    draws = mean + spread * np.random.default_rng(0).standard_normal((200_000, 3))
-    wanted = np.maximum(draws - 0.5, 0).mean(0)
-    assert np.abs(expected_improvement(mean, spread, 0.5) - wanted).max() < 5e-3
 
 
 def test_a_neighbour_stays_in_the_space() -> None:

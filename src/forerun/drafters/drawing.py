@@ -380,12 +380,7 @@ class Draws:
     def key(self) -> Hashable:
         """Tells courses of one shape apart."""
         processing = None if self.processing is None else self.processing.key
-        return self.draw, self.greedy, self.sampled, self.filters, processing
-
-    @property
-    def sampled(self) -> bool:
-        """Whether there are rows above temperature 0."""
-        return bool(self.numbers)
+        return self.draw, self.greedy, bool(self.numbers), self.filters, processing
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -421,7 +416,7 @@ class Draws:
 
     def _children(self, logits: Tensor, depth: int, vocabulary: DraftVocabulary | None) -> Children:
         count = self.shape.widths[depth]
-        if not self.sampled:
+        if not self.numbers:
             return likeliest(logits, count, vocabulary)
         drawn = self._drawn(logits if vocabulary is None else vocabulary.spread(logits), depth, count)
         if not self.greedy:

@@ -13,7 +13,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from forerun.core.acceptance import Acceptance, by_draft_prob
@@ -68,16 +67,15 @@ class SlemDrafter(Drafter):
         self._to_target = Encoder(self._target)
         self._written = rendering(self._draft, self._target)
         self._estimates = PerDomain(Acceptance)
+        encoder, shown, back = Encoder(self._draft), rendering(self._target, self._draft), config.look_behind
         opening = opening_of(self._draft)
-        alignment = partial(
-            TextAlignment,
-            encoder=Encoder(self._draft),
-            shown=rendering(self._target, self._draft),
-            look_behind=config.look_behind,
-            opening=opening,
-            silent=self._target.tokenizer.bos_token_id if opening else None,
-        )
-        self._rows = defaultdict[int, _Row](lambda: _Row(alignment=alignment()))
+        silent = self._target.tokenizer.bos_token_id if opening else None
+
+        def row() -> _Row:
+            own = TextAlignment(encoder=encoder, shown=shown, look_behind=back, opening=opening, silent=silent)
+            return _Row(alignment=own)
+
+        self._rows = defaultdict[int, _Row](row)
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_choice, check_least
-from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 

@@ -7,11 +7,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.core.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
-from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 

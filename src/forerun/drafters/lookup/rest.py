@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.acceptance import Acceptance, Evidence
+from forerun.core.acceptance import BINS, Acceptance, Evidence
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
-from forerun.drafters.lookup.copying import SHARES
 from forerun.drafters.lookup.datastore import SEPARATOR, SORTED_TOKENS, Datastore
 from forerun.errors import ArgumentError
 from forerun.manifests import TokenizerIdentity
@@ -103,7 +102,7 @@ def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
     One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says."""
     parent = trie.parents[node]
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
-    key = match.bit_length(), min(total.bit_length(), 8), min(SHARES * count // total, SHARES - 1)
+    key = match.bit_length(), min(total.bit_length(), 8), min(BINS * count // total, BINS - 1)
     return Evidence(key, count / (total + 1))
 
 

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from forerun.core.acceptance import Acceptance, Evidence
+from forerun.core.acceptance import Acceptance, Evidence, by_match
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.automaton import NONE, ROOT, Cursor, OutputStore, SuffixAutomaton
-from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 

@@ -32,7 +32,6 @@ PATIENCE = 300
 MAX_CANDIDATES = 1000
 BAYES_EVERY = 25
 GOOD_ENOUGH = 0.95
-_KAPPA = 2.5
 _MEMORY = 8  # Windows after which the best set's older counts fade
 SEARCHES = ("swift",)
 _FIRST_THRESHOLD = (0.8, 0.5)  # Where an adapted threshold begins: greedy, sampled (Draft & Verify)
@@ -78,19 +77,22 @@ class SkipLayersDrafter(SelfDrafter):
 
     def __init__(self, config: SkipLayersConfig, setup: DrafterSetup) -> None:
         super().__init__(config.fixed_tree(), setup.target)
-        self.config = config
+        self.config, layers = config, setup.target.num_layers
         self.search: OnlineSearch | None = None  # What SWIFT knows; None where the set is given
+        self.skip: SkipSet  # The sub-layers that the next draft leaves out; may be replaced between steps
         if config.search is not None:
-            self.search = OnlineSearch(
-                setup.target.num_layers, config.skip_ratio, window=config.search_window, patience=config.search_patience
-            )
-        self.skip: SkipSet = self.search.best if self.search else _given(config.skip, setup)
-        """The sub-layers that the next draft leaves out; may be replaced between steps."""
+            window, patience = config.search_window, config.search_patience
+            self.search = OnlineSearch(layers, config.skip_ratio, window=window, patience=patience)
+            self.skip = self.search.best
+        elif isinstance(config.skip, str | Path):
+            self.skip = SkipFile.read(Path(config.skip), setup.target).skip
+        else:
+            self.skip = parse(config.skip or (), layers)
         self._thresholds: dict[int, Threshold] = {}
         # One token with these left out: a model that cannot do this is refused now, not when it drafts.
         tried = frozenset(self.search.space.allowed) if self.search else self.skip
         row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
-        self.target.run([row], [TokenTree(0)], Plan(stop=self.target.num_layers, skip=tried))
+        self.target.run([row], [TokenTree(0)], Plan(stop=layers, skip=tried))
         self.target.truncate([row], [self.target.lengths[row]])
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
@@ -147,13 +149,6 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
         favourite = tree.tokens[children[0]] if given else int(tree.draft_probs[node].argmax())
         right += favourite == probs.argmax(node)
     return right, judged
-
-
-def _given(skip: Sequence[str] | str | None, setup: DrafterSetup) -> SkipSet:
-    """The set that a list or a file names."""
-    if isinstance(skip, str | Path):
-        return SkipFile.read(Path(skip), setup.target).skip
-    return parse(skip or (), setup.target.num_layers)
 
 
 class OnlineSearch:
@@ -236,7 +231,7 @@ class OnlineSearch:
         """A random set, every 25th time one that the trials so far speak for; never the best one itself."""
         found: SkipSet | None = None
         if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
-            found = propose(self.space, self._trials, self._proposing, lambda mean, spread, _: mean + _KAPPA * spread)
+            found = propose(self.space, self._trials, self._proposing)
         while found is None or found == self._best.skip:
             found = self.space.random(self._random)
         return found

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -99,15 +99,6 @@ class GaussianProcess:
         return cross @ self._weights * self._scale + self._mean, spread * self._scale
 
 
-def expected_improvement(mean: Floats, spread: Floats, best: float) -> Floats:
-    """(m,) how much better than `best` a value is expected to be, worse ones counted as 0."""
-    scaled = (mean - best) / spread
-    above = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in scaled])
-    density = np.exp(-0.5 * scaled**2) / math.sqrt(2 * math.pi)
-    improvement: Floats = (mean - best) * above + spread * density
-    return improvement
-
-
 def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
     """(n, m) in 0..1, 1 for equal subsets."""
     share = (left @ (1.0 - right).T + (1.0 - left) @ right.T) / left.shape[1]
@@ -115,7 +106,7 @@ def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Fl
     return likeness
 
 
-Acquisition = Callable[[Floats, Floats, float], Floats]  # (mean, standard deviation (m,), best value) -> worth (m,)
+_KAPPA = 2.5  # Standard deviations above the mean at which an untried subset is valued
 _POOL = 384  # Random subsets among which the next one is chosen; as many neighbours of the best come on top
 _REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
 _SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Of the sub-layers, skipped at even distances in the first trials
@@ -160,10 +151,8 @@ class Trial(NamedTuple):
     value: float  # Larger is better
 
 
-def propose(
-    space: Space, trials: Sequence[Trial], random: np.random.Generator, acquisition: Acquisition
-) -> SkipSet | None:
-    """The untried subset that is most worth trying by what a Gaussian process says; None if all were tried."""
+def propose(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> SkipSet | None:
+    """The untried subset of largest upper confidence bound by a Gaussian process; None if all were tried."""
     leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
     pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
     pool += [space.random(random) for _ in range(_POOL)]
@@ -177,11 +166,11 @@ def propose(
         known = [*best[: _REMEMBERED // 2], *latest]
     points, values = np.stack([space.vector(trial.skip) for trial in known]), [trial.value for trial in known]
     mean, spread = GaussianProcess(points, np.array(values)).predict(np.stack([space.vector(skip) for skip in pool]))
-    return pool[int(acquisition(mean, spread, max(trial.value for trial in trials)).argmax())]
+    return pool[int((mean + _KAPPA * spread).argmax())]
 
 
 class Search:
-    """Bayesian optimisation by expected improvement, after a few subsets at even distances and at random."""
+    """Bayesian optimisation by an upper confidence bound, after a few subsets at even distances and at random."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         self.space = space
@@ -197,7 +186,7 @@ class Search:
         """What to value next; None if every subset was."""
         if len(self.trials) < len(self._starts):
             return self._starts[len(self.trials)]
-        return propose(self.space, self.trials, self._random, expected_improvement)
+        return propose(self.space, self.trials, self._random)
 
     def tell(self, skip: SkipSet, value: float) -> None:
         """A subset's value."""

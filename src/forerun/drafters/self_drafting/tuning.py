@@ -193,15 +193,16 @@ class Probe:
         rest = max(0.0, whole - layers * sum(sublayer.values()))
         return Costs(rest_ms=rest, sublayer_ms=sublayer, verify_ms=tuple(times[len(PARTS) :]))
 
-    def _row(self, row: int, tokens: list[int], prompt_length: int) -> Row:
+    def _row(self, row: int, tokens: list[int], length: int) -> Row:
+        sampler, room = Sampler(self._params, tokens[:length]), self._tokens + self._length + 1
         return Row(
             cache_row=row,
             tokens=tokens,
-            prompt_length=prompt_length,
-            sampler=Sampler(self._params, tokens[:prompt_length]),
+            prompt_length=length,
+            sampler=sampler,
             seed=row,
             stop_ids=frozenset(),
-            room=self._tokens + self._length + 1,
+            room=room,
         )
 
 
