@@ -255,6 +255,3 @@ class PerDomain(Generic[T]):
 
     def all(self) -> Iterable[T]:
         return self._kept.values()
-
-    def __len__(self) -> int:
-        return len(self._kept)

@@ -22,7 +22,6 @@ from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, 
 from forerun.drafters.draft_models.draft_model import load_draft, run_missing
 from forerun.drafters.draft_models.token_bytes import (
     Encoder,
-    Span,
     TokenBytes,
     opening_of,
     rendering,
@@ -153,31 +152,27 @@ class SlemDrafter(Drafter):
 
     def _chain(self, tree: TokenTree, text: _Written, most: int) -> None:
         """The drafted text as a chain of the target's tokens."""
-        text.row.submitted, found = None, self._translate(text)
-        if found is None:
-            return
-        spans, confidences, length = found
-        text.row.submitted = Drafted(tree, text.acceptance)
-        for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
-            # The last token may go on: with the text that follows the target might read a longer one there.
-            last = span.end == length and not text.ended
-            text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), raw))
-
-    def _translate(self, text: _Written) -> tuple[list[Span], list[float], int] | None:
-        """The target's tokens of what was written, a raw confidence for each, and the length of the text in bytes."""
-        tail = bytes(text.row.alignment.data[text.row.alignment.covered :])
-        written = b"".join(text.pieces)
+        text.row.submitted, alignment = None, text.row.alignment
+        tail, written = bytes(alignment.data[alignment.covered :]), b"".join(text.pieces)
         if not written.startswith(tail):
-            return None  # the draft model could not read the last bytes, and did not write them again either
+            return  # the draft model could not read the last bytes, and did not write them again either
         before = self._before(text.tokens)
         length = whole_characters(before + written[len(tail) :]) - len(before)
         spans = self._to_target.after(before, written[len(tail) : len(tail) + max(0, length)])
         if not spans:
-            return None
-        unknown = self._target.tokenizer.unk_token_id
-        good = list(itertools.takewhile(lambda span: span.id < self._vocabulary and span.id != unknown, spans))
-        starts = [0, *itertools.accumulate(len(piece) for piece in text.pieces)]
-        return good, _attributed(good, [start - len(tail) for start in starts], text.probs), length
+            return
+        text.row.submitted, unknown = Drafted(tree, text.acceptance), self._target.tokenizer.unk_token_id
+        starts, drafted = list(itertools.accumulate(map(len, text.pieces), initial=-len(tail))), 0
+        for node, span in enumerate(spans[:most]):
+            if span.id >= self._vocabulary or span.id == unknown:
+                return
+            prob = 1.0  # Of the drafted tokens that begin in it, together
+            while drafted < len(text.probs) and starts[drafted] < span.end:
+                prob *= text.probs[drafted]
+                drafted += 1
+            # The last token may go on: with the text that follows the target might read a longer one there.
+            last = span.end == length and not text.ended
+            text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), prob))
 
     def _before(self, tokens: Sequence[int]) -> bytes:
         """The end of the committed text as the target's tokens write it, from the beginning of a character on."""
@@ -187,18 +182,6 @@ class SlemDrafter(Drafter):
             start -= 1
             data = self._target.of(tokens[start]) + data
         return data
-
-
-def _attributed(spans: Sequence[Span], starts: Sequence[int], probs: Sequence[float]) -> list[float]:
-    """Of each of the target's tokens the probability of the drafted tokens that begin in it, together."""
-    found, drafted = list[float](), 0
-    for span in spans:
-        together = 1.0
-        while drafted < len(probs) and starts[drafted] < span.end:
-            together *= probs[drafted]
-            drafted += 1
-        found.append(together)
-    return found
 
 
 @dataclass(kw_only=True, slots=True)

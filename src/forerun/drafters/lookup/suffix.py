@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -179,27 +179,25 @@ class SuffixDrafter(Drafter):
 
     def _branches(
         self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]
-    ) -> list[tuple[int, Evidence, _Position]]:
+    ) -> Iterator[tuple[int, Evidence, _Position]]:
         """(token, evidence, where it leads) of each way on from a position, the most frequent first; one of a chain."""
         state, matched, probability = position
         while (likeliest := automaton.likeliest(state)) == NONE and state != ROOT:
             state, matched = automaton.shorter(state)
         if likeliest == NONE or matched == 0:
-            return []
+            return
         if not automaton.counted(state):
             counts, total = {likeliest: 1}, 1
         else:
             total = automaton.count(state) - (state in ends)
             states = [likeliest] if self.config.nodes is None else automaton.following(state, _SEEN)
             counts = {following: automaton.count(following) for following in (likeliest, *states)}
-        found = []
         for following, count in sorted(counts.items(), key=lambda item: -item[1])[:_WIDTH]:
             chance = probability * count / total
             if chance >= self.config.min_token_prob:
                 token = automaton.token(following)
                 evidence = by_match(source, matched, _share(automaton, state, token, ends))
-                found.append((token, evidence, _Position(following, matched + 1, chance)))
-        return found
+                yield token, evidence, _Position(following, matched + 1, chance)
 
 
 class _Position(NamedTuple):

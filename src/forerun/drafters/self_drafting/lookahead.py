@@ -127,9 +127,6 @@ class Pool:
         self._per_key, self._keys = per_key, keys
         self._grams: dict[int, dict[Gram, None]] = {}
 
-    def __len__(self) -> int:
-        return sum(len(grams) for grams in self._grams.values())
-
     def add(self, first: int, rest: Gram) -> None:
         """Remember that `rest` may follow `first`."""
         grams = self._grams.pop(first, {})

@@ -177,8 +177,7 @@ class Search:
         self.trials: list[Trial] = []
         self._random = np.random.default_rng(seed)
         count = len(space.allowed)
-        sizes = [space.size] if space.size is not None else [max(1, round(share * count)) for share in _SHARES]
-        starts = [evenly(space.allowed, size) for size in sizes]
+        starts = [evenly(space.allowed, max(1, round(share * count))) for share in _SHARES]
         starts += [space.random(self._random) for _ in range(_RANDOM_STARTS)]
         self._starts = list(dict.fromkeys(starts))
 

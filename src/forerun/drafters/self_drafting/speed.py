@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -189,24 +189,24 @@ class Pipeline:
         return target._ranges.run(block, inputs, states.reshape(batch * count, 1, -1)).view(batch, count, -1)
 
 
+@dataclass(frozen=True, slots=True)
 class _Cache:
     """The target's cache for a batch of B * F tokens: token f of a row is at block ``blocks[f]``."""
 
-    is_compileable = False
-
-    def __init__(
-        self, pipeline: Pipeline, rows: Sequence[int], slots: Tensor, width: int, blocks: Sequence[int]
-    ) -> None:
-        self._cache, self._size = pipeline.target.cache, pipeline.size
-        self._rows, self._slots, self._width, self._blocks = rows, slots, width, blocks
+    is_compileable: ClassVar[bool] = False
+    pipeline: Pipeline
+    rows: Sequence[int]
+    slots: Tensor
+    width: int
+    blocks: Sequence[int]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_args: object, **_kwargs: object) -> Any:
         """As `SlotCache.update`, each token at its own layer."""
-        seen = []
-        for token, block in enumerate(self._blocks):
-            self._cache.begin(self._rows, self._slots[:, token : token + 1], self._width)
-            mine = [part.reshape(len(self._rows), -1, *part.shape[1:])[:, token] for part in (keys, values)]
-            seen.append(self._cache.update(mine[0], mine[1], block * self._size + layer % self._size))
+        seen, cache, size = [], self.pipeline.target.cache, self.pipeline.size
+        for token, block in enumerate(self.blocks):
+            cache.begin(self.rows, self.slots[:, token : token + 1], self.width)
+            mine = [part.reshape(len(self.rows), -1, *part.shape[1:])[:, token] for part in (keys, values)]
+            seen.append(cache.update(mine[0], mine[1], block * size + layer % size))
         return tuple(torch.stack(list(parts), dim=1).flatten(0, 1) for parts in zip(*seen, strict=True))
 
 
