@@ -13,13 +13,13 @@ from drafters.test_skip_layers import LAYERS, TEXT, deep
 from forerun import SamplingParams
 from forerun.drafters.self_drafting.skip_layers import GOOD_ENOUGH, OnlineSearch
 from forerun.drafters.self_drafting.skipping import (
-    GaussianProcess,
     Search,
     SkipSet,
     Space,
     evenly,
     every,
     names,
+    predict,
 )
 from forerun.drafters.self_drafting.tuning import Costs, Probe, tune, worth
 from forerun.errors import ArgumentError
@@ -70,10 +70,10 @@ def test_the_process_goes_through_what_it_was_told() -> None:
     random = np.random.default_rng(0)
     points = random.integers(0, 2, (30, 12)).astype(float)
     values = 5 + points @ random.normal(0, 1, 12)
-    mean, spread = GaussianProcess(points, values, noise=1e-6).predict(points)
+    mean, spread = predict(points, values, points, noise=1e-6)
     assert np.abs(mean - values).max() < 0.05 and spread.max() < 0.1
     other = 1 - points[:5]
-    assert GaussianProcess(points[:3], values[:3]).predict(other)[1].min() > spread.max()
+    assert predict(points[:3], values[:3], other)[1].min() > spread.max()
 
 
 def test_a_neighbour_stays_in_the_space() -> None:

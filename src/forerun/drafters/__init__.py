@@ -23,8 +23,7 @@ class Entry:
     needs_training: bool = False
     lossless: bool = True
     adapts: bool = False  # Its weights can be trained while it serves: `Drafter.trainable`
-    copies: bool = False
-    """Proposals are deterministic nodes that were looked up, without a forward pass: `auto` asks at every step."""
+    copies: bool = False  # It looks deterministic nodes up, without a forward pass: `auto` asks it at every step
 
 
 DRAFTERS: dict[str, Entry] = {
@@ -106,12 +105,12 @@ DRAFTERS: dict[str, Entry] = {
 }
 
 AUTO = "auto"
+# Methods that the engine carries out with several drafters; none is a `Drafter` of its own.
 CHOOSERS: dict[str, Entry] = {
     AUTO: Entry(
         path="", summary="chooses among the drafters there are, how much to draft, or not at all, by measured cost"
     )
 }
-"""Methods that the engine carries out with several drafters; none is a `Drafter` of its own."""
 
 
 def methods() -> dict[str, Entry]:

@@ -36,8 +36,7 @@ class DraftContext:
     tokens: Sequence[Sequence[int]]
     """(B,) all committed tokens of each row, prompt included; the last one is the root. They grow with the text."""
     prompt_lengths: Sequence[int]  # (B,) how many of the tokens are the prompt's
-    fresh: Sequence[int]
-    """(B,) how many of the last tokens this drafter has not been shown before. Zero in `Drafter.propose`."""
+    fresh: Sequence[int]  # (B,) how many of the last tokens this drafter has not been shown; 0 in `Drafter.propose`
     samplers: Sequence[Sampler]  # (B,) the sampling parameters of each row, as makers of distributions
     rng: Sequence[Rng]  # (B,) the only source of randomness
     hidden_states: Mapping[Boundary, Tensor]

@@ -208,8 +208,7 @@ def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = N
     return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, probs=None)
 
 
-Pick = Callable[[Tensor, range], Tensor]
-"""(distributions (B, F, V), which of their children) -> tokens (B, F, n) drawn from them."""
+Pick = Callable[[Tensor, range], Tensor]  # (distributions (B, F, V), which children) -> tokens drawn (B, F, n)
 
 
 def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
@@ -237,8 +236,7 @@ def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
     return _packed(parts, rest)
 
 
-_Drawn = tuple[Tensor, Tensor, Tensor, Drawn]
-"""Tokens, confidence and validity (B, F, C) of children that came about in one way."""
+_Drawn = tuple[Tensor, Tensor, Tensor, Drawn]  # Tokens, confidence, validity (B, F, C) of children, and their kind
 
 
 def _packed(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:

@@ -30,8 +30,7 @@ from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
 
-CHUNK = 16
-"""Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
+CHUNK = 16  # Rows with more tokens to catch up on run them apart: the others need not be padded to their length
 Model = TypeVar("Model", bound=Target)
 
 

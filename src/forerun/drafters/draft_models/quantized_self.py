@@ -25,8 +25,7 @@ from forerun.model.layers import base_name, base_of, layers_of, replaced, shallo
 BITS = (8, 4)
 GROUPS = (64, 32)  # Inputs that share a scale at 4 bits; the first that divides a layer's inputs
 _INT4_OUTPUTS = 16  # torch's 4-bit kernel computes outputs in blocks of so many; other layers get 8 bits
-KERNEL_ROWS = 24
-"""Up to so many rows torch's int8 kernel is faster than unpacking the weight for one matrix product (AMD, AVX-512)."""
+KERNEL_ROWS = 24  # Up to so many rows torch's int8 kernel is faster than unpacking the weight (AMD, AVX-512)
 _LARGEST = 127
 
 

@@ -33,8 +33,7 @@ from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
 
 _WORDS = 4  # So many times the look-behind a word is searched for; a text without spaces is taken up at any token
-_ROOM = 2
-"""The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
+_ROOM = 2  # The draft model's cache holds so many times the target's tokens; a row that needs more drafts nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,7 @@ from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, 
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
-_SCANNED = 32
-"""Most earlier positions looked at for one n-gram, at the end that `match` prefers: a frequent word has thousands."""
+_SCANNED = 32  # Most earlier positions looked at for one n-gram, at the end that `match` prefers
 _MATCHES = ("last", "first", "most_frequent")
 
 

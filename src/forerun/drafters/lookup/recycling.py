@@ -91,8 +91,7 @@ class RecyclingDrafter(Drafter):
             raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
         identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
         path = None if config.path is None else Path(config.path).expanduser()
-        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)
-        """Of the domain that requests without a salt share."""
+        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)  # Of requests without a salt
         self._first = None if path is None else self.matrix.successors.copy()
         self._nodes = config.nodes or _MOST
         self._prior = measured(config.num_speculative_tokens, config.top_k)

@@ -25,8 +25,7 @@ _SEEN = 32  # Most continuations of one string looked at for a tree: a frequent 
 _WIDTH = 8  # Most of them that become nodes, the most frequent ones
 _BACKED_OFF = 4  # Ever shorter strings asked for the share of a continuation
 _UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts for
-_PACE = 64
-"""Tokens of past outputs indexed in a call at least; besides, two for each token that the running requests gained."""
+_PACE = 64  # Tokens of past outputs indexed in a call at least, and two for each token that running requests gained
 _FULL_STORES = 4  # What the stores of all isolation domains may hold together, in full ones
 
 

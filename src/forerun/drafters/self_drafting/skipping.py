@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,32 +71,24 @@ _LENGTHS = (0.1, 0.25, 0.5, 1.0)  # Of the exponential, as a share of the number
 _ADDITIVE = (0.0, 0.5, 0.9)
 
 
-class GaussianProcess:
-    """A small Gaussian process over subsets, which are vectors of 0 and 1: `values` (n,) at `points` (n, d) are known,
-    with a variance of `noise` relative to that of all values.
+def predict(points: Floats, values: Floats, others: Floats, *, noise: float = NOISE) -> tuple[Floats, Floats]:
+    """Mean and standard deviation (m,) at `others` (m, d), subsets as vectors of 0 and 1: a small Gaussian process that
+    knows `values` (n,) at `points` (n, d), with a variance of `noise` relative to that of all values.
 
-    Their likeness mixes the share of entries in which they agree (effects that add up) and an exponential of their
-    Hamming distance (effects that do not); the mixture is the likeliest of a few.
+    The likeness of subsets mixes the share of entries in which they agree (effects that add up) and an exponential of
+    their Hamming distance (effects that do not); the mixture is the likeliest of a few.
     """
-
-    def __init__(self, points: Floats, values: Floats, *, noise: float = NOISE) -> None:
-        self._points = points
-        self._mean, self._scale = float(values.mean()), float(values.std()) or 1.0
-        scaled = (values - self._mean) / self._scale
-        best = -math.inf
-        for length, additive in itertools.product(_LENGTHS, _ADDITIVE):
-            factor = np.linalg.cholesky(_likeness(points, points, length, additive) + noise * np.eye(len(values)))
-            weights = np.linalg.solve(factor.T, np.linalg.solve(factor, scaled))
-            evidence = -0.5 * float(scaled @ weights) - float(np.log(np.diag(factor)).sum())
-            if evidence > best:
-                best, self._kernel, self._factor, self._weights = evidence, (length, additive), factor, weights
-
-    def predict(self, points: Floats) -> tuple[Floats, Floats]:
-        """Mean (m,) and standard deviation (m,) at `points` (m, d), in the units of the values."""
-        cross = _likeness(points, self._points, *self._kernel)
-        solved = np.linalg.solve(self._factor, cross.T)
-        spread = np.sqrt(np.clip(1.0 - (solved**2).sum(0), 1e-12, None))
-        return cross @ self._weights * self._scale + self._mean, spread * self._scale
+    mean, scale = float(values.mean()), float(values.std()) or 1.0
+    scaled, fits = (values - mean) / scale, []
+    for kernel in itertools.product(_LENGTHS, _ADDITIVE):
+        factor = np.linalg.cholesky(_likeness(points, points, *kernel) + noise * np.eye(len(values)))
+        weights = np.linalg.solve(factor.T, np.linalg.solve(factor, scaled))
+        evidence = -0.5 * float(scaled @ weights) - float(np.log(np.diag(factor)).sum())
+        fits.append((evidence, kernel, factor, weights))
+    _, kernel, factor, weights = max(fits, key=itemgetter(0))
+    cross = _likeness(others, points, *kernel)
+    spread = np.sqrt(np.clip(1.0 - (np.linalg.solve(factor, cross.T) ** 2).sum(0), 1e-12, None))
+    return cross @ weights * scale + mean, spread * scale
 
 
 def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
@@ -165,7 +157,7 @@ def propose(space: Space, trials: Sequence[Trial], random: np.random.Generator) 
         best = sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)
         known = [*best[: _REMEMBERED // 2], *latest]
     points, values = np.stack([space.vector(trial.skip) for trial in known]), [trial.value for trial in known]
-    mean, spread = GaussianProcess(points, np.array(values)).predict(np.stack([space.vector(skip) for skip in pool]))
+    mean, spread = predict(points, np.array(values), np.stack([space.vector(skip) for skip in pool]))
     return pool[int((mean + _KAPPA * spread).argmax())]
 
 
