@@ -33,8 +33,7 @@ class DraftContext:
     """Everything a drafter may look at, for the B rows that share it."""
 
     rows: Sequence[int]  # (B,) cache row of each sequence; stays the same while a sequence lives
-    tokens: Sequence[Sequence[int]]
-    """(B,) all committed tokens of each row, prompt included; the last one is the root. They grow with the text."""
+    tokens: Sequence[Sequence[int]]  # (B,) committed tokens, the prompt first, the root last; they grow with the text
     prompt_lengths: Sequence[int]  # (B,) how many of the tokens are the prompt's
     fresh: Sequence[int]  # (B,) how many of the last tokens this drafter has not been shown; 0 in `Drafter.propose`
     samplers: Sequence[Sampler]  # (B,) the sampling parameters of each row, as makers of distributions
@@ -43,8 +42,7 @@ class DraftContext:
     """What the drafter required, (B, F, H), left aligned: one state for each fresh token but a sequence's very first:
     that of the token *before* it. So entry i belongs to token ``len(tokens) - 1 - count + i``, where count is
     ``min(fresh, len(tokens) - 1)``, and the last one to the token before the root."""
-    predictions: Sequence[Sequence[int]] = ()
-    """(B,) the answer that each row's client predicted, token ids; empty where there is none, or for all rows."""
+    predictions: Sequence[Sequence[int]] = ()  # (B,) token ids that each client predicted as the answer, if it did
     cache_salts: Sequence[str | None] = ()
     """(B,) the isolation domain of each row; None, or empty for all rows: the one that requests without a salt share.
     What is learned from a row may change drafts for rows of its own domain and of no other, see `PerDomain`."""
@@ -135,8 +133,7 @@ class DrafterSetup:
     pass_ms: Callable[[int], float] | None = None
     """Milliseconds of the target's pass over one row with so many drafted nodes, measured at the first call; None: not
     known, and no reason to draft less."""
-    failures: Counter[int] = field(default_factory=Counter)
-    """Times that the drafters of the engine, members of others included, failed each cache row, until somebody asks."""
+    failures: Counter[int] = field(default_factory=Counter)  # By cache row: how often drafters, members too, failed it
 
 
 class Drafter:

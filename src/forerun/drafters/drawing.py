@@ -340,8 +340,7 @@ class Draws:
     numbers: tuple[Tensor, ...]
     """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
     settings (B, 5), see `sampling.settings_of`."""
-    processing: Processing | None
-    """What penalties, biases and bans do to the logits, if anything; calls of one `key` differ in it and `numbers`."""
+    processing: Processing | None  # Penalties, biases and bans; calls of one `key` differ in it and `numbers`
 
     @classmethod
     def of(

@@ -21,12 +21,9 @@ from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.types import Budget, DraftKind, Drawn
 
-Descend = Callable[[Tensor, range], Tensor]
-"""(ids (B, K) of all nodes so far, node ids of the last level) -> raw logits (B, F, V) of that level's nodes."""
-Enough = Callable[[int, Children], bool]
-"""(depth of the parents, their children) -> whether no further level is wanted. No node that it saw is taken back."""
-Expand = Callable[[Tensor, Tensor], Tensor]
-"""(tokens (B, F), index of each one's parent in the level before (B, F)) -> raw logits (B, F, V')."""
+Descend = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, the last level) -> its raw logits (B, F, V)
+Enough = Callable[[int, Children], bool]  # (depth of the parents, children) -> whether to stop; no node is taken back
+Expand = Callable[[Tensor, Tensor], Tensor]  # (tokens, parents in the level before (B, F)) -> raw logits (B, F, V')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,8 +187,7 @@ class TreeOptions:
 
     num_speculative_tokens: int = 8  # Length of the chain, tokens; a tree's depth is that of `shape`
     shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...; None drafts a chain
-    tree: Sequence[int] | None = None
-    """Any tree instead: the parent of node 1, 2, ..., 0 the root, level by level. `forerun plan` finds the best."""
+    tree: Sequence[int] | None = None  # Any tree instead: parents of node 1, 2, ..., 0 the root; see `forerun plan`
     draw: str = "auto"  # ``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``
     temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
 

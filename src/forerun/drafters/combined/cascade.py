@@ -239,8 +239,7 @@ class InnerRow(Row):
 
     outer: Rng  # Of the outer level's step
     begun: int  # Committed tokens when the draft began
-    probs: dict[int, Tensor] = field(default_factory=dict)
-    """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
+    probs: dict[int, Tensor] = field(default_factory=dict)  # By place in the chain: (V,) its token was drawn from it
     drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
     certainty: list[float] = field(default_factory=list)  # At temperature 0: the draft model's probability of each
 

@@ -220,8 +220,7 @@ class Stop(StrEnum):
     ADAEDL = "adaedl"  # The bound ``1 - sqrt(0.2 entropy)`` on acceptance is below it (AdaEDL, arXiv 2410.18351)
 
 
-DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}
-"""Threshold of each rule; SVIP and AdaEDL tune theirs to the pair of models."""
+DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}  # Thresholds; SVIP and AdaEDL tune theirs
 ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
 
 

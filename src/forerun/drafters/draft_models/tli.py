@@ -35,8 +35,7 @@ class TliConfig(DraftModelConfig):
 
     tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
     target_tokenizer: Any = None  # The target's; None takes the engine's
-    min_shared: float = 0.05
-    """Refuse to draft with fewer common tokens: below 1 a share of the smaller vocabulary, else a number of tokens."""
+    min_shared: float = 0.05  # Least common tokens: below 1 a share of the smaller vocabulary, else a number of them
 
     def __post_init__(self) -> None:
         self.check("tli")

@@ -41,8 +41,7 @@ class SuffixAutomaton:
         self._index: dict[int, int] = {}  # (state, token) to further transition
         self._link[self._new(0, 0)] = NONE
         self._last = ROOT
-        self._deep, self._deep_length = ROOT, 0
-        """State of the text's last `depth` tokens (fewer at the beginning), and how many these are."""
+        self._deep, self._deep_length = ROOT, 0  # State of the text's last `depth` tokens, and how many these are
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -42,14 +42,12 @@ _RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9  # Draft & Verify's beta
 class SkipLayersConfig(TreeOptions):
     """Options of `skip_layers`."""
 
-    skip: Sequence[str] | str | None = None
-    """Sub-layers to leave out, ``["3.attn", "3.mlp", ...]``, or the file that ``forerun tune skip-layers`` wrote."""
+    skip: Sequence[str] | str | None = None  # Sub-layers to leave out, ``["3.attn", ...]``, or the file of the tuner
     search: str | None = None  # ``swift`` searches the set while decoding, instead of `skip`
     skip_ratio: float = SKIP_RATIO  # Share of all sub-layers that ``swift`` skips, 0..1
     search_window: int = WINDOW  # Drafted nodes over which ``swift`` judges a set
     search_patience: int = PATIENCE  # ``swift`` ends after so many sets in a row that were no better
-    stop_below: float | None = None
-    """Draft no deeper once every last node of a row is less likely than this, 0..1; None drafts the whole shape."""
+    stop_below: float | None = None  # Draft no deeper once all last nodes are less likely, 0..1; None: the whole shape
     adapt_threshold: bool = False
     """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are accepted. Without
     `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones."""

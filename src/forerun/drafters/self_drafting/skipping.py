@@ -186,8 +186,7 @@ class Search:
 
 FORMAT = "forerun-skip-layers"
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)
-"""What makes a set of sub-layers transferable: two checkpoints that agree in these are taken for relatives."""
+_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)  # Models that agree in these are taken for relatives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
