@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from drafters.test_skip_layers import LAYERS, TEXT, deep
 from forerun import SamplingParams
-from forerun.drafters.self_drafting.skip_layers import GOOD_ENOUGH, OnlineSearch
+from forerun.drafters.self_drafting.skip_layers import GOOD_ENOUGH, OnlineSearch, SkipLayersConfig
 from forerun.drafters.self_drafting.skipping import (
     Search,
     SkipSet,
@@ -98,6 +98,10 @@ def agreement_of(skip: SkipSet) -> float:
     return 1.0 - sum(0.02 if 3 <= layer <= 6 else 0.3 for layer, _ in skip) / 2
 
 
+def searching(ratio: float = 0.3, **options: int) -> OnlineSearch:
+    return OnlineSearch(10, SkipLayersConfig(search="swift", skip_ratio=ratio, **options))  # type: ignore[arg-type]
+
+
 def decode(search: OnlineSearch, steps: int, seed: int = 0) -> None:
     random = np.random.default_rng(seed)
     for _ in range(steps):
@@ -106,7 +110,7 @@ def decode(search: OnlineSearch, steps: int, seed: int = 0) -> None:
 
 
 def test_swift_finds_a_better_set_than_it_began_with_and_keeps_first_and_last() -> None:
-    search = OnlineSearch(10, 0.3, patience=200)
+    search = searching(search_patience=200)
     begin = agreement_of(search.best)
     decode(search, 1500)
     assert len(search.best) == 6
@@ -115,7 +119,7 @@ def test_swift_finds_a_better_set_than_it_began_with_and_keeps_first_and_last() 
 
 
 def test_swift_ends_at_its_score_and_then_only_the_best_drafts() -> None:
-    search = OnlineSearch(10, 0.3, window=16)
+    search = searching(search_window=16)
     while not search.done:
         skip = search.choose()
         search.observe(skip, 8, 8)
@@ -124,7 +128,7 @@ def test_swift_ends_at_its_score_and_then_only_the_best_drafts() -> None:
 
 
 def test_swift_loses_patience() -> None:
-    search = OnlineSearch(10, 0.3, window=16, patience=5)
+    search = searching(search_window=16, search_patience=5)
     first = search.best
     for _ in range(60):
         skip = search.choose()
@@ -134,7 +138,7 @@ def test_swift_loses_patience() -> None:
 
 def test_a_lucky_set_is_replaced() -> None:
     """The best set's score is measured on while it drafts."""
-    search = OnlineSearch(10, 0.3, window=16)
+    search = searching(search_window=16)
     first = search.best
     for _ in range(8):
         search.observe(search.choose(), 7, 8)
@@ -147,7 +151,7 @@ def test_a_lucky_set_is_replaced() -> None:
 @pytest.mark.parametrize("ratio", [0.01, 0.95])
 def test_a_ratio_that_leaves_no_choice_is_refused(ratio: float) -> None:
     with pytest.raises(ArgumentError, match="skip_ratio"):
-        OnlineSearch(10, ratio)
+        searching(ratio)
 
 
 def test_what_a_set_is_worth_written_out() -> None:

@@ -148,8 +148,8 @@ def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[Tokens]
     length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)
     if length < 1:
         raise ArgumentError(f"answers of {plan.max_tokens} tokens leave no room for a prompt in {llm.max_model_len}")
-    tokens = [list(llm.tokenizer(text, verbose=False)["input_ids"])[:length] for text in prompts[: plan.prompts]]
-    tokens = [prompt for prompt in tokens if prompt]
+    texts = (llm.tokenizer(text, verbose=False)["input_ids"] for text in prompts[: plan.prompts])
+    tokens = [list(prompt[:length]) for prompt in texts if len(prompt)]
     if not tokens:
         raise ArgumentError("certify needs at least one prompt that is not empty")
     return tokens

@@ -225,10 +225,8 @@ ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
 
 
 def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor:
-    """(..,) bool: whether to draft behind a token that is drawn from these distributions (.., V); with the rule's own
-    threshold where none is given."""
-    if rule is Stop.NEVER:
-        return torch.ones(probs.shape[:-1], dtype=torch.bool, device=probs.device)
+    """(..,) bool: whether to draft behind a token drawn from these distributions (.., V), by any rule but `NEVER`; its
+    own threshold where none is given."""
     threshold = DEFAULTS[rule] if threshold is None else threshold
     if rule is Stop.CONFIDENCE:
         return probs.amax(-1) >= threshold

@@ -70,9 +70,17 @@ class PredictionDrafter(Drafter):
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
         for index, tokens in enumerate(context.tokens):
-            row = self._row(context, index)
+            row, parent = self._row(context, index), 0
             self._read(row, tokens)
-            row.drafted = self._draft(trees[index], row, min(budget.nodes[index], budget.depth[index]))
+            row.drafted, alignment = None, row.alignment
+            if alignment.position is None:
+                continue
+            length = min(budget.nodes[index], budget.depth[index], self.config.num_speculative_tokens)
+            if alignment.edited:
+                length = min(length, _TRUST * alignment.matched)
+            row.drafted, source = Drafted(trees[index], row.acceptance), "edited" if alignment.edited else "prediction"
+            for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
+                parent = row.drafted.add(token, parent, by_match(source, alignment.matched + offset))
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -95,19 +103,6 @@ class PredictionDrafter(Drafter):
         for token in tokens[row.read :]:
             row.alignment.advance(token)
         row.read = max(row.read, len(tokens))
-
-    def _draft(self, tree: TokenTree, row: _Row, most: int) -> Drafted | None:
-        alignment = row.alignment
-        if alignment.position is None:
-            return None
-        length = min(most, self.config.num_speculative_tokens)
-        if alignment.edited:
-            length = min(length, _TRUST * alignment.matched)
-        drafted, parent = Drafted(tree, row.acceptance), 0
-        source = "edited" if alignment.edited else "prediction"
-        for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
-            parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))
-        return drafted
 
 
 def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequence[int]:

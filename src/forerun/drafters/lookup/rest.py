@@ -66,35 +66,27 @@ class RestDrafter(Drafter):
                 drafted.learn(tokens[len(tokens) - fresh :])
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        trees = context.trees()
+        trees, config = context.trees(), self.config
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
             self._rows.pop(row_id, None)
-            acceptance = self._estimates.of(context.salt(index))
-            drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth, acceptance)
-            if drafted is not None:
-                self._rows[row_id], trees[index] = drafted, drafted.tree
+            if nodes < 1 or depth < 1:
+                continue
+            match = self.store.longest(tokens, shortest=config.min_match, longest=config.max_match)
+            if match is None:
+                continue
+            found = self.store.continuations(match, min(config.num_speculative_tokens, depth), config.max_hits)
+            trie, acceptance = merge(found, min(nodes, config.nodes)), self._estimates.of(context.salt(index))
+            evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
+            confidence = [acceptance.estimate(*one) for one in evidence]
+            trees[index] = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
+            drafted = self._rows[row_id] = Drafted(trees[index], acceptance)
+            drafted.evidence = dict(enumerate(evidence, start=1))
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id in rows:
             self._rows.pop(row_id, None)
-
-    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int, acceptance: Acceptance) -> Drafted | None:
-        length = min(self.config.num_speculative_tokens, depth)
-        if nodes < 1 or length < 1:
-            return None
-        match = self.store.longest(tokens, shortest=self.config.min_match, longest=self.config.max_match)
-        if match is None:
-            return None
-        found = self.store.continuations(match, length, self.config.max_hits)
-        trie = merge(found, nodes)
-        evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
-        confidence = [acceptance.estimate(*one) for one in evidence]
-        tree = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
-        drafted = Drafted(tree, acceptance)
-        drafted.evidence = dict(enumerate(evidence, start=1))
-        return drafted
 
 
 def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:

@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from forerun.core.acceptance import Acceptance, Evidence, by_match
@@ -142,17 +143,15 @@ class SuffixDrafter(Drafter):
 
     def _best_draft(self, row: _Row, nodes: int, depth: int) -> Drafted | None:
         """The draft with most expected tokens, of the request's own text at equality; None without any match."""
-        config, best, most = self.config, None, 0.0
+        config, drafts = self.config, list[tuple[Drafted, float]]()
         positions = [("request", row.automaton, *row.automaton.repeated())]
         positions += [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
         for source, automaton, state, matched in positions:
             wanted = int(config.max_spec_factor * matched + config.max_spec_offset + 1e-6)
             length = min(config.num_speculative_tokens, wanted, depth)
             if matched >= config.min_match and length > 0 and nodes > 0:
-                drafted, expected = self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length)
-                if best is None or expected > most:
-                    best, most = drafted, expected
-        return best
+                drafts.append(self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length))
+        return max(drafts, key=itemgetter(1), default=(None, 0.0))[0]
 
     def _draft(
         self, row: _Row, automaton: SuffixAutomaton, position: _Position, source: str, nodes: int, depth: int

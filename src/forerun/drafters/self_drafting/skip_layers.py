@@ -26,9 +26,6 @@ from forerun.model import Plan
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
 
-SKIP_RATIO = 0.45
-WINDOW = 32
-PATIENCE = 300
 MAX_CANDIDATES = 1000
 BAYES_EVERY = 25
 GOOD_ENOUGH = 0.95
@@ -44,9 +41,9 @@ class SkipLayersConfig(TreeOptions):
 
     skip: Sequence[str] | str | None = None  # Sub-layers to leave out, ``["3.attn", ...]``, or the file of the tuner
     search: str | None = None  # ``swift`` searches the set while decoding, instead of `skip`
-    skip_ratio: float = SKIP_RATIO  # Share of all sub-layers that ``swift`` skips, 0..1
-    search_window: int = WINDOW  # Drafted nodes over which ``swift`` judges a set
-    search_patience: int = PATIENCE  # ``swift`` ends after so many sets in a row that were no better
+    skip_ratio: float = 0.45  # Share of all sub-layers that ``swift`` skips, 0..1
+    search_window: int = 32  # Drafted nodes over which ``swift`` judges a set
+    search_patience: int = 300  # ``swift`` ends after so many sets in a row that were no better
     stop_below: float | None = None  # Draft no deeper once all last nodes are less likely, 0..1; None: the whole shape
     adapt_threshold: bool = False
     """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are accepted. Without
@@ -79,8 +76,7 @@ class SkipLayersDrafter(SelfDrafter):
         self.search: OnlineSearch | None = None  # What SWIFT knows; None where the set is given
         self.skip: SkipSet  # The sub-layers that the next draft leaves out; may be replaced between steps
         if config.search is not None:
-            window, patience = config.search_window, config.search_patience
-            self.search = OnlineSearch(layers, config.skip_ratio, window=window, patience=patience)
+            self.search = OnlineSearch(layers, config)
             self.skip = self.search.best
         elif isinstance(config.skip, str | Path):
             self.skip = SkipFile.read(Path(config.skip), setup.target).skip
@@ -152,28 +148,26 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
 class OnlineSearch:
     """SWIFT: which set drafts the coming step; learns from how it did.
 
-    As in the paper a fixed share (`ratio`) of all sub-layers is skipped, the first and the last layer are kept,
+    As in the paper a fixed share (`skip_ratio`) of all sub-layers is skipped, the first and the last layer are kept,
     candidates are random but for every 25th, which a Gaussian process proposes (upper confidence bound), and are judged
-    over a `window` of drafted nodes by how often their likeliest token is the target's, until one scores .95 or
-    `patience` in a row were no better. ArgumentError: the ratio leaves no choice.
+    over `search_window` drafted nodes by how often their likeliest token is the target's, until one scores .95 or
+    `search_patience` in a row were no better. ArgumentError: the ratio leaves no choice.
 
     Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
     scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
     that can no longer win is dropped early, and the best set is measured on, so that a lucky one is replaced.
     """
 
-    def __init__(
-        self, layers: int, ratio: float = SKIP_RATIO, *, window: int = WINDOW, patience: int = PATIENCE, seed: int = 0
-    ) -> None:
+    def __init__(self, layers: int, config: SkipLayersConfig) -> None:
         allowed = tuple(sublayer for sublayer in every(layers) if 0 < sublayer[0] < layers - 1)
-        size = round(ratio * 2 * layers)
+        ratio, size = config.skip_ratio, round(config.skip_ratio * 2 * layers)
         if not 1 <= size < len(allowed):
             fitting = f"1 to {len(allowed) - 1} of {2 * layers}: SWIFT keeps the first and the last layer"
             raise ArgumentError(f"skip_layers: skip_ratio {ratio:g} skips {size} sub-layers, expected {fitting}")
         self.space = Space(allowed=allowed, size=size)
         self.candidates = 0  # Judged so far
-        self._window, self._patience = window, patience
-        self._proposing, self._random = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+        self._window, self._patience = config.search_window, config.search_patience
+        self._proposing, self._random = np.random.default_rng(0), np.random.default_rng(1)
         self._best = _Record(evenly(allowed, size))
         self._candidate: _Record | None = None
         self._trials: list[Trial] = []
