@@ -53,9 +53,7 @@ def certify(
     """
     plan = plan or Plan()
     if llm.speculative is None:
-        raise ArgumentError(
-            "there is nothing to certify without a drafter; name one with --drafter (see: forerun drafters)"
-        )
+        raise ArgumentError("nothing to certify without a drafter; name one with --drafter (see: forerun drafters)")
     texts = _token_prompts(llm, prompts, plan)
     if reference is None:
         progress("loading the target as transformers runs it")
@@ -349,9 +347,7 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
     return float((weights * tails).sum())
 
 
-def exact_cells(
-    reference: Reference, prompt: Sequence[int], params: SamplingParams, plan: Plan
-) -> dict[Outcome, float]:
+def exact_cells(reference: Reference, prompt: Tokens, params: SamplingParams, plan: Plan) -> dict[Outcome, float]:
     """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
     likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
     of its own beginning. They sum to 1."""

@@ -107,9 +107,7 @@ DRAFTERS: dict[str, Entry] = {
 AUTO = "auto"
 # Methods that the engine carries out with several drafters; none is a `Drafter` of its own.
 CHOOSERS: dict[str, Entry] = {
-    AUTO: Entry(
-        path="", summary="chooses among the drafters there are, how much to draft, or not at all, by measured cost"
-    )
+    AUTO: Entry(path="", summary="chooses among the drafters, how much to draft, or not at all, by measured cost")
 }
 
 
@@ -161,7 +159,5 @@ def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter
     try:
         config = cls.Config(**options)
     except TypeError as error:
-        raise ArgumentError(
-            f"drafter {name!r}: an option has the wrong type ({error}); given {dict(options)}"
-        ) from error
+        raise ArgumentError(f"drafter {name!r}: an option has a wrong type ({error}); given {dict(options)}") from error
     return cls(config, setup)  # type: ignore[call-arg]

@@ -105,9 +105,7 @@ class FixedTree:
             cuts.append((tree, self._cut(tree, grown, entry, row, 0 if failed else nodes[entry], acceptance)))
         return cuts
 
-    def _cut(
-        self, tree: TokenTree, grown: Grown, entry: int, row: _Row, nodes: int, acceptance: Acceptance
-    ) -> Submitted:
+    def _cut(self, tree: TokenTree, grown: Grown, at: int, row: _Row, nodes: int, acceptance: Acceptance) -> Submitted:
         tokens, parents = [tree.tokens[0], *row.tokens], self.shape.parents
         submitted = Submitted(tokens=tokens, parents=parents, run=grown.run, acceptance=acceptance)
         ids = {0: 0}
@@ -120,7 +118,7 @@ class FixedTree:
             ids[node] = tree.add(tokens[node], ids[parent], drawn=kind, confidence=acceptance.estimate(*evidence))
             if kind is not Drawn.DETERMINISTIC:
                 assert grown.probs is not None
-                tree.set_probs(ids[parent], grown.probs[entry, parent], row.masses[parent])
+                tree.set_probs(ids[parent], grown.probs[at, parent], row.masses[parent])
         return submitted
 
     def _grower(self, context: DraftContext, index: int) -> Grower:

@@ -172,7 +172,6 @@ class Int4Linear(_Rounded):
         return weight.shape[0] % _INT4_OUTPUTS == 0 and any(weight.shape[1] % size == 0 for size in GROUPS)
 
     def product(self, rows: Tensor) -> Tensor:
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            rows.contiguous(), self.rounded, self.group, self.scales
-        )
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        product: Tensor = multiply(rows.contiguous(), self.rounded, self.group, self.scales)
         return product

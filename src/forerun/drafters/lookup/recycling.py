@@ -39,7 +39,7 @@ _TENSOR = "successors"
 _MOST = 80  # Nodes of the paper's tree
 _REGROWN = 64  # Steps between two looks at what an adaptive tree should be
 _SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
-_MOST_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
+_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
 WEIGHT = 32.0  # Observations that the measured rate is worth
 _MEASURED = (
     (0.50, 0.090, 0.040, 0.030, 0.016, 0.014, 0.012, 0.010),
@@ -98,9 +98,7 @@ class RecyclingDrafter(Drafter):
         if config.nodes is None and setup.pass_ms is not None:
             self._nodes = paying(self._prior, setup.pass_ms, _MOST)
         self._shared = self._memory_of(self.matrix)
-        self._memories = PerDomain(
-            self._memory_of, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
-        )
+        self._memories = PerDomain(self._memory_of, size=lambda own: own.matrix.successors.nbytes, most_size=_BYTES)
         self._steps = self._saved = 0
         self._rows: dict[int, Drafted] = {}
         self._covered: dict[int, int] = {}
