@@ -149,9 +149,8 @@ def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter
     known = [field.name for field in fields]
     for option in options:
         if option not in known:
-            raise ArgumentError(
-                f"drafter {name!r} has no option {option!r}; it has {', '.join(known)}.{nearest(option, known)}"
-            )
+            hint = nearest(option, known)
+            raise ArgumentError(f"drafter {name!r} has no option {option!r}; it has {', '.join(known)}.{hint}")
     unset = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [f.name for f in fields if (f.default, f.default_factory) == unset and f.name not in options]
     if missing:

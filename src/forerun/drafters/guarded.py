@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
@@ -224,9 +225,8 @@ class Deferred(Guarded):
 
     def extend(self, context: DraftContext) -> None:
         now = list[int]()
-        for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):
+        for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
-            fresh = context.fresh[index]
             at_once = row.asked or (bool(context.hidden_states) and fresh + row.held() > _MOST_STATES)
             if at_once and row.shown == len(tokens) - fresh and not row.states:
                 now.append(index)
@@ -271,7 +271,7 @@ class Deferred(Guarded):
         rows = [self._rows[context.rows[index]] for index in late]
         fresh = [len(context.tokens[index]) - row.shown for index, row in zip(late, rows, strict=True)]
         hidden_states = {
-            boundary: _padded([torch.cat(row.states[boundary]) for row in rows])
+            boundary: pad_sequence([torch.cat(row.states[boundary]) for row in rows], batch_first=True)
             for boundary in self.requires
             if all(boundary in row.states for row in rows)
         }
@@ -297,11 +297,6 @@ class _Row:
         return max((sum(len(part) for part in parts) for parts in self.states.values()), default=0)
 
 
-def _padded(parts: Sequence[Tensor]) -> Tensor:
-    """(B, F, H), left aligned, from one (F', H) per row."""
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-
-
 # --- what may be submitted --------------------------------------------------------------------------------------------
 
 _ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in float32, may exceed 1
@@ -317,8 +312,7 @@ class Checked(NamedTuple):
 def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
     """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
     Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
-    neither what a node holds decides whether it is among them, nor what was drawn after it, which would bias sampled
-    ones."""
+    neither what a node holds nor what was drawn after it decides that, which would bias sampled ones."""
     try:
         sound = _sound(tree, root, target)
     except Exception as broken:

@@ -58,9 +58,8 @@ class QuantizedSelfDrafter(DraftModelDrafter):
 
 
 def rounded_twin(model: Any, bits: int = 8) -> Any:
-    """The same causal LM with rounded linears in its decoder layers; everything else is shared, nothing is written to.
-    UnsupportedModelError: it has no plain linear layers, they are moved between devices, or torch has no 4-bit
-    kernel."""
+    """The same causal LM with rounded linears in its decoder layers; all else is shared, nothing is written to.
+    UnsupportedModelError: it has no plain linear layers, is not on one device, or torch has no 4-bit kernel."""
     if bits == 4 and model.device.type != "cpu":
         raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
     if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):

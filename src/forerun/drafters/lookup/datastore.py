@@ -1,14 +1,12 @@
 """Datastores for `rest`: a corpus as token ids with a sorted index of positions, memory-mapped.
 
-A directory holds
+A directory, which `training.data.datastore` writes, holds
 
 * ``tokens.bin``, uint32 little endian: `SEPARATOR`, then every document followed by `SEPARATOR`.
 * ``suffixes.bin``, uint32 little endian: places in ``tokens.bin``, those that have a token of their document before
   them and hold one, sorted by the `SORTED_TOKENS` tokens *before* the place, read backwards: the suffix array of the
   reversed text. All places that follow the same words stand together, for any number of words.
 * ``manifest.json``: version, tokenizer, counts, and for both files the bytes and the sha256.
-
-`training.data.datastore` writes one.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ class NgramDrafter(Drafter):
         return DraftKind(chain=self.config.max_branches == 1)
 
     def extend(self, context: DraftContext) -> None:
-        entries = zip(context.rows, context.tokens, context.fresh, strict=True)
-        for index, (row_id, tokens, fresh) in enumerate(entries):
+        for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             if row_id not in self._rows:
                 self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
             row = self._rows[row_id]

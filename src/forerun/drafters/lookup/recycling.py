@@ -115,8 +115,7 @@ class RecyclingDrafter(Drafter):
         return self.config.top_k
 
     def extend(self, context: DraftContext) -> None:
-        entries = zip(context.rows, context.tokens, context.fresh, strict=True)
-        for index, (row_id, tokens, fresh) in enumerate(entries):
+        for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
             if drafted is not None:
                 drafted.learn(tokens[len(tokens) - fresh :])

@@ -196,13 +196,14 @@ class OnlineSearch:
 
     def observe(self, skip: SkipSet, right: int, judged: int) -> None:
         """A step drafted with `skip`: at `right` of `judged` nodes its likeliest token was the target's."""
-        if skip == self._best.skip:
-            self._best.add(right, judged)
-            if self._best.judged > _MEMORY * self._window:
-                self._best.right, self._best.judged = self._best.right / 2, self._best.judged / 2
-        elif self._candidate is not None and skip == self._candidate.skip:
-            self._candidate.add(right, judged)
-            self._judge(self._candidate)
+        record = self._best if skip == self._best.skip else self._candidate
+        if record is None or skip != record.skip:
+            return
+        record.right, record.judged = record.right + right, record.judged + judged
+        if record is not self._best:
+            self._judge(record)
+        elif record.judged > _MEMORY * self._window:
+            record.right, record.judged = record.right / 2, record.judged / 2
 
     def _judge(self, candidate: _Record) -> None:
         """Settle a candidate once its window is full, or once it cannot win any more."""
@@ -257,7 +258,3 @@ class _Record:
     @property
     def score(self) -> float:
         return self.right / self.judged if self.judged else 0.0
-
-    def add(self, right: int, judged: int) -> None:
-        self.right += right
-        self.judged += judged
