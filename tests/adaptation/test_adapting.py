@@ -311,5 +311,5 @@ def test_the_policys_drafters_adapt_inside() -> None:
 
     drafting.wrap(key, around)
     [arm] = drafting._active[key].policy.arms  # type: ignore[union-attr]
-    assert isinstance(arm.drafter.drafter.drafter, Fickle) and seen[0].trainable is not None
+    assert isinstance(arm.drafter.drafter, Fickle) and seen[0].trainable is not None
     exchange(ready(seen[0].trainable, relative(0.3).state_dict()))

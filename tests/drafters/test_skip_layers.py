@@ -275,7 +275,7 @@ def test_a_missing_or_truncated_file_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "skip.json")
     path.write_text(path.read_text()[:40])
     for broken in (path, tmp_path / "none.json"):
-        with pytest.raises(DataError, match="cannot read the skipped"):
+        with pytest.raises(DataError, match="is no JSON"):
             drafter(skip=str(broken))
 
 

@@ -17,7 +17,7 @@ from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters import AUTO
 from forerun.drafters.base import Drafter, DrafterSetup
-from forerun.drafters.guarded import Deferred, Guarded
+from forerun.drafters.guarded import Guarded
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from forerun.engine.costs import PassCost
 from forerun.engine.policy.policy import Policy, policy_for
@@ -33,15 +33,11 @@ _CHANCE_RATE = 0.02
 @dataclass(kw_only=True, slots=True)
 class _Active:
     config: SpeculativeConfig
-    drafters: Sequence[tuple[str, Guarded | Deferred]]  # Name and drafter; several where a policy chooses among them
+    drafters: Sequence[tuple[str, Guarded]]  # Name and drafter; several where a policy chooses among them
     policy: Policy | None
     depth: int  # Most tokens on one path
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     warned: bool = False
-
-    def guarded(self) -> list[Guarded]:
-        """The same, as they were built."""
-        return [drafter.drafter if isinstance(drafter, Deferred) else drafter for _, drafter in self.drafters]
 
     @property
     def drafter(self) -> Drafter:
@@ -178,7 +174,7 @@ class DrafterPool:
     def count_failures(self, rows: Iterable[Row]) -> None:
         """Put down to these rows how often drafters have failed them since this was last asked."""
         for row in rows:
-            row.drafter_errors += self._setup.failures.take(row.cache_row)
+            row.drafter_errors += self._setup.failures.pop(row.cache_row, 0)
 
     def remembers(self, key: str | None) -> bool:
         """Whether what its drafters hold of a row is worth keeping when the answer has ended."""
@@ -191,12 +187,11 @@ class DrafterPool:
             active.policy.forget(rows, lengths)
         else:
             active.drafter.truncate(rows, lengths)
-        active.stats.drafter_errors += sum(self._setup.failures.take(row) for row in rows)  # of no running answer
+        active.stats.drafter_errors += sum(self._setup.failures.pop(row, 0) for row in rows)  # of no running answer
 
     def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
         """Put something around the drafters of a configuration; what they propose and are shown then passes through."""
-        active = self._active[key]
-        for guarded in active.guarded():
+        for _, guarded in self._active[key].drafters:
             guarded.drafter = around(guarded.drafter)
 
     @contextmanager

@@ -33,7 +33,7 @@ from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree, prune
 from forerun.drafters import entry_named
 from forerun.drafters.base import DrafterSetup
-from forerun.drafters.guarded import Deferred, Guarded
+from forerun.drafters.guarded import Deferred
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.engine.measuring import known_or_nominal
@@ -550,8 +550,8 @@ class Policy:
             for member in chosen
             if member in plan.ranked
         }
-        if arm.drafter.drafter.failed:
-            arm.drafter.drafter.failed = False
+        if arm.drafter.failed:
+            arm.drafter.failed = False
             arm.trials.fail(self.steps)
             return
         nodes = shape.nodes(shape.size([plan.counts[member] for member in chosen]), len(chosen))
@@ -629,14 +629,14 @@ def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, co
 
 
 def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) -> Arm:
-    drafter = Guarded.built(config.method, config.drafter_options, setup)
+    drafter = Deferred.built(config.method, config.drafter_options, setup, reproducible=reproducible)
     own = getattr(drafter.drafter, "config", None)
     shape = getattr(own, "shape", None)
     named = len(shape) if shape else getattr(own, "num_speculative_tokens", None)
     return Arm(
         name=config.method,
         key=config.key,
-        drafter=Deferred(drafter, reproducible=reproducible),
+        drafter=drafter,
         copies=entry_named(config.method).copies,
         limit=drafter.depth or named or SETTINGS.unknown_limit,
     )
