@@ -217,8 +217,7 @@ class RequestOutput:
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     time_to_first_token_s: float | None = None  # From the moment the request was queued to its first token
     decode_s: float | None = None  # From the first to the last token
-    num_cached_tokens: int | None = 0
-    """Prompt tokens that were in the cache already and did not have to be read; None: not to be told."""
+    num_cached_tokens: int | None = 0  # Prompt tokens that were in the cache and were not read again; None: untold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -205,7 +205,6 @@ class SlotCache:
                 raise
             needed = like.element_size() * shape[0] * shape[1] * shape[2] * shape[3]
             raise OutOfMemoryError(
-                f"no room on {like.device} for the KV cache: {needed / 2**20:.0f} MiB more were needed for one half of "
-                f"one layer ({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} MiB are allocated. "
-                "Lower rows or slots."
+                f"no room on {like.device} for the KV cache: half a layer needs {needed / 2**20:.0f} MiB more "
+                f"({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} are there. Lower rows or slots."
             ) from error

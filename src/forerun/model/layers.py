@@ -105,10 +105,9 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     depth = min((name.count(".") for name in lists), default=0)
     nearest = beside or [name for name in lists if name.count(".") == depth]
     if len(nearest) != 1:
-        raise UnsupportedModelError(
-            f"{type(base).__name__}: expected one list of as many decoder layers as its configuration counts "
-            f"({count}), found {', '.join(nearest) or 'none'}. {UNSERVED}"
-        )
+        found = ", ".join(nearest) or "none"
+        kind = type(base).__name__
+        raise UnsupportedModelError(f"{kind}: expected one list of {count} decoder layers, found {found}. {UNSERVED}")
     return nearest[0], lists[nearest[0]]
 
 
@@ -226,29 +225,24 @@ _PARTS = {
 }
 
 
-class _Probe(nn.Module):
-    """Stands among the layers of a slice."""
-
-    states: Tensor
+class _Inject(nn.Module):
+    """A layer that returns `states`, whatever came in."""
 
     def __init__(self, attention_type: str | None) -> None:
         super().__init__()
         self.attention_type = attention_type
+        self.states: Any = None
 
-
-class _Inject(_Probe):
-    """A layer that returns `states`, whatever came in."""
-
-    def forward(self, *_args: object, **_kwargs: object) -> Tensor:
+    def forward(self, *_args: object, **_kwargs: object) -> Any:
         return self.states
 
 
-class _Tap(_Probe):
+class _Tap(_Inject):
     """A layer that remembers what came in, and passes it on."""
 
-    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        self.states = hidden_states
-        return hidden_states
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.states = args[0] if args else kwargs["hidden_states"]
+        return self.states
 
 
 class _Nothing(nn.Module):
@@ -276,36 +270,30 @@ class LayerRanges:
 
     def run(self, plan: Plan, inputs: dict[str, Any], states: Tensor | None) -> Tensor:
         """States (B, N, H) at boundary ``plan.stop``; `states` are those at ``plan.start``, None for the embeddings."""
-        model, inject, tap = self._slice(plan.start, plan.stop)
-        if states is not None:
-            inject.states = states
         with self._turn, self._without(plan, inputs["input_ids"].device):
-            model(**inputs)
-        result = tap.states
-        del tap.states
-        inject.__dict__.pop("states", None)
-        return result
+            return self._through(plan.start, plan.stop, inputs, states)[0]
 
     def finish(self, states: Tensor, inputs: dict[str, Any], *, start: int | None = None) -> Tensor:
         """The layers from boundary `start` on (None: no layer), then the final norm: (B, N, H) -> LAST_HIDDEN."""
         end = len(self._layers)
-        model, inject, tap = self._slice(end if start is None else start, end)
-        inject.states = states
         with self._turn:
-            normed: Tensor = model(**inputs).last_hidden_state
-        del tap.states
-        inject.__dict__.pop("states", None)
-        return normed
+            return self._through(end if start is None else start, end, inputs, states)[1]
 
-    def _slice(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
+    def _through(self, start: int, stop: int, inputs: dict[str, Any], states: Tensor | None) -> tuple[Tensor, Tensor]:
+        """States at boundary `stop`, and the same behind the final norm."""
+        if (start, stop) not in self._copies:
+            self._copies[start, stop] = self._copy(start, stop)
+        model, inject, tap = self._copies[start, stop]
+        inject.states = states
+        normed: Tensor = model(**inputs).last_hidden_state
+        result = tap.states
+        inject.states = tap.states = None
+        return result, normed
+
+    def _copy(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
         if getattr(self._base.config, "hidden_size_per_layer_input", None):
             why = "feeds every layer an embedding by its place in the list"
             raise UnsupportedModelError(f"{type(self._base).__name__} {why}: its layers cannot be run in part")
-        if (start, stop) not in self._copies:
-            self._copies[start, stop] = self._copy(start, stop)
-        return self._copies[start, stop]
-
-    def _copy(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
         owner = self._name.rpartition(".")[0]
         config: Any = copy.deepcopy(self._base.get_submodule(owner).config)
         types = getattr(config, "layer_types", None)
@@ -336,13 +324,12 @@ class LayerRanges:
                 module._modules[name] = original
 
     def _sublayer(self, layer: int, part: str) -> str:
-        module = self._layers[layer]
-        for name in _PARTS[part]:
+        module, names = self._layers[layer], _PARTS[part]
+        for name in names:
             if isinstance(getattr(module, name, None), nn.Module):
                 return name
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has no sublayer named {' or '.join(_PARTS[part])}: cannot skip {(layer, part)}"
-        )
+        kind = type(module).__name__
+        raise UnsupportedModelError(f"{kind} has no sublayer named {' or '.join(names)}: cannot skip {(layer, part)}")
 
     def _answer(self, layer: int, part: str, device: torch.device) -> int | None:
         """How many further members the sublayer's answer has; found once by running one token through the model."""

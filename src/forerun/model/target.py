@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from forerun.core.tree import TokenTree
 from forerun.devices import attention_kernels, sent, sent_ints
 from forerun.errors import ArgumentError
+from forerun.model import masks
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Begun, Frame, Nodes, Scored
+from forerun.model.inputs import Begun, Nodes, Scored
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import (
@@ -32,10 +33,9 @@ from forerun.model.layers import (
     turn_of,
 )
 from forerun.model.load import LoadOptions
-from forerun.model.masks import MaskStyle
 from forerun.model.padding import Buckets, Flat, Pass, running
 from forerun.model.prepare import default_slots, prepare
-from forerun.model.recordings import Recordings, recordable
+from forerun.model.recordings import Recordings, bucket, recordable, wide
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
@@ -75,7 +75,7 @@ class Target:
         self.device = device_of(self._embedding)  # Where token ids go in
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
-        self._style = MaskStyle.of(self.config)
+        self._style = masks.MaskStyle.of(self.config)
         self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)
         """Of scoring passes."""
         self._ran: dict[int, int] = {}
@@ -296,13 +296,10 @@ class Target:
         """What one whole pass over `nodes` would give: states (B, N, H) after the final norm, and those asked for."""
         size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
         if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
-            raise ArgumentError(
-                f"a pass over nodes {nodes.start}..{size - 1} cannot resume states of the shape {shape[1:]} in a row; "
-                f"expected (1..{size}, {self.hidden_size}), root first"
-            )
+            expected, span = f"(1..{size}, {self.hidden_size}), root first", f"nodes {nodes.start}..{size - 1}"
+            raise ArgumentError(f"a pass over {span} cannot resume states {shape[1:]} in a row; expected {expected}")
         if not 1 <= begun.boundary <= self.num_layers:
-            allowed = f"the model has the boundaries 1..{self.num_layers}"
-            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; {allowed}")
+            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; there are 1..{self.num_layers}")
         states = self._begin(rows, nodes, begun)
         inputs = self._place(rows, nodes, padded=True)
         states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - size))
@@ -329,13 +326,14 @@ class Target:
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
         """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
-        self._note_passes(rows, nodes)
-        frame = self._frame()
-        packed, width = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
+        packed, width = self._packed(rows, nodes)
         wanted = sorted(boundaries)
 
         def work(*tensors: Tensor) -> list[Tensor]:
-            inputs = frame.enter(tensors, width)
+            *block, places, ids = tensors
+            batch = len(ids)
+            self.cache.begin(range(batch), places, width, index=torch.arange(batch, device=ids.device))
+            inputs = self._inputs(masks.Block(*block), ids, width, None)
             with captured(self._layers, boundaries) as caught, running(Pass()), attention_kernels(self.device):
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
@@ -359,19 +357,70 @@ class Target:
     def _place(
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
     ) -> dict[str, Any]:
-        self._note_passes(rows, nodes)
+        """Keyword arguments for the base model's forward; tells the cache where the tokens go. Padding nodes are
+        written to the dump slot and look at slot 0 alone. The width counts them, so that it is the same for a plain and
+        a speculative step that are padded to the same N. With `flat` the model is handed the real tokens alone, as one
+        sequence; the mask stays that of the rows. `select` is that of `SlotCache.begin`."""
+        committed = self._note_passes(rows, nodes)
+        size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
+        missing, used = size - nodes.fresh, max(committed) + nodes.start + size
+        width = self.buckets.pad_width(used, self.cache.slots, on_cpu=self.device.type == "cpu")
+        host = [*self._structure(committed, nodes, missing, 0), torch.tensor(rows, dtype=torch.int64)]
+        ids = _filled(nodes.ids[:, nodes.start :], missing)
+        if ids.device.type == "cpu":
+            *there, ids = sent([*host, ids], self.device)
+        else:
+            there = sent(host, self.device)
+        *block, places, index = there
+        self.cache.begin(rows, places, width, index=index, real=flat, select=select)
+        return self._inputs(masks.Block(*block), ids, width, flat)
+
+    def _packed(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
+        """Structure and ids of a pass on the device, and its width: sizes are powers of two, and every row stands at
+        its own place in the cache. So one recording serves all rows and texts of about these sizes, and nothing of the
+        cache is copied. Other rows' places, and nodes that are not there, are padding as in `_place`."""
+        committed = self._note_passes(rows, nodes)
+        batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
+        width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
+        *others, slots = self._structure(committed, nodes, missing, missing)
+        host = [*(_spread(part, rows, batch, 0) for part in others), _spread(slots, rows, batch, self.cache.dump)]
+        ids = _filled(nodes.ids[:, nodes.start :], missing)
+        if ids.device.type == "cpu":
+            return sent([*host, _spread(ids, rows, batch, 0)], self.device), width
+        *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
+        return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
+
+    def _structure(self, committed: Sequence[int], nodes: Nodes, missing: int, unseen: int) -> list[Tensor]:
+        """The parts of a `masks.Block`, and slots (B, N): N counts `missing` nodes of padding, M `unseen` ones."""
+        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
+        positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
+        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
+        sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
+        return [
+            lengths.squeeze(1),
+            nn.functional.pad(sees, (0, unseen, 0, missing)) if missing else sees,
+            _filled(positions[:, nodes.start :], missing),
+            _filled(positions, unseen),
+            _filled(slots[:, nodes.start :], missing, self.cache.dump),
+        ]
+
+    def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
+        positions = block.query_positions
+        return {
+            "input_ids": ids if flat is None else flat.flatten(ids),
+            "position_ids": positions if flat is None else flat.flatten(positions),
+            "attention_mask": masks.build(block, self._style, width, self.dtype),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+    def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> list[int]:
+        """Count a pass over the rows; their committed tokens."""
         committed = [self.lengths[row] for row in rows]
-        return self._frame().place(rows, committed, nodes, padded=padded, device=self.device, flat=flat, select=select)
-
-    def _frame(self) -> Frame:
-        return Frame(
-            cache=self.cache, style=self._style, buckets=self.buckets, max_length=self.max_length, dtype=self.dtype
-        )
-
-    def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> None:
         for row in rows:
             self.writes[row] += 1
-        self.cache.touch(rows, [self.lengths[row] + nodes.ids.shape[1] for row in rows])
+        self.cache.touch(rows, [length + nodes.ids.shape[1] for length in committed])
+        return committed
 
     def _forward(
         self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
@@ -406,3 +455,15 @@ class Target:
             if held + reach > self.max_length:
                 context = f"the context of {self.max_length}"
                 raise ArgumentError(f"row {row} holds {held} tokens; {reach} more exceed {context}")
+
+
+def _spread(values: Tensor, rows: Sequence[int], batch: int, rest: int) -> Tensor:
+    """(B', ..) -> (B, ..): each row at its own place, `rest` elsewhere."""
+    spread = values.new_full((batch, *values.shape[1:]), rest)
+    spread[list(rows)] = values
+    return spread
+
+
+def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
+    """(B, N) -> (B, N + missing)"""
+    return nn.functional.pad(values, (0, missing), value=value) if missing else values

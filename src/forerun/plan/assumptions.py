@@ -77,14 +77,11 @@ def assumed_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
     share = 1 - (1 - HOT) * min(temperature, 1.0)
     tokens = max(1.0, kind.tokens * share)
     alpha = alpha_of(tokens, kind.k)
-    notes = [
-        f"acceptance {alpha:.2f}: a trained head reaches {kind.tokens:.2f} tokens per pass with K = {kind.k} on {text} "
-        f"({kind.source})"
-    ]
+    reached = f"{kind.tokens:.2f} tokens per pass with K = {kind.k} on {text} ({kind.source})"
+    notes = [f"acceptance {alpha:.2f}: a trained head reaches {reached}"]
     if temperature > 0:
-        notes.append(
-            f"times {share:.2f} at temperature {temperature:g} (LK losses, three models, K = 7: T = 1 over T = 0)"
-        )
+        source = "LK losses, three models, K = 7: T = 1 over T = 0"
+        notes.append(f"times {share:.2f} at temperature {temperature:g} ({source})")
     return alpha, notes
 
 
@@ -133,23 +130,18 @@ def device_named(name: str) -> Device:
         key = key.removeprefix(prefix)
     for suffix in _SUFFIXES:
         key = key.removesuffix(suffix)
-    found = DEVICES.get(key)
-    if found is None:
-        raise ArgumentError(
-            f"unknown device {name!r}; there are {', '.join(DEVICES)}.{nearest(key, DEVICES)} For another one give "
-            "--tflops and --bandwidth"
-        )
-    return found
+    if key not in DEVICES:
+        known = f"there are {', '.join(DEVICES)}.{nearest(key, DEVICES)} For another one give --tflops and --bandwidth"
+        raise ArgumentError(f"unknown device {name!r}; {known}")
+    return DEVICES[key]
 
 
 def dtype_named(name: str) -> str:
     """One of `BYTES`, from its usual names, else an ArgumentError."""
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in BYTES:
-        known = [*_ALIASES, *BYTES]
-        raise ArgumentError(
-            f"unknown dtype {name!r}; there are bf16, fp16, fp32, fp8, int8, int4.{nearest(key, known)}"
-        )
+        near = nearest(key, [*_ALIASES, *BYTES])
+        raise ArgumentError(f"unknown dtype {name!r}; there are bf16, fp16, fp32, fp8, int8, int4.{near}")
     return key
 
 
@@ -175,16 +167,13 @@ class Size:
         if self.active_params is None or self.experts is None or self.experts_per_token is None:
             return
         if not 0 < self.active_params <= self.params or not 1 <= self.experts_per_token < self.experts:
-            raise ArgumentError(
-                f"active parameters must be in 0..{self.params:g} and experts per token in 1..{self.experts - 1}, "
-                f"got {self.active_params:g} and {self.experts_per_token}"
-            )
+            allowed = f"in 0..{self.params:g} and experts per token in 1..{self.experts - 1}"
+            got = f"{self.active_params:g} and {self.experts_per_token}"
+            raise ArgumentError(f"active parameters must be {allowed}, got {got}")
         if self.shared < 0:
             share = self.params * self.experts_per_token / self.experts
-            raise ArgumentError(
-                f"{self.active_params:g} active parameters are too few: {self.experts_per_token} of {self.experts} "
-                f"experts alone hold up to {share:g}"
-            )
+            why = f"{self.experts_per_token} of {self.experts} experts alone hold up to {share:g}"
+            raise ArgumentError(f"{self.active_params:g} active parameters are too few: {why}")
 
     @property
     def active(self) -> float:
@@ -294,9 +283,8 @@ class Roofline:
     @property
     def balance(self) -> float:
         """Tokens in a pass at which peak arithmetic takes as long as reading all weights at peak bandwidth."""
-        return (
-            self.device.tflops * BYTES[self.dtype] / (2 * self.device.bandwidth) * self.size.params / self.size.active
-        )
+        per_byte = self.device.tflops / (2 * self.device.bandwidth)
+        return per_byte * BYTES[self.dtype] * self.size.params / self.size.active
 
     def free_nodes(self, rows: int = 1, context: int = 0) -> int:
         """Most nodes per row that cost at most `FREE_PASS` plain passes."""

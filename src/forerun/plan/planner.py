@@ -112,7 +112,7 @@ def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, dept
         acceptance,
         level_cost=load.draft(load.rows).level_ms / plain,
         verify=lambda count: load.cost.pass_ms(count, load.rows, load.context),
-        sizes=range(1, nodes + 1),
+        nodes=nodes,
         depth=depth,
     )
 
@@ -131,12 +131,9 @@ def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None) -> 
     """The verdict at the best draft length of the `drafter` that was measured, or of the methods that published figures
     favour for a kind of `text`."""
     best = found.best
-    gain = f"{best.speedup:.2f} x plain decoding with K = {best.k} at batch {load.rows}"
-    if found.unbounded:
-        gain = (
-            f"{best.speedup:.2f} x plain decoding with K = {best.k}, the longest looked at: drafting and verifying "
-            "count as free, so longer is always better"
-        )
+    gain = f"{best.speedup:.2f} x plain decoding with K = {best.k}"
+    free = "the longest looked at: drafting and verifying count as free, so longer is always better"
+    gain += f", {free}" if found.unbounded else f" at batch {load.rows}"
     if found.asked.k != best.k:
         gain += f" (K = {found.asked.k}: {found.asked.speedup:.2f} x)"
     if best.k == 0:
@@ -164,17 +161,13 @@ def _method(text: str | None, rows: int) -> tuple[str | None, list[str]]:
     """What published figures favour, as far as forerun has it."""
     kind = TEXTS.get(text.lower()) if text is not None else None
     if kind is None or kind.trained is None or kind.untrained is None:
-        notes = [
-            "a head trained for the target (eagle3) where there is one; ngram or suffix where answers repeat "
-            "their prompt (edits, summaries)"
-        ]
-        return "eagle3", notes
+        head = "a head trained for the target (eagle3) where there is one"
+        return "eagle3", [f"{head}; ngram or suffix where answers repeat their prompt (edits, summaries)"]
     options = [option for option in (kind.trained, kind.untrained) if option[0] in DRAFTERS]
     name = max(options or [kind.trained], key=lambda option: option[1])[0]
-    notes = [
-        f"Spec-Bench, {text}, Vicuna-7B on an A100, batch 1, T = 0: without training {kind.untrained[0]} "
-        f"{kind.untrained[1]:.2f} x, trained {kind.trained[0]} {kind.trained[1]:.2f} x"
-    ]
+    without, trained = (f"{method} {gain:.2f} x" for method, gain in (kind.untrained, kind.trained))
+    setting = f"Spec-Bench, {text}, Vicuna-7B on an A100, batch 1, T = 0"
+    notes = [f"{setting}: without training {without}, trained {trained}"]
     if rows > 1:
         notes.append(f"published at batch 1; here the batch is {rows}")
     return name, notes

@@ -259,9 +259,8 @@ class _Request(Request):
         try:
             return self.kind.model_validate(value)
         except ValidationError as error:
-            raise RequestValidationError(
-                [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-            ) from None
+            errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+            raise RequestValidationError(errors) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

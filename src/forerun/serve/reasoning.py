@@ -39,10 +39,8 @@ def marks_of(parser: str, template: str) -> Marks | None:
     if len(both) == 2:
         return Marks(both[0], both[1])
     known = ("auto", "none", *PARSERS)
-    raise ArgumentError(
-        f"reasoning-parser is one of {', '.join(known)}, or two marks such as '<think> </think>', got {parser!r}."
-        + nearest(parser, known)
-    )
+    expected = f"one of {', '.join(known)}, or two marks such as '<think> </think>'"
+    raise ArgumentError(f"reasoning-parser is {expected}, got {parser!r}.{nearest(parser, known)}")
 
 
 def begins_inside(marks: Marks, prompt: str) -> bool:

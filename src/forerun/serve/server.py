@@ -115,10 +115,8 @@ def allow_files(count: int) -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and count > hard:
-        raise ArgumentError(
-            f"{count} open files are needed and {hard} allowed: lower --max-connections by {count - hard}, "
-            "or raise the limit (ulimit -Hn, LimitNOFILE=)"
-        )
+        remedy = f"lower --max-connections by {count - hard}, or raise the limit (ulimit -Hn, LimitNOFILE=)"
+        raise ArgumentError(f"{count} open files are needed and {hard} allowed: {remedy}")
     if soft != resource.RLIM_INFINITY and soft < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 

@@ -62,15 +62,16 @@ class CompiledForward:
             with running(this):
                 result = self._run(inputs)
         except Exception as error:
-            log.warning(
-                "compilation failed, going on without: %s", (str(error) or type(error).__name__).splitlines()[0]
-            )
             log.debug("compilation failed", exc_info=error)
-            self.failed = True
-        if not self.failed and this.attended != self.layers:
-            log.warning("compilation failed, going on without: the model keeps the cache from its attention function")
-            self.failed = True
-        return self.plain(**kwargs) if self.failed else result
+            return self._give_up((str(error) or type(error).__name__).splitlines()[0], kwargs)
+        if this.attended != self.layers:
+            return self._give_up("the model keeps the cache from its attention function", kwargs)
+        return result
+
+    def _give_up(self, why: str, kwargs: dict[str, Any]) -> Any:
+        log.warning("compilation failed, going on without: %s", why)
+        self.failed = True
+        return self.plain(**kwargs)
 
     def _fits(self, kwargs: dict[str, Any]) -> bool:
         needed = {"input_ids", "position_ids", "attention_mask", "past_key_values"}

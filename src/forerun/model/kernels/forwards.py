@@ -116,9 +116,10 @@ class GatedForward(_JointForward):
     def __call__(self, states: Tensor) -> Tensor:
         if not native.takes_states(states) or not self.intact():
             mixed: Tensor = self.plain(states)
-            return mixed
-        result: Tensor = self.module._modules["down_proj"](native.silu_and_mul(self.joint.apply(states)))  # type: ignore[misc]
-        return result
+        else:
+            down: Any = self.module._modules["down_proj"]
+            mixed = down(native.silu_and_mul(self.joint.apply(states)))
+        return mixed
 
     def answers(self, forward: Any) -> list[Tensor]:
         return [forward(_random(1, 3, self.joint.in_features))]

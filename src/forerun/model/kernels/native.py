@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,10 +75,9 @@ def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
     path = cache_root() / "kernels" / f"{name}-{version()}.so"
     try:
         return _open(path, loader)
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        log.warning("%s is not used: %s; compiling it anew", path, error)
+        if not isinstance(error, FileNotFoundError):
+            log.warning("%s is not used: %s; compiling it anew", path, error)
     try:
         with written(path) as fresh:
             _compile(name, fresh)
@@ -109,31 +109,28 @@ def _compile(name: str, to: Path) -> None:
 
 def _compiler() -> str:
     names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    found = next((path for path in map(shutil.which, names) if path is not None), None)
-    if found is None:
+    if (found := next(filter(None, map(shutil.which, names)), None)) is None:
         raise FileNotFoundError(f"no C compiler ({', '.join(names)})")
     return found
 
 
 DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
-_STRIDES = {
-    "query": ("batch", "head", "row"),
-    "key": ("batch", "head", "slot"),
-    "value": ("batch", "head", "slot"),
-    "mask": ("batch", "row"),
-}
+
+
+def _fields(pointers: str, counts: str, floats: str) -> list[tuple[str, Any]]:
+    """Of a C structure that ends with the number of threads."""
+    kinds = ((pointers, ctypes.c_void_p), (counts, ctypes.c_int64), (floats, ctypes.c_float))
+    return [*((name, kind) for names, kind in kinds for name in names.split()), ("threads", ctypes.c_int32)]
 
 
 class _Problem(ctypes.Structure):
     """`Problem` of ``attend.c``."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "rows", "out")),
-        *((name, ctypes.c_int64) for name in ("batch", "held", "heads", "key_heads", "count", "width")),
-        *((name, ctypes.c_int64) for name in ("depth", "value_depth")),
-        *((f"{name}_{axis}", ctypes.c_int64) for name, axes in _STRIDES.items() for axis in axes),
-        ("scale", ctypes.c_float),
-        ("threads", ctypes.c_int32),
+    _fields_ = _fields(
+        "query key value mask rows out",
+        "batch held heads key_heads count width depth value_depth query_batch query_head query_row "
+        "key_batch key_head key_slot value_batch value_head value_slot mask_batch mask_row",  # Strides
+        "scale",
     )
 
 
@@ -209,13 +206,10 @@ _ARGUMENTS = {
 class _Placing(ctypes.Structure):
     """`Placing` of ``fused_ops.c``."""
 
-    _fields_ = (
-        *((name, _POINTER) for name in ("states", "cosine", "sine", "query_norm", "key_norm", "places")),
-        *((name, _POINTER) for name in ("query", "keys", "values")),
-        *((name, _COUNT) for name in ("tokens", "slots", "heads", "key_heads", "depth")),
-        ("query_epsilon", ctypes.c_float),
-        ("key_epsilon", ctypes.c_float),
-        ("threads", ctypes.c_int32),
+    _fields_ = _fields(
+        "states cosine sine query_norm key_norm places query keys values",
+        "tokens slots heads key_heads depth",
+        "query_epsilon key_epsilon",
     )
 
 
@@ -345,5 +339,5 @@ def rope_and_write(
 
 def _library() -> ctypes.CDLL:
     found = fused_kernels()
-    assert found is not None, "takes_states() or takes_attention() is asked first"
+    assert found is not None, "takes_states() is asked first"
     return found

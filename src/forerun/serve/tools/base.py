@@ -294,15 +294,12 @@ class FieldFormat(ToolFormat):
             return lark.rule(" | ".join(literal(option) for option in options))
         unwritable = next((keyword for keyword in _UNWRITABLE if keyword in schema), None)
         if function.strict and unwritable is not None:
-            raise ArgumentError(
-                f"strict function {function.name!r}: {unwritable!r} cannot be enforced in this model's calls"
-            )
+            raise ArgumentError(f"strict function {function.name!r}: {unwritable!r} cannot be enforced in its calls")
         return None
 
 
 def _options(schema: Mapping[str, Any]) -> list[Any]:
-    options: list[Any] = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return options
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
 
 
 def _is_text(schema: Any) -> bool:
