@@ -117,7 +117,6 @@ class StepTrace:
 
     @property
     def emitted(self) -> int:
-        """Tokens that this step committed."""
         return len(self.path) + 1
 
 

@@ -38,11 +38,6 @@ class _Window:
         return seen.transpose(1, 2)
 
 
-def contiguous(rows: Sequence[int]) -> bool:
-    """Whether the rows follow each other, so that they are read where they lie."""
-    return list(rows) == list(range(rows[0], rows[0] + len(rows)))
-
-
 class SlotCache:
     """Keys and values of `rows` sequences with `slots` tokens each, allocated as layers are first seen."""
 
@@ -82,8 +77,9 @@ class SlotCache:
         places = self._places(index, slot_ids)
         flat = (places if real is None else real.flatten(places)).flatten()
         before = width - slot_ids.shape[1]
-        scattered = anywhere or not contiguous(rows)
-        self._window = _Window(flat, index, scattered, select, rows[0], len(rows), width, before)
+        first, count = rows[0], len(rows)  # rows that follow each other are read where they lie
+        scattered = anywhere or list(rows) != list(range(first, first + count))
+        self._window = _Window(flat, index, scattered, select, first, count, width, before)
         self._windows = {flat.device: self._window}
 
     def go_on(self, slot_ids: Tensor) -> None:

@@ -76,7 +76,6 @@ class Nodes:
 
     @property
     def fresh(self) -> int:
-        """Tokens of a row that this pass runs."""
         return self.ids.shape[1] - self.start
 
     def begun(self, writes: Sequence[int], boundaries: Set[Boundary]) -> Begun | None:

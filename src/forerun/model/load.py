@@ -106,7 +106,6 @@ class LoadOptions:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """Arguments of every access to the hub."""
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
     def first_device(self) -> torch.device:
@@ -275,7 +274,6 @@ def without_wrapper(model: Any) -> Any:
 
 
 def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
-    """Raise CheckpointError, naming them, for tensors that are missing, unexpected or misshapen."""
     misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
     complaints = [
         f"missing: {_some(found['missing_keys'])}" if found["missing_keys"] else "",

@@ -58,7 +58,6 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def _difference(target: Target, begin: Begin, parents: Sequence[int]) -> float:
-    """`spread_error` between the logits of a tree scored whole and resumed."""
     ids = [(7919 * index + 13) % target.vocab_size for index in range(3 + len(parents))]
     tree = TokenTree(ids[2])
     for token, parent in zip(ids[3:], parents, strict=True):

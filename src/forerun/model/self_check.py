@@ -1,13 +1,11 @@
 """The proof at load time that a model can be verified: trees and unequal rows against plain forwards.
 
 Two rows of unequal length are prefilled, a branching tree is scored, different paths are kept, and a second tree
-stands on what was gathered. Every logit is compared with a forward of the same tokens without cache and mask through
-the model as it was before anything was repacked. Catches ignored masks, wrong positions, state that does not follow
-the tree, and broken repacking; knows no family.
+stands on what was gathered. Every logit is compared with a plain forward through the model as it was before anything
+was repacked. Catches ignored masks, wrong positions and state that does not follow the tree; knows no family.
 
-A few dozen tokens say nothing about what begins later, so the check passes every size that the configuration names.
-Windows that are in forerun's own masks are short while it runs. Past any other size it is run at full length where
-that takes seconds; where it fails there, or would take longer, the context ends at that size, and a warning says so.
+The check passes every size that the configuration names: forerun's own windows are short while it runs; past any other
+size it is run at full length where that takes seconds, else, or where it fails there, the context ends at that size.
 """
 
 from __future__ import annotations
@@ -70,7 +68,6 @@ class Expected:
 
     @property
     def slots(self) -> int:
-        """Cache slots of a row that the check needs."""
         return max(len(prefix) for each in (self.near, *self.far) for prefix in each.prefixes) + _TREE
 
 
@@ -207,7 +204,6 @@ def _complaint(target: Any, expected: Reference, named: str) -> str | None:
 
 
 def _errors(target: Any, expected: Reference) -> dict[str, float]:
-    """Worst error of each phase."""
     rows, start = [0, 1], expected.start
     if start:
         target.prefill(rows, [prefix[:start] for prefix in expected.prefixes])

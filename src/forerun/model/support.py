@@ -174,7 +174,6 @@ def obstacle(model: Any, error: Exception | None = None) -> str | None:
 
 
 def _states(model: Any, positions: Tensor, *, hide: bool) -> Tensor:
-    """(1, 4, H) of four tokens at `positions` (1, 4) under a causal mask, with or without token `_HIDDEN`."""
     config, device = text_config(model), device_of(model.get_input_embeddings())
     lowest, types = torch.finfo(model.dtype).min, MaskStyle.of(config).types
     mask = torch.full((1, 1, 4, 4), lowest, dtype=model.dtype, device=device).triu(1)

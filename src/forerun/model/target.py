@@ -16,22 +16,12 @@ from torch import Tensor, nn
 from forerun.core.tree import TokenTree
 from forerun.devices import attention_kernels, sent, sent_ints
 from forerun.errors import ArgumentError
-from forerun.model import masks
+from forerun.model import layers, masks
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Begun, Nodes, Scored
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
-from forerun.model.layers import (
-    LayerRanges,
-    OutputHead,
-    Plan,
-    base_of,
-    captured,
-    check_boundaries,
-    device_of,
-    layers_of,
-    turn_of,
-)
+from forerun.model.layers import Plan, captured, check_boundaries
 from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, running
 from forerun.model.prepare import default_slots, prepare
@@ -65,14 +55,14 @@ class Target:
         """What passes are padded to; may be replaced between steps."""
         self.lengths: list[int] = [0] * rows  # Committed tokens in the cache, by row
         self.writes: list[int] = [0] * rows  # Passes that have written to the row
-        self.head = OutputHead(model)
+        self.head = layers.OutputHead(model)
         self.dtype: torch.dtype = model.dtype  # Of hidden states and masks
-        self._base = base_of(model)
-        self._turn = turn_of(self._base)
-        name, self._layers = layers_of(self._base, self.num_layers)
-        self._ranges = LayerRanges(self._base, name, self._layers)
+        self._base = layers.base_of(model)
+        self._turn = layers.turn_of(self._base)
+        name, self._layers = layers.layers_of(self._base, self.num_layers)
+        self._ranges = layers.LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self.device = device_of(self._embedding)  # Where token ids go in
+        self.device = layers.device_of(self._embedding)  # Where token ids go in
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
         self._style = masks.MaskStyle.of(self.config)
@@ -110,13 +100,9 @@ class Target:
         boundaries: Set[Boundary] = frozenset(),
         all_logits: bool = False,
     ) -> Scored:
-        """Append ``tokens[i]`` to row ``rows[i]``. ArgumentError: a chunk is empty, or does not fit the row's slots or
-        the context.
-
-        Returns:
-            logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; hidden states (B, M, H),
-                left aligned, M the longest chunk.
-        """
+        """Append ``tokens[i]`` to row ``rows[i]``: logits (B, 1, V) after the last token of each row, or (B, M, V) with
+        `all_logits`, and hidden states (B, M, H), left aligned, M the longest chunk. ArgumentError: a chunk is empty,
+        or does not fit the row's slots or the context."""
         counts = [len(chunk) for chunk in tokens]
         self._check_room(rows, counts, counts)
         if min(counts) < 1:
@@ -128,7 +114,13 @@ class Target:
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PIECE]) for index in active]
-            states, caught = self._append([rows[index] for index in active], pieces, wanted)
+            some, nodes = [rows[index] for index in active], Nodes.of_prompt(pieces)
+            with self._turn, attention_kernels(self.device):
+                flat = self._flat(nodes, padded=False)
+                states, caught = self._forward(some, nodes, wanted, flat, padded=False)
+            for row, piece in zip(some, pieces, strict=True):
+                self.lengths[row] += len(piece)
+                self._ran.pop(row, None)
             for boundary, value in caught.items():
                 if boundary not in gathered:
                     gathered[boundary] = value.new_zeros(len(rows), max(counts), value.shape[-1])
@@ -172,16 +164,10 @@ class Target:
     def run(
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: Plan, *, states: Tensor | None = None
     ) -> Tensor:
-        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots. ArgumentError: the
-        plan does not fit the model, or states are missing or misshapen.
-
-        Args:
-            states: (B, N - start, H) at boundary ``plan.start``; needed unless that is 0.
-
-        Returns:
-            (B, N - start, H) at boundary ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give
-                logits. Skipped attention writes no keys; run these layers in full before committing.
-        """
+        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots: from `states`
+        (B, N - start, H) at boundary ``plan.start``, needed unless that is 0, to those at ``plan.stop``, before the
+        final norm: `final_norm`, then `lm_head` give logits. Skipped attention writes no keys; run these layers in full
+        before committing. ArgumentError: the plan does not fit the model, or states are missing or misshapen."""
         plan.check(self.num_layers)
         nodes = self._nodes(rows, trees)
         inputs = self._place(rows, nodes, padded=True)
@@ -274,19 +260,6 @@ class Target:
         """Bytes of weights and cache."""
         return int(self.model.get_memory_footprint()) + packed_bytes(self.model) + self.cache.nbytes()
 
-    def _append(
-        self, rows: Sequence[int], pieces: Sequence[Sequence[int]], boundaries: Set[Boundary]
-    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
-        """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
-        nodes = Nodes.of_prompt(pieces)
-        flat = self._flat(nodes, padded=False)
-        with self._turn, attention_kernels(self.device):
-            result = self._forward(rows, nodes, boundaries, flat, padded=False)
-        for row, piece in zip(rows, pieces, strict=True):
-            self.lengths[row] += len(piece)
-            self._ran.pop(row, None)
-        return result
-
     # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
     # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
 
@@ -347,7 +320,6 @@ class Target:
         return Scored(logits=logits, hidden_states=dict(zip(wanted, states, strict=True)))
 
     def _nodes(self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes) -> Nodes:
-        """The nodes of a scoring pass, checked against slots and context."""
         nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
         if not 0 <= nodes.start < nodes.ids.shape[1]:
             raise ArgumentError(f"start {nodes.start} is not among the nodes 0..{nodes.ids.shape[1] - 1}")
@@ -358,9 +330,8 @@ class Target:
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
     ) -> dict[str, Any]:
         """Keyword arguments for the base model's forward; tells the cache where the tokens go. Padding nodes are
-        written to the dump slot and look at slot 0 alone. The width counts them, so that it is the same for a plain and
-        a speculative step that are padded to the same N. With `flat` the model is handed the real tokens alone, as one
-        sequence; the mask stays that of the rows. `select` is that of `SlotCache.begin`."""
+        written to the dump slot and look at slot 0 alone. The width counts them: it is the same for plain and
+        speculative steps that are padded to the same N. With `flat` the model is handed the real tokens alone."""
         committed = self._note_passes(rows, nodes)
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing, used = size - nodes.fresh, max(committed) + nodes.start + size
@@ -444,7 +415,6 @@ class Target:
         self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))
 
     def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Refuse a pass that needs more than the row's slots or the model's positions."""
         if len(set(rows)) != len(rows) or not rows or not all(0 <= row < self.rows for row in rows):
             raise ArgumentError(f"rows must be distinct and in 0..{self.rows - 1}, got {list(rows)}")
         for row, count, reach in zip(rows, slots, positions, strict=True):

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.errors import ArgumentError, nearest
 from forerun.plan.theory import alpha_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """What is known of one kind of text."""
 
     tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
@@ -31,31 +31,17 @@ class Text:
 
 
 _BENCH = "EAGLE-3's tokens per pass on MT-Bench, scaled by its Spec-Bench speed-ups (Vicuna-13B)"
+_CHAT = "Llama-3.1-8B, EAGLE-3, MT-Bench, T = 0, vLLM's test of acceptance lengths"
+_USER = "code, scaled by one user's MTP speed-ups (0.91 over 1.35, llama.cpp)"
 TEXTS: dict[str, Text] = {
-    "chat": Text(
-        tokens=2.60,
-        k=3,
-        source="Llama-3.1-8B, EAGLE-3, MT-Bench, T = 0, vLLM's test of acceptance lengths",
-        trained=("eagle", 2.84),
-        untrained=("recycling", 2.37),
-    ),
-    "code": Text(tokens=3.10, k=4, source="Ling-Flash-2.0, EAGLE-3, HumanEval"),
-    "math": Text(
-        tokens=3.41,
-        k=4,
-        source="Ling-Flash-2.0, EAGLE-3, GSM8K",
-        trained=("eagle", 2.79),
-        untrained=("recycling", 2.53),
-    ),
-    "creative": Text(
-        tokens=3.10 * 0.91 / 1.35, k=4, source="code, scaled by one user's MTP speed-ups (0.91 over 1.35, llama.cpp)"
-    ),
-    "translation": Text(
-        tokens=2.60 * 2.36 / 3.48, k=3, source=_BENCH, trained=("eagle", 1.88), untrained=("recycling", 2.02)
-    ),
-    "summary": Text(tokens=2.60 * 3.14 / 3.48, k=3, source=_BENCH, trained=("eagle", 2.34), untrained=("ngram", 2.66)),
-    "qa": Text(tokens=2.60 * 2.94 / 3.48, k=3, source=_BENCH, trained=("eagle", 2.15), untrained=("recycling", 2.08)),
-    "rag": Text(tokens=2.60 * 2.78 / 3.48, k=3, source=_BENCH, trained=("eagle", 2.13), untrained=("recycling", 2.02)),
+    "chat": Text(2.60, 3, _CHAT, trained=("eagle", 2.84), untrained=("recycling", 2.37)),
+    "code": Text(3.10, 4, "Ling-Flash-2.0, EAGLE-3, HumanEval"),
+    "math": Text(3.41, 4, "Ling-Flash-2.0, EAGLE-3, GSM8K", trained=("eagle", 2.79), untrained=("recycling", 2.53)),
+    "creative": Text(3.10 * 0.91 / 1.35, 4, _USER),
+    "translation": Text(2.60 * 2.36 / 3.48, 3, _BENCH, trained=("eagle", 1.88), untrained=("recycling", 2.02)),
+    "summary": Text(2.60 * 3.14 / 3.48, 3, _BENCH, trained=("eagle", 2.34), untrained=("ngram", 2.66)),
+    "qa": Text(2.60 * 2.94 / 3.48, 3, _BENCH, trained=("eagle", 2.15), untrained=("recycling", 2.08)),
+    "rag": Text(2.60 * 2.78 / 3.48, 3, _BENCH, trained=("eagle", 2.13), untrained=("recycling", 2.02)),
 }
 
 HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3  # Tokens per pass at temperature 1 over those at 0
@@ -96,6 +82,7 @@ class Device:
     note: str = ""
 
 
+_ASSUMED = "assumed: 60 GB/s, and the balance of 24 tokens in the middle of what two AMX cores were measured at"
 DEVICES: dict[str, Device] = {
     "3090": Device(name="RTX 3090", tflops=71.0, bandwidth=0.936, memory=24),
     "4090": Device(name="RTX 4090", tflops=165.2, bandwidth=1.008, memory=24),
@@ -106,13 +93,7 @@ DEVICES: dict[str, Device] = {
     "h200": Device(name="H200", tflops=989.4, bandwidth=4.8, memory=141),
     "b200": Device(name="B200", tflops=2250.0, bandwidth=8.0, memory=180),
     "mi300x": Device(name="MI300X", tflops=1307.4, bandwidth=5.3, memory=192),
-    "cpu": Device(
-        name="CPU with bf16 matrix instructions",
-        tflops=1.44,
-        bandwidth=0.06,
-        memory=None,
-        note="assumed: 60 GB/s, and the balance of 24 tokens in the middle of what two AMX cores were measured at",
-    ),
+    "cpu": Device(name="CPU with bf16 matrix instructions", tflops=1.44, bandwidth=0.06, memory=None, note=_ASSUMED),
 }
 """As their data sheets say, dense figures."""
 
@@ -177,7 +158,6 @@ class Size:
 
     @property
     def active(self) -> float:
-        """Weights that one token runs through."""
         return self.params if self.active_params is None else self.active_params
 
     @property
@@ -241,7 +221,6 @@ class Terms:
 
     @property
     def intensity(self) -> float:
-        """Operations per byte."""
         return self.operations / self.traffic
 
 

@@ -158,7 +158,6 @@ def _why_not(found: Plan, load: Load) -> list[str]:
 
 
 def _method(text: str | None, rows: int) -> tuple[str | None, list[str]]:
-    """What published figures favour, as far as forerun has it."""
     kind = TEXTS.get(text.lower()) if text is not None else None
     if kind is None or kind.trained is None or kind.untrained is None:
         head = "a head trained for the target (eagle3) where there is one"

@@ -188,11 +188,9 @@ def predict(
     something is negative.
 
     Args:
-        acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1 (survival, as
-            `SpeculationStats.acceptance_per_depth` where all drafts are equally deep).
+        acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1.
         draft: the drafter's cost for the batch.
-        depth: mean levels of a draft.
-        nodes: mean drafted nodes of a row, root not counted.
+        depth: mean levels of a draft; `nodes`: mean drafted nodes of a row, root not counted.
         context: committed tokens of each row.
         coverage: share of the steps in which something is drafted; the others cost a plain pass and `draft.fixed_ms`.
     """

@@ -218,7 +218,6 @@ class ChatWriter(Writer):
         return self._chat_format.reader(), MessageWriter(self._chat_format.new_id)
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
-        """``logprobs`` of a chat choice, where they were asked for."""
         if not self.wants_logprobs:
             return None
 
@@ -354,7 +353,6 @@ def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
 
 
 def _pooled(outputs: Sequence[RequestOutput]) -> SpeculationStats:
-    """The counts of all answers together."""
     total = SpeculationStats()
     for answer in _answers(outputs):
         total.add(answer.speculation)
@@ -362,7 +360,6 @@ def _pooled(outputs: Sequence[RequestOutput]) -> SpeculationStats:
 
 
 def _usage(prompt: int, completion: int) -> dict[str, Any]:
-    """The counts alone, in tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

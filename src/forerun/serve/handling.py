@@ -174,7 +174,6 @@ def _check_scored(params: SamplingParams, length: int) -> None:
 
 
 def _form(body: Sampling) -> StructuredOutputs | None:
-    """What the answer must look like, by whichever of its names."""
     given = {name: value for name in _FORMS if (value := getattr(body, name)) is not None}
     if len(given) > 1:
         one, other, *_ = given

@@ -130,7 +130,6 @@ class ResponsesWriter(ItemWriter):
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _response(self) -> dict[str, Any]:
-        """The response object, in progress."""
         body = self.body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
         return {
             "id": self._id,

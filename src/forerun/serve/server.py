@@ -45,12 +45,9 @@ OTHER_FILES = 256  # File descriptors besides one a connection: weights, librari
 
 
 def run(session: Session, *, host: str, port: int) -> int:
-    """Serve until told to stop or until the model turns out to be unusable.
-
-    Returns:
-        The exit code: 0 where everything that was taken on has been answered, 1 where answers were cut off at the end
-        of the drain time or something failed that nobody expected, 2 where the model cannot be loaded.
-    """
+    """Serve until told to stop or until the model turns out to be unusable. Returns the exit code: 0 where all that was
+    taken on has been answered, 1 where answers were cut off at the end of the drain time or something failed that
+    nobody expected, 2 where the model cannot be loaded."""
     allow_files(session.settings.max_connections + OTHER_FILES)
     serving, listener = server(session, host=host, port=port), listen(host, port)
     scheme = "http" if session.settings.ssl_certfile is None else "https"
@@ -148,19 +145,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _hang_up(self) -> None:
-        """Wait no longer for clients who do not read."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 class Connection(H11Protocol):
-    """A connection within the operator's limits.
-
-    Args:
-        limits: `max_connections`, `max_arriving`, `receive_timeout_s` and `send_timeout_s` count here.
-        arriving: requests that have not arrived, by address; shared by all connections of a server.
-        count: told the code of every refusal.
-    """
+    """A connection within the operator's `limits`; `count` is told the code of every refusal, and `arriving`, shared by
+    all connections of a server, holds the number of requests that have not arrived, by address."""
 
     def __init__(
         self, *, limits: ServeSettings, arriving: Counter[str], count: Callable[[str], None], **keywords: Any

@@ -1,11 +1,9 @@
 """Makes the passes of a loaded target cheaper: packed linears, folded attention, fused C kernels, compilation.
 
-`accelerate` does what the model, its dtype and the device allow. The replaced modules belong to the model object, so a
-model that a user handed in is only accelerated if asked.
-
-In a compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph;
-what lies between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and
-shapes stay symbolic: there is one graph for one token and one for more. Passes with hooks run as before.
+The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked. In a
+compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph; what
+lies between them (norms, rotary embeddings, activations) is fused. So no weight is packed twice, and shapes stay
+symbolic: there is one graph for one token and one for more. Passes with hooks run as before.
 """
 
 from __future__ import annotations
@@ -149,9 +147,8 @@ class Acceleration:
 
 
 def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
-    """Make the passes of a transformers causal LM, which is in evaluation mode, cheaper, in place. With `compile` the
-    first pass with one token and the first with more take up to a minute each, in later processes seconds; a compiled
-    pass rounds differently from a plain one."""
+    """Make the passes of a causal LM in evaluation mode cheaper, in place. With `compile` the first pass with one token
+    and the first with more take up to a minute each, in later processes seconds; compiled passes round differently."""
     packed = packing.pack(model)
     folded = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
     if folded:

@@ -1,8 +1,7 @@
 """Faster forwards for the norms, gated MLPs and attentions of a packed model: the same modules, fewer operations.
 
-Only `forward` of a module is replaced, on the object: weights, names, hooks and children stay, and where a pass is not
-what the kernels take (gradients, another cache, a compiler that traces) the module's own forward runs. A module gets
-one if it is built as these expect and answers random states as before.
+Only `forward` of a module is replaced, on the object; where a pass is not what the kernels take (gradients, another
+cache, a compiler that traces) the module's own runs. A module gets one if it answers random states as before.
 """
 
 from __future__ import annotations

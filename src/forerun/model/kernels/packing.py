@@ -108,7 +108,6 @@ class PackedLinear(nn.Module):
         return None if bias is None else torch.split(bias, self.packed_weight.sizes)[self.index]
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        """A packed model saves what the plain one would."""
         destination[f"{prefix}weight"] = self.weight.clone()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias.clone()
