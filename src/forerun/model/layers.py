@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -246,15 +245,19 @@ class _Tap(_Inject):
 
 
 class _Nothing(nn.Module):
-    """A sublayer that adds nothing, in the shape in which the real one answers."""
+    """A sublayer that adds nothing, in the shape in which the `real` one answers, which is run at the first call."""
 
-    def __init__(self, extras: int | None) -> None:
+    def __init__(self, real: nn.Module) -> None:
         super().__init__()
-        self.extras = extras  # Further members of the answer where it is a tuple; None where it is a bare tensor
+        self.real = real
+        self.extras: int | None = None  # Further members of the answer where it is a tuple; -1: it is a bare tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.extras is None:
+            output = self.real(*args, **kwargs)
+            self.extras = len(output) - 1 if isinstance(output, tuple) else -1
         zeros = torch.zeros_like(args[0] if args else kwargs["hidden_states"])
-        return zeros if self.extras is None else (zeros, *[None] * self.extras)
+        return zeros if self.extras < 0 else (zeros, *[None] * self.extras)
 
 
 class LayerRanges:
@@ -266,11 +269,11 @@ class LayerRanges:
         self._name = layers_name
         self._layers = layers
         self._copies: dict[tuple[int, int], tuple[nn.Module, _Inject, _Tap]] = {}
-        self._extras: dict[tuple[int, str], int | None] = {}
+        self._stubs: dict[tuple[int, str], _Nothing] = {}
 
     def run(self, plan: Plan, inputs: dict[str, Any], states: Tensor | None) -> Tensor:
         """States (B, N, H) at boundary ``plan.stop``; `states` are those at ``plan.start``, None for the embeddings."""
-        with self._turn, self._without(plan, inputs["input_ids"].device):
+        with self._turn, self._without(plan):
             return self._through(plan.start, plan.stop, inputs, states)[0]
 
     def finish(self, states: Tensor, inputs: dict[str, Any], *, start: int | None = None) -> Tensor:
@@ -309,15 +312,17 @@ class LayerRanges:
         return twin, inject, tap
 
     @contextmanager
-    def _without(self, plan: Plan, device: torch.device) -> Iterator[None]:
+    def _without(self, plan: Plan) -> Iterator[None]:
         """While open, the plan's skipped sublayers add nothing; the layers are put back whatever happens."""
         removed: list[tuple[nn.Module, str, nn.Module]] = []
         try:
             for layer, part in sorted(plan.skip):
                 module, name = self._layers[layer], self._sublayer(layer, part)
-                stub = _Nothing(self._answer(layer, part, device))
-                removed.append((module, name, getattr(module, name)))
-                module._modules[name] = stub
+                real = getattr(module, name)
+                if (layer, part) not in self._stubs:
+                    self._stubs[layer, part] = _Nothing(real)
+                removed.append((module, name, real))
+                module._modules[name] = self._stubs[layer, part]
             yield
         finally:
             for module, name, original in removed:
@@ -330,22 +335,3 @@ class LayerRanges:
                 return name
         kind = type(module).__name__
         raise UnsupportedModelError(f"{kind} has no sublayer named {' or '.join(names)}: cannot skip {(layer, part)}")
-
-    def _answer(self, layer: int, part: str, device: torch.device) -> int | None:
-        """How many further members the sublayer's answer has; found once by running one token through the model."""
-        if (layer, part) in self._extras:
-            return self._extras[layer, part]
-
-        def note(key: tuple[int, str], _module: nn.Module, _args: Any, output: Any) -> None:
-            self._extras[key] = len(output) - 1 if isinstance(output, tuple) else None
-
-        handles = [
-            getattr(module, self._sublayer(index, part)).register_forward_hook(partial(note, (index, part)))
-            for index, module in enumerate(self._layers)
-        ]
-        try:
-            self._base(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return self._extras[layer, part]

@@ -47,13 +47,8 @@ def conditional_of(survival: Sequence[float]) -> list[float]:
 
 def stretched(survival: Sequence[float], k: int) -> list[float]:
     """The first `k` depths; where fewer are known, the last conditional acceptance rate goes on."""
-    if not survival:
-        return [0.0] * k
-    rate = conditional_of(survival)[-1]
-    return [
-        survival[depth] if depth < len(survival) else survival[-1] * rate ** (depth - len(survival) + 1)
-        for depth in range(k)
-    ]
+    last, rate = (survival[-1], conditional_of(survival)[-1]) if survival else (0.0, 0.0)
+    return [*survival, *(last * rate**step for step in range(1, k + 1))][:k]
 
 
 def tokens_of(survival: Sequence[float]) -> float:
