@@ -21,18 +21,16 @@ class _Window:
 
     flat: Tensor  # (M,) int64 index into (rows * slots): where each token is written
     rows: Tensor  # (B,) int64 rows to read
-    scattered: bool  # Else they are `count` rows from `first` on
+    span: tuple[int, int] | None  # Their first and their number where they follow each other; None: scattered
     select: bool  # Whether `read` selects scattered ones; else all rows are read
-    first: int
-    count: int
     width: int
     before: int  # Slots before the tokens of the pass, in the longest row
 
     def read(self, store: Tensor) -> Tensor:
         """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
         seen = store.narrow(1, 0, self.width)
-        if not self.scattered:
-            seen = seen.narrow(0, self.first, self.count)
+        if self.span is not None:
+            seen = seen.narrow(0, *self.span)
         elif self.select:
             seen = seen.index_select(0, self.rows)
         return seen.transpose(1, 2)
@@ -51,7 +49,7 @@ class SlotCache:
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)
-        self._window = _Window(none, none, False, True, 0, 0, 0, 0)
+        self._window = _Window(none, none, (0, 0), True, 0, 0)
 
     def begin(
         self,
@@ -77,9 +75,9 @@ class SlotCache:
         places = self._places(index, slot_ids)
         flat = (places if real is None else real.flatten(places)).flatten()
         before = width - slot_ids.shape[1]
-        first, count = rows[0], len(rows)  # rows that follow each other are read where they lie
+        first, count = rows[0], len(rows)
         scattered = anywhere or list(rows) != list(range(first, first + count))
-        self._window = _Window(flat, index, scattered, select, first, count, width, before)
+        self._window = _Window(flat, index, None if scattered else (first, count), select, width, before)
         self._windows = {flat.device: self._window}
 
     def go_on(self, slot_ids: Tensor) -> None:
@@ -90,7 +88,7 @@ class SlotCache:
     @property
     def unselected(self) -> Tensor | None:
         """(B,) the rows of the pass among those that its layers are given; None where they are given no others."""
-        return self._window.rows if self._window.scattered and not self._window.select else None
+        return self._window.rows if self._window.span is None and not self._window.select else None
 
     def get_seq_length(self, _layer_idx: int = 0) -> int:
         """Tokens before those of the pass, as transformers counts them: one number for all rows, that of the longest. A

@@ -103,7 +103,7 @@ class Guard:
         if (error := self._refusal(scope, too_large)) is not None:
             await refusal_of(scope, error)(scope, receive, send)
             return
-        read, refused = 0, False
+        read = 0
 
         async def counted() -> Message:
             nonlocal read
@@ -113,16 +113,7 @@ class Guard:
                 raise too_large
             return message
 
-        async def corrected(message: Message) -> None:
-            """Whatever the application makes of an unfinished body, the answer is a 413."""
-            nonlocal refused
-            if read <= self._most:
-                await send(message)
-            elif not refused:
-                refused = True
-                await refusal_of(scope, too_large)(scope, receive, send)
-
-        await self._app(scope, counted, corrected)
+        await self._app(scope, counted, send)
 
     def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
         """What is wrong with the head of a request, whose client is known from here on."""
@@ -237,8 +228,8 @@ class StrictRoute(APIRoute):
             try:
                 return await handler(own)
             except Exception as error:
-                if isinstance(error.__cause__, RequestValidationError):
-                    raise error.__cause__ from None  # FastAPI calls whatever is raised by reading a bad body
+                if isinstance(error.__cause__, RequestValidationError | ApiError):
+                    raise error.__cause__ from None  # which FastAPI makes another error of, where a body is read
                 raise
 
         return strict

@@ -46,13 +46,11 @@ class Session:
         self.failure: BaseException | None = None  # Why the model could not be loaded
         self._held = Counter[str]()  # Answers of each client that wait or run
         self.cut_off = 0  # Answers that were still running when the drain time was over
-        self.metrics = Metrics(settings.model_name)
+        read = {"vllm:": (ENGINE, self._engine_figures), "forerun:adaptation_": (ADAPTATION, self._adaptation_figures)}
+        self.metrics = Metrics(settings.model_name, read)
         self._engine: AsyncLLM | None = None
         self._drained_by = 0.0
         self._closing: asyncio.Future[None] | None = None
-        name, register = settings.model_name, self.metrics.registry.register
-        register(Figures(name, "vllm:", ENGINE, self._engine_figures))
-        register(Figures(name, "forerun:adaptation_", ADAPTATION, self._adaptation_figures))
 
     @property
     def engine(self) -> AsyncLLM:
@@ -256,9 +254,9 @@ class Session:
             "prefix_cache_hits": engine.prefix_hits,
         }
 
-    def _adaptation_figures(self) -> dict[str, float] | None:
+    def _adaptation_figures(self) -> dict[str, float]:
         adaptation = self._engine.llm.adaptation if self._engine is not None else None
-        return None if adaptation is None else asdict(adaptation.stats())
+        return {} if adaptation is None else asdict(adaptation.stats())
 
 
 class State(StrEnum):
@@ -335,31 +333,13 @@ ADAPTATION: Texts = {
 }
 
 
-class Figures(Collector):
-    """Figures that are kept elsewhere and read when asked for; nothing where `read` gives None."""
+class Metrics(Collector):
+    """The metrics of one server: what it counts, and by prefix what is kept elsewhere and read when asked for."""
 
-    def __init__(
-        self, model_name: str, prefix: str, texts: Texts, read: Callable[[], Mapping[str, float] | None]
-    ) -> None:
-        self._model, self._prefix, self._texts, self._read = model_name, prefix, texts, read
-
-    def collect(self) -> Iterator[Metric]:
-        """The figures as they are now."""
-        if (figures := self._read()) is None:
-            return
-        for kind, texts in self._texts.items():
-            for name, text in texts.items():
-                family = kind(f"{self._prefix}{name}", text, labels=["model_name"])
-                family.add_metric([self._model], float(figures[name]))
-                yield family
-
-
-class Metrics:
-    """The metrics of one server."""
-
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, read: Mapping[str, tuple[Texts, Callable[[], Mapping[str, float]]]]) -> None:
         self.registry = CollectorRegistry()
-        self._model = model_name
+        self.registry.register(self)
+        self._model, self._read = model_name, read
         self._counters = dict[str, prometheus_client.Counter]()
         for name, (text, *labels) in _COUNTERS.items():
             counter = prometheus_client.Counter(name, text, ["model_name", *labels], registry=self.registry)
@@ -398,6 +378,16 @@ class Metrics:
 
     def _observe(self, name: str, seconds: float) -> None:
         self._histograms[name].labels(self._model).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures that are kept elsewhere, as they are now."""
+        for prefix, (texts, read) in self._read.items():
+            figures = read()
+            for kind, named in texts.items() if figures else ():
+                for name, text in named.items():
+                    family = kind(f"{prefix}{name}", text, labels=["model_name"])
+                    family.add_metric([self._model], float(figures[name]))
+                    yield family
 
     def text(self) -> bytes:
         """In the exposition format."""

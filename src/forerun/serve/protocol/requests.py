@@ -128,8 +128,7 @@ class Structured(Strict):
 
     def structured(self) -> StructuredOutputs:
         """The same in the engine's words."""
-        own = {name: getattr(self, name) for name in ("json_object", "regex", "choice", "grammar")}
-        return StructuredOutputs(json=self.json_, **own)
+        return StructuredOutputs(**self.model_dump(by_alias=True))
 
 
 Zero = Annotated[float, Field(ge=0, le=0)]
