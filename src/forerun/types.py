@@ -30,9 +30,8 @@ class Drawn(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftKind:
-    """What a drafter may draft for a request, known before anything is drawn: the verification rule follows from it. It
-    must hold for every draft that may come out. A rule that was chosen by looking at the drawn tree would depend on
-    sampled values, and that biases the output."""
+    """What a drafter may draft for a request: the verification rule follows from it. Known before anything is drawn: a
+    rule that was chosen by looking at the drawn tree would depend on sampled values, and that biases the output."""
 
     sampled: bool = False  # Nodes may be sampled; False is safe for any drafter, only less is accepted of sampled nodes
     chain: bool = False  # No node ever has two children

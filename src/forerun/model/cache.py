@@ -142,9 +142,8 @@ class SlotCache:
 
     @torch.inference_mode()
     def clear(self, row: int, start: int) -> int:
-        """Zero a row's slots from `start` on, so that nothing of them reaches whoever is given the row; returns how
-        many there were that a pass may have written to. A mask is added to scores, and what is multiplied with a weight
-        of zero is added, too: of a token that a query may not see, NaN and infinity reach it all the same."""
+        """Zero a row's slots from `start` on; returns how many there were that a pass may have written to. A mask is
+        added to scores: NaN and infinity of a token that a query may not see would reach it all the same."""
         count = max(0, self._touched[row] - start)
         if count:
             for store in self._tensors():

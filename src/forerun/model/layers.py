@@ -1,8 +1,7 @@
 """The parts of a transformers causal LM, found without knowing its family: base, layers, norm, output head.
 
 Also the hidden states at layer boundaries (boundary b is the residual stream after b layers), and passes over some of
-the layers: a shallow copy of the base model gets a slice of them, stored states injected in front and a tap behind, so
-that embedding multipliers and learned positions are neither lost nor applied twice.
+the layers: a shallow copy of the base model gets a slice of them, stored states injected in front and a tap behind.
 """
 
 from __future__ import annotations

@@ -275,16 +275,13 @@ def without_wrapper(model: Any) -> Any:
 
 def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
     misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
-    complaints = [
-        f"missing: {_some(found['missing_keys'])}" if found["missing_keys"] else "",
-        f"unexpected: {_some(found['unexpected_keys'])}" if found["unexpected_keys"] else "",
-        f"of the wrong shape: {_some(misshapen)}" if misshapen else "",
-        "; ".join(map(str, found.get("error_msgs") or ())),
-    ]
-    if any(complaints):
+    wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "of the wrong shape": misshapen}
+    complaints = [f"{what}: {_some(names)}" for what, names in wrong.items() if names]
+    complaints += map(str, found.get("error_msgs") or ())
+    if complaints:
         raise CheckpointError(
-            f"the tensors of {name} are not those of its config.json. {'. '.join(filter(None, complaints))}. "
-            "The checkpoint is incomplete, or its config.json is another model's."
+            f"the tensors of {name} are not those of its config.json. {'. '.join(complaints)}. The checkpoint is "
+            "incomplete, or its config.json is another model's."
         )
 
 

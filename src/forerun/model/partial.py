@@ -41,11 +41,9 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
     name = type(target.model).__name__
     try:
         worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents)
-    except ForerunError:
+    except (ForerunError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         said = f"{type(error).__name__}: {error}"
         raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {said}") from error
     limit = _LIMITS.get(target.dtype, _ROUGH)

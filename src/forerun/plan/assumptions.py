@@ -12,6 +12,7 @@ because no figure holds for all: launches, the traffic between tensor-parallel d
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -99,18 +100,14 @@ DEVICES: dict[str, Device] = {
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight. Narrow weights are multiplied in bf16, as engines do at small batches; scales are not counted."""
-_SUFFIXES = ("80gb", "80g", "sxm5", "sxm4", "sxm")  # What may follow a name in the table without being another product
+_AROUND = re.compile(r"^(nvidia|amd|geforce|rtx|instinct)+|(80gb?|sxm[45]?)+$")  # A device's name without being another
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16", "fp4": "int4"}
 
 
 def device_named(name: str) -> Device:
     """A device by its short name, in any case, with or without maker and form factor: ``NVIDIA H100-SXM``. An
     ArgumentError names the nearest where it is not in the table."""
-    key = name.lower().replace("-", "").replace(" ", "").replace("_", "")
-    for prefix in ("nvidia", "amd", "geforce", "rtx", "instinct"):
-        key = key.removeprefix(prefix)
-    for suffix in _SUFFIXES:
-        key = key.removesuffix(suffix)
+    key = _AROUND.sub("", re.sub(r"[-_ ]", "", name.lower()))
     if key not in DEVICES:
         known = f"there are {', '.join(DEVICES)}.{nearest(key, DEVICES)} For another one give --tflops and --bandwidth"
         raise ArgumentError(f"unknown device {name!r}; {known}")
@@ -173,9 +170,8 @@ class Size:
         return self.active - self.experts_per_token * self.expert
 
     def touched(self, tokens: float) -> float:
-        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random. Of E experts, E * (1 -
-        (1 - k/E)^n) are expected to be chosen: the weights read grow with n, which is why speculation on a mixture of
-        experts pays most at moderate batches (MoESD, arXiv 2505.19645)."""
+        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random: of E experts, E * (1 -
+        (1 - k/E)^n) are expected to be chosen (MoESD, arXiv 2505.19645)."""
         if self.experts is None or self.experts_per_token is None:
             return self.params
         missed: float = (1 - self.experts_per_token / self.experts) ** tokens
@@ -282,7 +278,6 @@ class Roofline:
         return self.weights_gb() + cache <= self.device.memory * self.tp
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FreeVerification:
     """Every pass costs the same: Leviathan's own assumption. Times are in plain passes."""
 

@@ -38,15 +38,14 @@ class Load:
 
     def predict(self, k: int, rows: int | None = None) -> theory.Prediction:
         """What a draft of `k` levels brings; plain decoding for 0."""
-        count = self.rows if rows is None else rows
-        draft = self.draft(count) if k else DraftCost(fixed_ms=0.0, level_ms=0.0)
+        rows = rows or self.rows
         return theory.predict(
             self.cost,
             acceptance_per_depth=theory.stretched(self.survival, k),
-            draft=draft,
+            draft=self.draft(rows) if k else DraftCost(fixed_ms=0.0, level_ms=0.0),
             depth=k * self.filled,
             nodes=k * self.nodes_per_level,
-            rows=count,
+            rows=rows,
             context=self.context,
             coverage=self.coverage,
         )
@@ -82,18 +81,16 @@ def plan(load: Load, *, k: int | None = None) -> Plan:
     lines = [_line(load, length) for length in range(max(MOST_K, k or 0) + 1)]
     best = max(lines, key=lambda line: line.speedup)
     asked = best if k is None else lines[k]
-    judged = asked.k or 1
-
-    def best_at(rows: int) -> float:
-        return max(load.predict(length, rows).speedup for length in range(MOST_K + 1))
-
     powers = [1 << power for power in range(MOST_BATCH.bit_length())]
+    gains = [max(load.predict(length, rows).speedup for length in range(MOST_K + 1)) for rows in powers]
     return Plan(
         lines=tuple(lines),
         asked=asked,
         best=best,
-        break_even_batch=theory.break_even_batch(lambda rows: load.predict(judged, rows).speedup, most=MOST_BATCH),
-        batches=tuple((rows, best_at(rows)) for rows in powers),
+        break_even_batch=theory.break_even_batch(
+            lambda rows: load.predict(asked.k or 1, rows).speedup, most=MOST_BATCH
+        ),
+        batches=tuple(zip(powers, gains, strict=True)),
         unbounded=best.k == lines[-1].k and lines[-1].v == 1.0 and load.draft(load.rows).level_ms == 0,
     )
 

@@ -1,7 +1,7 @@
 """What every request passes first: a request id, an API key, a limit on its body, and a strict reader of JSON.
 
-Plain ASGI, so that streams stay streams. A client is known to the engine by a hash of its key with a secret that is
-drawn when the server starts: nothing that is kept, counted or written tells a key.
+A client is known to the engine by a hash of its key with a secret that is drawn when the server starts: nothing that is
+kept, counted or written tells a key.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class Recorder:
 
 
 class Guard:
-    """401 without one of the keys, else what follows knows the client; 413 for a body of more than the operator's
-    bytes, announced or not; 415 for one that is compressed."""
+    """401 without one of the keys; 413 for a body of more than the operator's bytes; 415 for one that is compressed."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings, self._most = app, settings, settings.max_body_bytes

@@ -1,8 +1,7 @@
 """Runs the application under uvicorn, whose HTTP/1.1 connections get three limits that it does not have: how many there
 may be, how long a request may take to arrive, and how long an answer may lie unread.
 
-SIGTERM and Ctrl-C drain first, a second signal ends at once. A model that cannot be loaded ends the server too, and so
-does the end of the drain time, whatever still computes.
+SIGTERM and Ctrl-C drain first, a second signal ends at once, and so does the end of the drain time.
 """
 
 from __future__ import annotations

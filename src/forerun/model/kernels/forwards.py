@@ -31,10 +31,6 @@ class _Forward:
         self.module = module
         self.plain = module.forward
 
-    def answers(self, forward: Any) -> list[Tensor]:
-        """What `forward` makes of random states: this and the module's own have to agree."""
-        raise NotImplementedError
-
 
 class NormForward(_Forward):
     """A root-mean-square norm in float32 whose weight is applied in bf16."""
@@ -64,6 +60,7 @@ class NormForward(_Forward):
         return native.rms_norm(states, self.module._parameters["weight"], self.epsilon)  # type: ignore[arg-type]
 
     def answers(self, forward: Any) -> list[Tensor]:
+        """What `forward` makes of random states: this and the module's own have to agree."""
         weight: Any = self.module.weight
         return [forward(_random(1, 3, weight.shape[0]) * scale) for scale in (1.0, 1e-3)]
 

@@ -1,8 +1,8 @@
 """Linear layers repacked for few rows: weights in oneDNN's own layout, and layers with one input merged into one.
 
-A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 rows on
-every processor that was tried), because a single row runs as two: oneDNN has a separate kernel for one row, which sums
-in another order. Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other devices are left alone.
+A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 were
+tried), because a single row runs as two: oneDNN's separate kernel for one row sums in another order. Knows `nn.Linear`
+only: quantised layers, adapters, offloaded layers and other devices are left alone.
 """
 
 from __future__ import annotations
