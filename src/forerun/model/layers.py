@@ -60,8 +60,7 @@ def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
 
 
 def base_name(model: Any) -> str:
-    """The child of a causal LM that is the model without its output head: as its class says, else the one that embeds.
-    UnsupportedModelError: there is none, or there are several."""
+    """The child without the output head: as the class says, or what embeds. UnsupportedModelError: none, or several."""
     prefix = str(model.base_model_prefix)
     if isinstance(model._modules.get(prefix), nn.Module):
         return prefix
@@ -110,8 +109,7 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
 
 
 def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
-    """Dotted name and module of the final norm: the one child behind the `count` layers whose weights are all vectors.
-    UnsupportedModelError: there is none, or there are several."""
+    """The one child behind the layers whose weights are all vectors, with its name; else UnsupportedModelError."""
     owner, _, last = layers_of(base, count)[0].rpartition(".")
     children = list(base.get_submodule(owner).named_children())
     after = children[[name for name, _ in children].index(last) + 1 :]

@@ -170,8 +170,7 @@ def _calm(quiet: bool) -> Iterator[None]:
 
 
 def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False) -> Any:
-    """The model with its adapter, in evaluation mode; `quiet` hides the progress bar. CheckpointError: unreadable, or
-    its tensors are not the ones that its configuration announces."""
+    """The model with its adapter, in evaluation mode. CheckpointError: unreadable, or not the tensors that it names."""
     from transformers import AutoModelForCausalLM
 
     placed, parallel = options.device_map, dict[str, Any]()
@@ -203,8 +202,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
 
 
 def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
-    """Bytes that the weights will take: from the headers of the files, or from the configuration if they are not here.
-    CheckpointError: a weight file is missing, truncated or corrupt."""
+    """Bytes of the weights, by the headers of their files, else by the configuration. CheckpointError: a broken file."""
     resolved = resolved_dtype(options, config)
     quantised = getattr(config, "quantization_config", None) is not None
     directory = _local(name, options)
@@ -243,8 +241,7 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
 
 
 def attach_adapter(model: Any, options: LoadOptions) -> Any:
-    """The model with a PEFT adapter's layers in place, not merged. CheckpointError: no adapter there, it lacks tensors,
-    or belongs to another model. Other errors as `without_wrapper`."""
+    """The model with a PEFT adapter's layers in place, not merged. CheckpointError: none, or it does not fit."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -263,8 +260,7 @@ def attach_adapter(model: Any, options: LoadOptions) -> Any:
 
 
 def without_wrapper(model: Any) -> Any:
-    """The causal LM inside a PEFT wrapper, adapter layers in place; any other model as it is. UnsupportedModelError:
-    the adapter adds virtual tokens instead of changing weights."""
+    """The causal LM inside a PEFT wrapper. UnsupportedModelError: the adapter adds virtual tokens."""
     if not hasattr(model, "active_peft_config"):
         return model
     if model.active_peft_config.is_prompt_learning:
@@ -313,8 +309,7 @@ def explained(name: str | Path, error: Exception) -> ForerunError:
 
 
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, or the model's own; None where ``tokenizer`` is False or an object's model brings none.
-    CheckpointError: none can be loaded from the directory or hub id."""
+    """The tokenizer asked for, or the model's own; None for False, or where an object's model brings none."""
     if tokenizer is False:
         return None
     if tokenizer is not None and not isinstance(tokenizer, str | Path):

@@ -66,8 +66,7 @@ class Block:
 
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:
-    """The mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum; a dict for mixed layers. A padding
-    query, one that sees no node, looks at slot 0 alone."""
+    """(B, 1, N, width): 0 where a query may look, else the dtype's minimum; one that sees no node looks at slot 0."""
     slots = torch.arange(width, device=block.lengths.device)
     relative = slots - block.lengths.unsqueeze(1)
     node = relative.clamp(0, block.sees.shape[2] - 1)

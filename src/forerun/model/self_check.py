@@ -31,8 +31,9 @@ from forerun.model.support import most_positions, name_of, named_sizes, obstacle
 _log = logging.getLogger(__name__)
 _PARENTS = (0, 0, 1, 2)  # Root with two children, each with one child
 _PATHS = ((2, 4), (1, 3))  # Kept by row; both need tokens moved
-_LIMITS, _ROUGH = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2}, 1e-1  # The last of other dtypes
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2}
 """Largest root-mean-square error of a node's logits, in units of their spread. A wrong mask gives 0.3 and more."""
+_ROUGH = 1e-1  # The same of bfloat16 and of whatever else there is
 _JUMPING_LIMIT = 2.5e-1  # Where rounding errors decide: quantised activations, 16-bit routers of experts
 _NEAR, _SHORT_WINDOW = 64, 8
 """Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks are shortened."""
@@ -190,8 +191,10 @@ def _complaint(target: Any, expected: Reference, named: str) -> str | None:
     limit = _JUMPING_LIMIT if jumps else exact
     name, most = name_of(target.model), max(worst.values())
     if exact < most <= limit:
-        why = f"by {most:.2g} of their spread: {jumps}. Speculative output follows the model's distribution within this"
-        _log.warning("%s: a token's logits depend on what else is in the pass, %s noise only", name, why)
+        depends = f"a token's logits depend on what else is in the pass, by {most:.2g} of their spread: {jumps}"
+        _log.warning(
+            "%s: %s. Speculative output follows the model's distribution within this noise only", name, depends
+        )
     for what, size in worst.items():
         if not size <= limit:
             why = obstacle(target.model) or "its attention or cache does not follow the mask that forerun gives"

@@ -199,8 +199,7 @@ class Target:
             del self._ran[row]
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. What stands behind them stays
-        in the slots until it is overwritten or `clear` is called."""
+        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. `clear` zeroes the others."""
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")

@@ -105,8 +105,7 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "b
 
 
 def device_named(name: str) -> Device:
-    """A device by its short name, in any case, with or without maker and form factor: ``NVIDIA H100-SXM``. An
-    ArgumentError names the nearest where it is not in the table."""
+    """A device by its name, with or without maker and form factor; ArgumentError: it is not in the table."""
     key = _AROUND.sub("", re.sub(r"[-_ ]", "", name.lower()))
     if key not in DEVICES:
         known = f"there are {', '.join(DEVICES)}.{nearest(key, DEVICES)} For another one give --tflops and --bandwidth"

@@ -125,8 +125,7 @@ class Verdict:
 
 
 def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None) -> Verdict:
-    """The verdict at the best draft length of the `drafter` that was measured, or of the methods that published figures
-    favour for a kind of `text`."""
+    """The verdict for the `drafter` that was measured, or for what published figures favour for a kind of `text`."""
     best = found.best
     gain = f"{best.speedup:.2f} x plain decoding with K = {best.k}"
     free = "the longest looked at: drafting and verifying count as free, so longer is always better"

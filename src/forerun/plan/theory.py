@@ -129,8 +129,7 @@ class TreeChoice:
 def best_tree_size(
     acceptance: RankAcceptance, *, level_cost: float, verify: Callable[[int], float], nodes: int, depth: int
 ) -> TreeChoice:
-    """The fastest of the best trees of 1 to `nodes` nodes and of 1 to `depth` levels; empty for plain decoding.
-    `verify`: v(n) of a pass over n nodes, root included."""
+    """The fastest tree of up to `nodes` nodes and `depth` levels, empty for plain; `verify`: v(n), root included."""
     best = TreeChoice(parents=(), depth=0, tokens=1.0, speedup=1.0)
     for levels in range(1, depth + 1):
         tree, tokens, reached = best_tree(acceptance, nodes=nodes, depth=levels), 1.0, 0

@@ -258,8 +258,7 @@ def _tokenizer(session: Session) -> Any:
 
 
 async def _prepared(session: Session, http: Request, body: Any, make: Callable[[], T]) -> T:
-    """What `make` makes of a body for the model that is served, of a large one in a thread of its own; a complaint of
-    the engine becomes a 400."""
+    """What `make` makes of a body, of a large one in a thread of its own; a complaint of the engine becomes a 400."""
 
     def checked() -> T:
         try:

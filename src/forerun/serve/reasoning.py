@@ -26,8 +26,7 @@ PARSERS: dict[str, Marks] = {
 
 
 def marks_of(parser: str, template: str) -> Marks | None:
-    """The marks of a ``--reasoning-parser``: a name, two marks with a blank between them, ``none``, or ``auto``, which
-    takes those that a chat template shows; None where there are none."""
+    """The marks of a ``--reasoning-parser``: a name, two marks with a blank between them, ``none``, or ``auto``."""
     if parser == "none":
         return None
     if parser == "auto":

@@ -159,6 +159,5 @@ def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
 
 
 def folds(model: Any, base: Any) -> bool:
-    """Whether passes of `model`, whose `base` model is called, run `fold_attention`, which asks the running `Pass`
-    where tokens stand; in compiled passes it does not."""
+    """Whether passes of `model`, through its `base`, run `fold_attention` uncompiled: it asks the running `Pass`."""
     return attention.installed(model) and not isinstance(base.forward, CompiledForward)

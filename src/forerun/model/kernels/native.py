@@ -52,18 +52,13 @@ def version() -> str:
 
 
 def compiled_library(name: str, loader: Loader = ctypes.CDLL) -> ctypes.CDLL | None:
-    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged once. The `loader`
+    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged. The `loader`
     ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it."""
-    with _ONE_BUILDS:
-        return _known(name, loader)
-
-
-@cache
-def _known(name: str, loader: Loader) -> ctypes.CDLL | None:
     if sys.platform != "linux" or not torch.cpu._is_avx512_bf16_supported():
         return None
     try:
-        return _loaded(name, loader)
+        with _ONE_BUILDS:
+            return _loaded(name, loader)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         log.warning("%s runs in torch, which is slower: the kernel in C could not be compiled: %s", name, reason)
@@ -228,8 +223,7 @@ def fused_kernels() -> ctypes.CDLL | None:
 
 
 def takes_states(states: Tensor) -> bool:
-    """Whether values like these (.., size) may be handed to the functions below: contiguous bf16 on a CPU that has the
-    instructions, no gradient."""
+    """Whether the functions below take values like these: contiguous bf16 on a fitting CPU, without a gradient."""
     return (
         states.dtype == torch.bfloat16
         and states.is_contiguous()

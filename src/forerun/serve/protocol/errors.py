@@ -27,8 +27,7 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(ForerunError):
-    """What a client is told: an HTTP status and OpenAI's ``error`` object. Messages of libraries may name files of this
-    machine, or places in their code; neither is told."""
+    """What a client is told: an HTTP status and OpenAI's ``error`` object, without places in files of this machine."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
