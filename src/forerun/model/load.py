@@ -202,7 +202,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
 
 
 def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
-    """Bytes of the weights, by the headers of their files, else by the configuration. CheckpointError: a broken file."""
+    """Bytes of the weights, by their files' headers, else by the configuration. CheckpointError: a broken file."""
     resolved = resolved_dtype(options, config)
     quantised = getattr(config, "quantization_config", None) is not None
     directory = _local(name, options)
