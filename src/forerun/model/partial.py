@@ -48,10 +48,10 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
         raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {said}") from error
     limit = _LIMITS.get(target.dtype, _ROUGH)
     if not worst <= limit:
-        raise UnsupportedModelError(
-            f"{name}: its layers cannot be run in part: the parts give logits that differ from a whole pass by "
-            f"{worst:.2g} of their spread, {limit:g} is allowed in {target.dtype}"
+        differ = (
+            f"logits differ from a whole pass by {worst:.2g} of their spread, {limit:g} is allowed in {target.dtype}"
         )
+        raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {differ}")
 
 
 @torch.inference_mode()

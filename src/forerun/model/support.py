@@ -50,10 +50,8 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
 def refuse_stateful(model_class: Any, kind: str) -> None:
     """Raise UnsupportedModelError for a class that keeps recurrent state."""
     if getattr(model_class, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{kind} keeps a recurrent state (state space, linear attention or convolution), which cannot be rolled "
-            f"back to an arbitrary node of a tree; only attention can be verified losslessly. {UNSERVED}"
-        )
+        state = "a recurrent state (state space, linear attention or convolution), which cannot be rolled back"
+        raise UnsupportedModelError(f"{kind} keeps {state}; only attention can be verified losslessly. {UNSERVED}")
 
 
 def named_sizes(config: Any) -> dict[str, int]:
@@ -146,10 +144,9 @@ def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if plainly:
             raise UnsupportedModelError(f"{name_of(model)}: even a plain forward fails: {said}") from error
-        raise UnsupportedModelError(
-            f"{name_of(model)} cannot score a token tree: {obstacle(model, error) or _CLASH}. "
-            f"forerun needs 4D attention masks, explicit positions and a KV cache. {UNSERVED}"
-        ) from error
+        needs = "forerun needs 4D attention masks, explicit positions and a KV cache"
+        why = f"{obstacle(model, error) or _CLASH}. {needs}. {UNSERVED}"
+        raise UnsupportedModelError(f"{name_of(model)} cannot score a token tree: {why}") from error
 
 
 @torch.inference_mode()

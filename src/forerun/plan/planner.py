@@ -83,13 +83,12 @@ def plan(load: Load, *, k: int | None = None) -> Plan:
     asked = best if k is None else lines[k]
     powers = [1 << power for power in range(MOST_BATCH.bit_length())]
     gains = [max(load.predict(length, rows).speedup for length in range(MOST_K + 1)) for rows in powers]
+    last = theory.break_even_batch(lambda rows: load.predict(asked.k or 1, rows).speedup, most=MOST_BATCH)
     return Plan(
         lines=tuple(lines),
         asked=asked,
         best=best,
-        break_even_batch=theory.break_even_batch(
-            lambda rows: load.predict(asked.k or 1, rows).speedup, most=MOST_BATCH
-        ),
+        break_even_batch=last,
         batches=tuple(zip(powers, gains, strict=True)),
         unbounded=best.k == lines[-1].k and lines[-1].v == 1.0 and load.draft(load.rows).level_ms == 0,
     )

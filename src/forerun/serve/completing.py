@@ -160,15 +160,9 @@ class Writer(ABC):
         steps = []
         for step in answer.trace:
             nodes = [{**asdict(node), "text": self.tokenizer.decode([node.token])} for node in step.nodes]
-            steps.append({**asdict(step), "nodes": nodes, "kind": step.kind.value})
-        return {
-            "first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0),
-            "tokens": [
-                {"id": token.id, "text": token.text, "source": token.source.value, "step": token.step}
-                for token in answer.tokens
-            ],
-            "steps": steps,
-        }
+            steps.append({**asdict(step), "nodes": nodes})
+        tokens = [{"id": one.id, "text": one.text, "source": one.source, "step": one.step} for one in answer.tokens]
+        return {"first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0), "tokens": tokens, "steps": steps}
 
 
 class ChatWriter(Writer):

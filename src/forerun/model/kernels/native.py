@@ -35,10 +35,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")  # Tried in this order unless ``$CC`` names one
-FLAGS = (
-    *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma"),
-)
+FLAGS: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
+FLAGS += ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma")
 _PATIENCE_S = 60.0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ONE_BUILDS = threading.Lock()

@@ -8,13 +8,8 @@ from typing import Any
 
 from forerun.errors import ForerunError
 
-_CODES = {
-    401: "invalid_api_key",
-    404: "not_found",
-    405: "method_not_allowed",
-    413: "request_too_large",
-    415: "unsupported_media_type",
-}
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
+_CODES |= {413: "request_too_large", 415: "unsupported_media_type"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 _MOST = 1000  # Characters of a message
