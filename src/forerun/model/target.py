@@ -51,8 +51,7 @@ class Target:
         self.max_length: int = context_length(self.config)  # Most positions of a sequence
         self.rows = rows
         self.slots = default_slots(self.max_length) if slots is None else slots
-        self.buckets = Buckets() if buckets is None else buckets
-        """What passes are padded to; may be replaced between steps."""
+        self.buckets = Buckets() if buckets is None else buckets  # What passes are padded to; may be replaced
         self.lengths: list[int] = [0] * rows  # Committed tokens in the cache, by row
         self.writes: list[int] = [0] * rows  # Passes that have written to the row
         self.head = layers.OutputHead(model)
@@ -66,8 +65,7 @@ class Target:
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
         self._style = masks.MaskStyle.of(self.config)
-        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)
-        """Of scoring passes."""
+        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)  # Of scoring
         self._ran: dict[int, int] = {}
 
     @classmethod

@@ -184,12 +184,10 @@ def read_json(body: bytes) -> Any:
     """The value that a body holds; JSONDecodeError, of which FastAPI makes a 400, also where readers would disagree."""
     depth, brackets, keys = nesting(body)
     try:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
-        if brackets > MAX_BRACKETS:
-            raise ValueError(f"it has {brackets} objects and lists, at most {MAX_BRACKETS} are read")
-        if keys > MAX_ALL_KEYS:
-            raise ValueError(f"its objects have {keys} keys together, at most {MAX_ALL_KEYS} are read")
+        levels, lists = (depth, MAX_DEPTH, "levels of brackets"), (brackets, MAX_BRACKETS, "objects and lists")
+        for count, most, what in (levels, lists, (keys, MAX_ALL_KEYS, "keys of objects")):
+            if count > most:
+                raise ValueError(f"it has {count} {what}, at most {most} are read")
         text = body.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
         if "\\u" in text:
@@ -197,14 +195,12 @@ def read_json(body: bytes) -> Any:
         return value
     except json.JSONDecodeError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         why = str(error)
         if isinstance(error, UnicodeDecodeError):
             why = f"byte {error.start} is not UTF-8"
         elif isinstance(error, UnicodeEncodeError):
             why = "a string has half of a surrogate pair"
-        elif isinstance(error, RecursionError):
-            why = "nested too deeply"
         raise json.JSONDecodeError(why, "", 0) from error
 
 

@@ -60,10 +60,10 @@ def fold_attention(
         )
         return result
     this = current()
-    if this.flat is None:
-        return attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout), None
-    query = this.flat.restore(query.transpose(1, 2)).transpose(1, 2)
-    return this.flat.flatten(attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout)), None
+    if this.flat is not None:
+        query = this.flat.restore(query.transpose(1, 2)).transpose(1, 2)
+    attended = attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout)
+    return attended if this.flat is None else this.flat.flatten(attended), None
 
 
 def attend(

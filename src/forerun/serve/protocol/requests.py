@@ -236,12 +236,11 @@ class Sampling(Neutral):
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    options = schema.get("anyOf", [])
-    if {"type": "null"} in options:
+    if {"type": "null"} in schema.get("anyOf", ()):
         return schema
-    outer: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    outer = {key: schema[key] for key in ("title", "description", "default") if key in schema}
     inner = {key: value for key, value in schema.items() if key not in outer}
-    return {**outer, "anyOf": [*options, {"type": "null"}] if options else [inner, {"type": "null"}]}
+    return {**outer, "anyOf": [inner, {"type": "null"}]}
 
 
 def joined(content: str | Sequence[Strict]) -> str:
@@ -348,7 +347,7 @@ class FunctionCall(Strict):
             raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
         try:
             is_object = isinstance(json.loads(value or "{}"), dict)
-        except (ValueError, RecursionError):
+        except ValueError:
             is_object = False
         if not is_object:
             raise ValueError("the text of a JSON object is expected")
