@@ -238,7 +238,7 @@ class Sampling(Neutral):
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     if {"type": "null"} in schema.get("anyOf", ()):
         return schema
-    outer = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    outer: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
     inner = {key: value for key, value in schema.items() if key not in outer}
     return {**outer, "anyOf": [inner, {"type": "null"}]}
 
