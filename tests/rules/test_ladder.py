@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forerun.core import ladder as ladders
-from forerun.core.enumeration import (
+from forerun.certify.enumeration import (
     SHAPES,
     TOLERANCE,
     Distributions,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contract.harness import kind_of
-from forerun.core.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_distributions, toy_drafter
+from forerun.certify.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_distributions, toy_drafter
 from forerun.core.probs import HostProbs
 from forerun.core.rules import RULES, check_fits, default_rule, rule_named
 from forerun.core.sampling import Rng
