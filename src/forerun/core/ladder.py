@@ -81,13 +81,7 @@ class Ladder:
         top: so many of the likeliest tokens at every node, by raw logits, are read, too.
     """
 
-    def __init__(
-        self,
-        raw: Tensor,
-        rows: Sequence[LadderInput],
-        *,
-        top: int = 0,
-    ) -> None:
+    def __init__(self, raw: Tensor, rows: Sequence[LadderInput], *, top: int = 0) -> None:
         self.rows, self._raw, self.nodes = rows, raw, raw.shape[1]
         values, self.failed = process_rows(raw, [row.edits for row in rows])
         self._wide = widest(raw.device)

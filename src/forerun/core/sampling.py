@@ -362,11 +362,7 @@ class Processing:
 
     @classmethod
     def of(
-        cls,
-        edits: Sequence[Edits | None],
-        vocabulary: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
+        cls, edits: Sequence[Edits | None], vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Processing | None:
         """Sent in one copy that nobody waits for. What depends on a node's path is not in it. None: nothing is done."""
         if not any(edits):

@@ -20,17 +20,7 @@ from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
 from forerun.model import Scored, Target, largest
-from forerun.types import (
-    Boundary,
-    Budget,
-    DraftKind,
-    Drawn,
-    Source,
-    StepTrace,
-    TokenLogprob,
-    TracedNode,
-    Verdict,
-)
+from forerun.types import Boundary, Budget, DraftKind, Drawn, Source, StepTrace, TokenLogprob, TracedNode, Verdict
 
 Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
 """Of each emitted token, and of the likeliest at its position."""

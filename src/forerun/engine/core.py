@@ -345,11 +345,7 @@ class PrefixCache:
         self._clock += 1
         self._target.truncate([row], [0])
         self._free[row] = _FreeRow(
-            tokens=list(held[0]),
-            salt=held[1],
-            drafter=drafter,
-            writes=self._target.writes[row],
-            used=self._clock,
+            tokens=list(held[0]), salt=held[1], drafter=drafter, writes=self._target.writes[row], used=self._clock
         )
 
     def drop(self, most: int) -> list[tuple[int, str]]:

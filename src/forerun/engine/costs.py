@@ -225,10 +225,7 @@ class StepCosts:
     """
 
     def __init__(
-        self,
-        passes: PassCost,
-        drafts: Mapping[str, DraftCost] | None = None,
-        shape: PassShape = PassShape(),
+        self, passes: PassCost, drafts: Mapping[str, DraftCost] | None = None, shape: PassShape = PassShape()
     ) -> None:
         self._drafts, self.shape = dict(drafts or {}), shape
         self._calibrated = lru_cache(maxsize=8192)(

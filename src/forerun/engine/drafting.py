@@ -113,12 +113,7 @@ class DrafterPool:
         return frozenset[Boundary]().union(*(drafter.requires for _, drafter in drafters))
 
     def groups(
-        self,
-        rows: Sequence[Row],
-        keys: Sequence[str | None],
-        depths: Sequence[int | None],
-        *,
-        awaited: bool = False,
+        self, rows: Sequence[Row], keys: Sequence[str | None], depths: Sequence[int | None], *, awaited: bool = False
     ) -> list[Group]:
         """Who drafts for whom in a step of `rows`, by the `keys` and per-request depth limits (None: the drafter's);
         `awaited`: others wait for their first token."""
@@ -134,11 +129,7 @@ class DrafterPool:
                 continue
             groups.append(
                 Group(
-                    name=active.config.method,
-                    drafter=active.drafter,
-                    members=members,
-                    depths=limits,
-                    nodes=self._nodes,
+                    name=active.config.method, drafter=active.drafter, members=members, depths=limits, nodes=self._nodes
                 )
             )
         return groups

@@ -216,10 +216,7 @@ class LLM:
         return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
     def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template: Any,
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
     ) -> dict[str, Any]:
         """The conversation as the model wants to read it: text and token ids, ending where the answer begins.
 

@@ -93,12 +93,7 @@ class PromptReader:
         if params.seed is None and self.default_seed is not None:
             params = replace(params, seed=request_seed(self.default_seed, number))
         request = Request(
-            id=f"request-{number}",
-            prompt=text,
-            prompt_tokens=ids,
-            params=params,
-            speculative=speculative,
-            trace=trace,
+            id=f"request-{number}", prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.end_ids())
