@@ -62,12 +62,9 @@ class Rng:
 
         Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same
         distribution, and almost always from two that differ in their last bits: blocks of tokens race each other, then
-        the tokens of the block that won (the smallest of exponential times, probabilities as rates). Drawn from
-        cumulated probabilities, a change in that of the first token would move the borders of all others.
-
-        Raises:
-            NumericError: `probs` is no distribution: NaN, infinite, negative where it was drawn, or above 1 together.
-                Less is a residual, which nobody normalises.
+        the tokens of the block that won (the smallest of exponential times, probabilities as rates). Cumulated
+        probabilities would let the first token's last bit move the borders of all others. NumericError: `probs` is no
+        distribution (NaN, infinite, negative where it was drawn, above 1 together); less is a residual.
         """
         padded = torch.nn.functional.pad(probs, (0, -len(probs) % _BLOCK)).view(-1, _BLOCK)
         masses = padded.sum(1, dtype=widest(probs.device)).cpu().double().numpy()
@@ -83,12 +80,16 @@ class Rng:
         return self.exponentials(depth, vocabulary) if type(self).draw is Rng.draw else None
 
     def exponentials(self, depth: int, vocabulary: int) -> NDArray[np.float64]:
-        """(T,) one time per token of a block, and one per block."""
-        return self._times(self.position + depth, _BLOCK + -(-vocabulary // _BLOCK))
+        """(T,) one time per token of a block, and one per block; none is zero: over a rate of zero that would be
+        NaN."""
+        generator = np.random.Generator(self._bits(self.position + depth, Stream.TARGET, 0))
+        times = generator.standard_exponential(_BLOCK + -(-vocabulary // _BLOCK), method="inv")
+        return times + np.finfo(np.float64).tiny
 
     def drafted(self, probs: Tensor, node: int, index: int = 0) -> int:
         """A token from `probs` (V,) as child number `index` of `node`: a drafter's draw."""
-        return _inverse(probs, float(self._drafts([(node, index)])[0]))
+        uniform = torch.from_numpy(self._drafts([(node, index)])).to(widest(probs.device)).to(probs.device)
+        return int(quantiles(probs, uniform))
 
     def uniforms(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64] | None:
         """(N,) the numbers in (0, 1) of `drafted` for children (node, index), before any distribution is known: the
@@ -98,11 +99,6 @@ class Rng:
     def _drafts(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
         word = self._bits(self.position, self.draft_stream, 0).random_raw()
         return _uniforms(word, np.array([(node << 16) | index for node, index in children], dtype=np.uint64))
-
-    def _times(self, position: int, count: int) -> NDArray[np.float64]:
-        """(count,) independent exponential times, none of them zero: over a rate of zero that would be NaN."""
-        generator = np.random.Generator(self._bits(position, Stream.TARGET, 0))
-        return generator.standard_exponential(count, method="inv") + np.finfo(np.float64).tiny
 
     def _uniform(self, position: int, stream: int, index: int) -> float:
         return float(np.random.Generator(self._bits(position, stream, index)).random())
@@ -144,10 +140,6 @@ def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
         bits ^= bits >> np.uint64(31)
     uniforms: NDArray[np.float64] = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return uniforms
-
-
-def _inverse(probs: Tensor, uniform: float) -> int:
-    return int(quantiles(probs, torch.tensor([uniform], dtype=widest(probs.device), device=probs.device)))
 
 
 def quantiles(distributions: Tensor, uniforms: Tensor) -> Tensor:
@@ -199,7 +191,11 @@ class Sampler:
         self._allowed = torch.as_tensor(params.allowed_token_ids or (), dtype=torch.int64)
         self._biased = torch.as_tensor(list(params.logit_bias or ()), dtype=torch.int64)
         self._bias = torch.as_tensor(list((params.logit_bias or {}).values()), dtype=torch.float64)
-        self._unwanted = BadWords(self.bad_words)
+        self.bad_tokens = tuple([word[0] for word in self.bad_words if len(word) == 1])
+        self._longer_words = defaultdict[int, list[tuple[int, ...]]](list)  # By their last token but one
+        for word in self.bad_words:
+            if len(word) > 1:
+                self._longer_words[word[-2]].append(word)
         self._fitting = set[int]()  # Sizes of vocabularies that hold all token ids among the parameters
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -211,11 +207,6 @@ class Sampler:
     def greedy(self) -> bool:
         return self.params.greedy
 
-    @property
-    def always_banned(self) -> Sequence[int]:
-        """Bad words of one token."""
-        return self._unwanted.always
-
     def fits(self, vocabulary: int) -> bool:
         """Whether `Processing` does all of it without the host: what it does at a node depends on how often tokens came
         before and not on their order (no processor of the user's own, no bad word of several tokens), and its token
@@ -226,15 +217,14 @@ class Sampler:
             self._check_ids(vocabulary)
         except ArgumentError:
             return False
-        return max((*self._unwanted.always, *self.banned_until_min), default=0) < vocabulary
+        return max((*self.bad_tokens, *self.banned_until_min), default=0) < vocabulary
 
     def edits(self, vocabulary: int, output: Sequence[int], paths: Sequence[Sequence[int]]) -> Edits | None:
         """What `process` does at nodes behind `paths`; None: nothing. ArgumentError as `process`."""
         if self.neutral:
             return None
         self._check_ids(vocabulary)
-        ended = (self._unwanted.ends(self.prompt, [*output, *path]) for path in paths)
-        banned = [(node, token) for node, tokens in enumerate(ended) for token in tokens]
+        banned = [(node, token) for node, path in enumerate(paths) for token in self._word_ends([*output, *path])]
         return Edits(sampler=self, output=output, paths=paths, banned=banned)
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
@@ -264,7 +254,9 @@ class Sampler:
             allowed = torch.full_like(logits, -torch.inf)
             ids = self._allowed.to(logits.device)
             logits = allowed.index_copy_(0, ids, logits[ids])
-        banned = self._banned(output)
+        banned = self._word_ends(output)
+        if len(output) < p.min_tokens:
+            banned += self.banned_until_min
         if banned:
             logits[torch.as_tensor(banned, device=logits.device)] = -torch.inf
         if p.logit_bias:
@@ -294,10 +286,6 @@ class Sampler:
         _check_distribution(probs, None if self.neutral else processed)
         return probs
 
-    def _banned(self, output: Sequence[int]) -> list[int]:
-        banned = list(self.banned_until_min) if len(output) < self.params.min_tokens else []
-        return banned + self._unwanted.ends(self.prompt, output)
-
     def _penalise(self, logits: Tensor, output: Sequence[int]) -> None:
         p = self.params
         if p.repetition_penalty not in (None, 1.0):
@@ -310,26 +298,10 @@ class Sampler:
             times = torch.as_tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
             logits[ids] -= p.presence_penalty + p.frequency_penalty * times
 
-
-class BadWords:
-    """Token sequences that may not be produced, by the token before their last: a position in a text looks only at
-    those that may end there.
-
-    Args:
-        words: token ids, none of them empty.
-    """
-
-    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        self.always = [word[0] for word in words if len(word) == 1]  # Words of one token
-        self._after = defaultdict[int, list[tuple[int, ...]]](list)
-        for word in words:
-            if len(word) > 1:
-                self._after[word[-2]].append(word)
-
-    def ends(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
-        """The tokens that would end a word behind a prompt and an output."""
-        found = list(self.always)
-        for word in self._after.get((output or prompt or (-1,))[-1], ()):
+    def _word_ends(self, output: Sequence[int]) -> list[int]:
+        """The tokens that would end a bad word behind the prompt and an output."""
+        prompt, found = self.prompt, list(self.bad_tokens)
+        for word in self._longer_words.get((output or prompt or (-1,))[-1], ()):
             missing = max(len(word) - 1 - len(output), 0)
             tail = (*prompt[max(len(prompt) - missing, 0) :], *output[len(output) - len(word) + 1 + missing :])
             if tail == word[:-1]:
@@ -369,7 +341,7 @@ class Processing:
             return None
         rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
         params = [_NEUTRAL if edit is None else edit.sampler.params for edit in edits]
-        banned = [(row, token) for row, edit in rows for token in edit.sampler.always_banned]
+        banned = [(row, token) for row, edit in rows for token in edit.sampler.bad_tokens]
         allowed = [(row, token) for row, _ in rows for token in params[row].allowed_token_ids or ()]
         limited = sorted({row for row, _ in allowed})
         biased = [(row, token, bias) for row, _ in rows for token, bias in (params[row].logit_bias or {}).items()]
@@ -382,12 +354,10 @@ class Processing:
         def flat(pairs: Iterable[Sequence[Any]]) -> Tensor:
             return torch.tensor([pair[0] * vocabulary + pair[1] for pair in pairs], dtype=torch.int64)
 
-        def floats(values: Iterable[Any]) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype)
-
         host = [flat(pairs) for pairs in (banned, allowed, biased, early, counted, prompts)]
         host += [torch.tensor(limited, dtype=torch.int64), torch.tensor(missing, dtype=torch.int64)]
-        host += [floats(bias for *_, bias in biased), floats(n for *_, n in counted), floats(penalties)]
+        floats = [bias for *_, bias in biased], [n for *_, n in counted], penalties
+        host += [torch.tensor(values, dtype=dtype) for values in floats]
         banned_at, allowed_at, biased_at, early_at, counted_at, prompt_at, limits, until, bias, counts, table = sent(
             host, device
         )
@@ -400,11 +370,9 @@ class Processing:
             return marks
 
         def added(at: Tensor, values: Tensor) -> Tensor:
-            return (
-                torch.zeros(len(edits) * vocabulary, dtype=dtype, device=device)
-                .index_add_(0, at, values)
-                .view(len(edits), vocabulary)
-            )
+            sums = torch.zeros(len(edits), vocabulary, dtype=dtype, device=device)
+            sums.view(-1).index_add_(0, at, values)
+            return sums
 
         penalised = any(row != (1.0, 0.0, 0.0) for row in penalties)
         return cls(
