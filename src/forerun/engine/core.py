@@ -129,15 +129,13 @@ class Engine:
         same = [text for text in self._prefilling if text.begins and text.answers[0].request is request]
         if same and not answer.tokens:
             same[0].answers.append(answer)
-            answer.row.cache_row = self._take(PrefixQuery(tokens=(), salt=answer.row.cache_salt)).row
+            answer.row.cache_row = self._take((), answer).row
             return
         requires = self.drafting.requires(answer.drafter)
         text = Prefill.of(answer, requires)
         # Who wants to see the whole prompt scored or timed, or to hand its hidden states on, reads all of it.
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
-        wanted = () if whole else text.tokens
-        salt, drafter = answer.row.cache_salt, answer.drafter
-        found = self._take(PrefixQuery(tokens=wanted, salt=salt, drafter=drafter, needs_drafter=bool(requires)))
+        found = self._take(() if whole else text.tokens, answer, needs_drafter=bool(requires))
         answer.row.cache_row, text.done, text.known = found.row, found.shared, found.known
         self._prefilling.append(text)
         if self.scheduling.enable_prefix_caching and not answer.preemptions:
@@ -145,8 +143,10 @@ class Engine:
             self.prefix_hits += found.shared
             request.cached_tokens = max(request.cached_tokens, found.shared)
 
-    def _take(self, query: PrefixQuery) -> Allocation:
-        found = self._prefixes.acquire(query, {answer.row.cache_row: self._held(answer) for answer in self._running})
+    def _take(self, wanted: Sequence[int], answer: Completion, *, needs_drafter: bool = False) -> Allocation:
+        busy = {other.row.cache_row: self._held(other) for other in self._running}
+        salt, drafter = answer.row.cache_salt, answer.drafter
+        found = self._prefixes.acquire(wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter)
         if found.drafter is not None:
             self.drafting.forget(found.drafter, [found.row], [found.known])
         return found
@@ -291,17 +291,6 @@ CachedText = tuple[Sequence[int], str | None]  # What a row's slots hold, and th
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixQuery:
-    """What is to be prefilled, and whose rows may serve it."""
-
-    tokens: Sequence[int]
-    salt: str | None = None  # Isolation domain: what rows of another hold is as good as unknown
-    drafter: str | None = None  # Key of the drafter that will work for the row
-    needs_drafter: bool = False
-    """Without the drafter's own state of the prefix, the target's is of no use: it reads hidden states."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
     """A row of the cache for a sequence."""
 
@@ -359,22 +348,36 @@ class PrefixCache:
                 forgotten.append((row, kept.drafter))
         return forgotten
 
-    def acquire(self, query: PrefixQuery, running: Mapping[int, CachedText]) -> Allocation:
+    def acquire(
+        self,
+        wanted: Sequence[int],
+        running: Mapping[int, CachedText],
+        *,
+        salt: str | None = None,
+        drafter: str | None = None,
+        needs_drafter: bool = False,
+    ) -> Allocation:
         """Take a row: the one that holds most of the wanted text or, if a running row holds more, a copy of that.
 
         Without either, the row that keeps the busy ones side by side (the cache reads neighbours without a copy), and
         of several such rows the one that was used least recently.
 
         Args:
-            query: at least one token of it is left to be read.
+            wanted: tokens, of which at least one is left to be read.
             running: what the busy rows hold.
+            salt: isolation domain: what rows of another hold is as good as unknown.
+            drafter: key of the one that will work for the row.
+            needs_drafter: it reads hidden states: without its own state of the prefix, the target's is of no use.
         """
-        shared = {row: self._shared(row, query) for row in self._free}
+        shared = dict[int, int]()
+        for row, kept in self._free.items():
+            lost = kept.writes != self._target.writes[row] or (needs_drafter and kept.drafter != drafter)
+            shared[row] = 0 if lost or kept.salt != salt else _common(kept.tokens, wanted)
         best = max(shared, key=lambda row: shared[row])
         copied = {
-            row: _common(tokens, query.tokens)
-            for row, (tokens, salt) in running.items()
-            if self.enabled and salt == query.salt and not query.needs_drafter
+            row: _common(tokens, wanted)
+            for row, (tokens, domain) in running.items()
+            if self.enabled and domain == salt and not needs_drafter
         }
         source = max(copied, key=lambda row: copied[row], default=-1)
         lent = copied.get(source, 0)
@@ -386,13 +389,8 @@ class PrefixCache:
         if lent > length:
             self._target.copy_row(source, row, lent)
             return Allocation(row=row, shared=lent, drafter=kept.drafter)
-        known = length + 1 if length and kept.drafter == query.drafter else 0
+        known = length + 1 if length and kept.drafter == drafter else 0
         return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
-
-    def _shared(self, row: int, query: PrefixQuery) -> int:
-        kept = self._free[row]
-        lost = kept.writes != self._target.writes[row] or (query.needs_drafter and kept.drafter != query.drafter)
-        return 0 if lost or kept.salt != query.salt else _common(kept.tokens, query.tokens)
 
     def _between(self, busy: Mapping[int, object]) -> int:
         """The free row that keeps the busy ones side by side."""
