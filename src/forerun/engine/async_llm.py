@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from forerun.engine.completion import Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM, Speculative
-from forerun.engine.prompts import Lanes, Prompt, as_list, as_params
+from forerun.engine.prompts import Lanes, Prompt, paired
 from forerun.errors import EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -172,13 +172,9 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """`LLM.generate`; cancelling the task aborts its requests."""
-        many = as_list(prompts)
-        params = as_params(sampling_params, len(many))
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        return await all_or_none(
-            whole_output(self.stream(prompt, own, cache_salt=cache_salt, **keywords))
-            for prompt, own in zip(many, params, strict=True)
-        )
+        stream = partial(self.stream, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
+        requests = paired(prompts, sampling_params)
+        return await all_or_none(whole_output(stream(prompt, params)) for prompt, params in requests)
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
@@ -211,14 +207,13 @@ class AsyncLLM:
 
         Raises:
             EngineError: a step failed, for all requests.
-            NumericError: this request cannot go on, since its numbers failed; the others do.
-            RequestError: something else of this request failed; the others go on.
+            NumericError, RequestError: this request's numbers, or something else of it, failed; the others go on.
             SlowReaderError: more than `max_unread` chunks were waiting.
         """
         params = sampling_params or SamplingParams()
         number = self.llm.next_number()
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **keywords))
+        options: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **options))
         self._loop = asyncio.get_running_loop()
         request = await self._lanes.run(self.llm.lane(prompt, params), work)
         request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)

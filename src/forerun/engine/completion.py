@@ -73,10 +73,8 @@ class Detokenizer:
 
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
-        )
-        return text
+        skip = self._skip_special
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
 
 @dataclass(slots=True)
@@ -92,31 +90,25 @@ class AnswerText:
         """Append; with `search`, the stop string that this completed (the text is then cut), or None."""
         start = len(self.text)
         self.text += piece
-        hits = []
-        for stop in self.stops if search else ():
-            at = self.text.find(stop, max(0, start - len(stop) + 1))
-            if at >= 0:
-                hits.append((at, stop))
-        if not hits:
+        hits = [(self.text.find(stop, max(0, start - len(stop) + 1)), stop) for stop in self.stops if search]
+        at, stop = min((hit for hit in hits if hit[0] >= 0), default=(0, None))
+        if stop is None:
             return None
-        at, stop = min(hits)
         self.text = self.text[: at + len(stop) if self.include_stop else at]
         return stop
 
     def release(self, *, final: bool) -> str:
         """New text that can no longer be taken back; everything if `final`."""
-        held = 0 if final else max((_overlap(self.text, stop) for stop in self.stops), default=0)
+        held = 0 if final else max((overlap(self.text, stop) for stop in self.stops), default=0)
         end = max(self.sent, len(self.text) - held)
         piece, self.sent = self.text[self.sent : end], end
         return piece
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -226,27 +218,17 @@ class Completion:
                 break
         if surplus := len(emitted.tokens) - len(new):
             self.row.shorten(surplus)  # what was committed behind the end of the answer
-        first = self.request if not self.tokens else None
+        first = not self.tokens
         self._count(emitted, new)
-        return StreamChunk(
-            request_id=self.request.id,
-            index=self.index,
-            text=self.text.release(final=self.finish_reason is not None),
-            tokens=new,
-            trace=emitted.trace if self.request.trace else None,
-            finish_reason=self.finish_reason,
-            prompt_token_ids=None if first is None else first.prompt_tokens,
-            prompt_logprobs=None if first is None else first.prompt_logprobs,
-        )
+        text = self.text.release(final=self.finish_reason is not None)
+        return self._chunk(text, new, emitted.trace if self.request.trace else None, first=first)
 
     def end_unbegun(self) -> StreamChunk:
         """End an answer of no tokens, whose prompt has been read; it is its first chunk, too."""
         if self.row.error is not None:
             return self._fail()
         self.finish_reason = "length"
-        request = self.request
-        last = self._last("")
-        return replace(last, prompt_token_ids=request.prompt_tokens, prompt_logprobs=request.prompt_logprobs)
+        return self._chunk("", [], first=True)
 
     def abort(self) -> None:
         """End the answer where it stands."""
@@ -257,7 +239,7 @@ class Completion:
         self.abort()
         with Isolation(self.row):
             self.text.add(self.detokenizer.flush())
-            return self._last(self.text.release(final=True))
+            return self._chunk(self.text.release(final=True), [])
         return self._fail()
 
     def _fail(self) -> StreamChunk:
@@ -265,16 +247,21 @@ class Completion:
         for answer in self.request.answers:
             answer.abort()
         self.failed = True
-        return self._last("")
+        return self._chunk("", [])
 
-    def _last(self, text: str) -> StreamChunk:
+    def _chunk(
+        self, text: str, tokens: list[OutputToken], trace: StepTrace | None = None, *, first: bool = False
+    ) -> StreamChunk:
+        """`first`: the answer's first one, which tells about the prompt."""
         return StreamChunk(
             request_id=self.request.id,
             index=self.index,
             text=text,
-            tokens=[],
-            trace=None,
+            tokens=tokens,
+            trace=trace,
             finish_reason=self.finish_reason,
+            prompt_token_ids=self.request.prompt_tokens if first else None,
+            prompt_logprobs=self.request.prompt_logprobs if first else None,
             error=self.row.error,
         )
 

@@ -19,7 +19,7 @@ from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, dra
 from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.measuring import known_or_nominal
-from forerun.engine.prompts import Lane, Prompt, PromptReader, as_list, as_params, conversation
+from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, paired
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, nearest
 from forerun.model import Buckets, Target
@@ -139,7 +139,14 @@ class LLM:
             context=self.max_model_len,
             default_seed=seed,
         )
-        setup = _setup(self.target, self.tokenizer, max_num_seqs)
+        cost = cache(partial(known_or_nominal, self.target))  # measured when a drafter asks
+        setup = DrafterSetup(
+            target=self.target,
+            tokenizer=self.tokenizer,
+            rows=max_num_seqs,
+            slots=self.target.slots,
+            pass_ms=lambda drafted: cost().pass_ms(drafted + 1),
+        )
         if reproducible:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
@@ -170,13 +177,11 @@ class LLM:
             cache_salt: isolation domain: cached prefixes and what drafters have learned serve the requests of their own
                 domain only. None is a domain, too: all requests without a salt share it.
         """
-        many = as_list(prompts)
-        params = as_params(sampling_params, len(many))
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         ids: list[str] = []
         try:
-            for prompt, own in zip(many, params, strict=True):
-                ids.append(self.submit(prompt, own, **keywords, cache_salt=cache_salt))
+            for prompt, params in paired(prompts, sampling_params):
+                ids.append(submit(prompt, params))
             return [self._wait(request_id) for request_id in ids]
         except BaseException:
             for request_id in ids:
@@ -194,10 +199,8 @@ class LLM:
         cache_salt: str | None = None,
     ) -> Iterator[StreamChunk]:
         """Answer one prompt, a chunk per step; the last chunk carries the whole output. Closing the iterator aborts."""
-        params = sampling_params or SamplingParams()
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        request_id = self.submit(prompt, params, **keywords, cache_salt=cache_salt)
-        return self._chunks(request_id)
+        submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
+        return self._chunks(submit(prompt, sampling_params or SamplingParams()))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
@@ -221,13 +224,11 @@ class LLM:
         """The conversation as the model wants to read it: text and token ids, ending where the answer begins.
 
         Whatever messages and tools say is text: only the template writes control tokens, such as the marks of roles.
+        ArgumentError: no template, it refuses the conversation, or a control token in that cannot be read as text.
 
         Args:
             tools: functions that the model may call: ``[{"type": "function", "function": {"name": ..., ...}}]``.
             template: more variables, e.g. ``enable_thinking=False``; ``continue_final_message``, as in transformers.
-
-        Raises:
-            ArgumentError: no template, it refuses the conversation, or a control token in that cannot be read as text.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
@@ -253,7 +254,8 @@ class LLM:
         priority: int = 0,
         adapt: bool = True,
     ) -> str:
-        """Queue a request and return its id; `step` advances it.
+        """Queue a request and return its id; the engine's `step` advances it. ArgumentError: the prompt does not fit,
+        or an option is out of range.
 
         Args:
             cache_salt: isolation domain, see `generate`.
@@ -261,9 +263,6 @@ class LLM:
             user: of the client; its rows are shared evenly among its users, of whom None is one.
             priority: of the client's requests the lowest goes first.
             adapt: whether online adaptation may learn from it.
-
-        Raises:
-            ArgumentError: the prompt does not fit, or an option is out of range.
         """
         request = self.prepared(
             self.next_number(), prompt, sampling_params, speculative=speculative, trace=trace, timeout_s=timeout_s
@@ -347,18 +346,6 @@ class LLM:
             if chunk.output is not None:
                 return chunk.output
         raise AssertionError("a stream ends with its output")
-
-
-def _setup(target: Target, tokenizer: PreTrainedTokenizerBase | None, rows: int) -> DrafterSetup:
-    """What drafters are built from; what a pass costs is measured when one asks."""
-    cost = cache(partial(known_or_nominal, target))
-    return DrafterSetup(
-        target=target,
-        tokenizer=tokenizer,
-        rows=rows,
-        slots=target.slots,
-        pass_ms=lambda drafted: cost().pass_ms(drafted + 1),
-    )
 
 
 def _refuse_unknown(loading: Mapping[str, Any]) -> None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from forerun.core.row import Row
-from forerun.core.rules import rule_named
 from forerun.core.sampling import Sampler, check_token_ids, request_seed
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
@@ -92,6 +91,9 @@ class PromptReader:
         params = self.resolve(params)
         if params.seed is None and self.default_seed is not None:
             params = replace(params, seed=request_seed(self.default_seed, number))
+        rule = speculative.rule if speculative is not None else None
+        if rule == "argmax_walk" and not params.greedy:
+            raise ArgumentError(f"rule {rule!r} is lossless at temperature 0 only; leave the rule out to sample")
         request = Request(
             id=f"request-{number}", prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
         )
@@ -107,11 +109,19 @@ class PromptReader:
                 seed=seed + index,
                 stop_ids=stop_ids,
                 room=min(self.context - len(ids), self.context if params.max_tokens is None else params.max_tokens),
-                rule=_checked_rule(request),
+                rule=rule,
                 traced=request.trace,
                 prediction=prediction,
             )
-            request.answers.append(self._answer(request, index, row))
+            tokenizer = self.tokenizer if params.detokenize else None
+            answer = Completion(
+                request=request,
+                index=index,
+                row=row,
+                detokenizer=Detokenizer(tokenizer, ids, skip_special=params.skip_special_tokens),
+                text=AnswerText(stops=params.stop_strings, include_stop=params.include_stop_str_in_output),
+            )
+            request.answers.append(answer)
         return request
 
     def lane(self, prompt: Prompt, params: SamplingParams) -> Lane:
@@ -209,18 +219,6 @@ class PromptReader:
         given: Any = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         return (given, self.encode("prompt", given, whole=whole)) if isinstance(given, str) else (None, given)
 
-    def _answer(self, request: Request, index: int, row: Row) -> Completion:
-        ids, params = request.prompt_tokens, request.params
-        return Completion(
-            request=request,
-            index=index,
-            row=row,
-            detokenizer=Detokenizer(
-                self.tokenizer if params.detokenize else None, ids, skip_special=params.skip_special_tokens
-            ),
-            text=AnswerText(stops=params.stop_strings, include_stop=params.include_stop_str_in_output),
-        )
-
     def _bad_words(self, words: Iterable[str]) -> list[tuple[int, ...]]:
         """Each word as token ids, at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
@@ -232,28 +230,18 @@ class PromptReader:
         return [ids for ids in found if ids]
 
 
-def _checked_rule(request: Request) -> str | None:
-    """The rule that the request's configuration names, if it may verify at this temperature."""
-    name = request.speculative.rule if request.speculative is not None else None
-    if name is not None and rule_named(name).name == "argmax_walk" and not request.params.greedy:
-        raise ArgumentError("rule 'argmax_walk' is lossless at temperature 0 only; leave the rule out to sample")
-    return name
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Many prompts, whether one or many were given; a list of ints is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One set of parameters per prompt; an ArgumentError where the counts differ."""
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise ArgumentError(f"{len(given)} sampling parameters for {count} prompts; give one, or one for each")
-    return list(given)
+def paired(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters, one or many of both; a list of ints is one prompt of token ids. ArgumentError:
+    there are not as many parameters as prompts."""
+    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    many: list[Any] = [prompts] if one else list(prompts)
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(many)
+    if len(params) != len(many):
+        raise ArgumentError(f"{len(params)} sampling parameters for {len(many)} prompts; give one, or one for each")
+    return list(zip(many, params, strict=True))
 
 
 # --- the chat template ------------------------------------------------------------------------------------------------
