@@ -99,13 +99,13 @@ class AnswerText:
 
     def release(self, *, final: bool) -> str:
         """New text that can no longer be taken back; everything if `final`."""
-        held = 0 if final else max((overlap(self.text, stop) for stop in self.stops), default=0)
+        held = 0 if final else max((_overlap(self.text, stop) for stop in self.stops), default=0)
         end = max(self.sent, len(self.text) - held)
         piece, self.sent = self.text[self.sent : end], end
         return piece
 
 
-def overlap(text: str, stop: str) -> int:
+def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from forerun.engine.completion import overlap
-
 T = TypeVar("T")
 _NAME = re.compile(r"[\w.-]*")
 _SCALAR = re.compile(r"[^\s,:\[\]{}\"]*")
@@ -58,7 +56,7 @@ class Incoming:
                 yield from self._pass(self._before_blanks(len(self.text)) if drop_end else len(self.text), kind)
                 self.at = len(self.text)
                 return None
-            end = self._before_blanks(found if found >= 0 else len(self.text) - overlap(self.text, mark))
+            end = self._before_blanks(found if found >= 0 else len(self.text) - _overlap(self.text, mark))
             yield from self._pass(end, kind)
             if found >= 0:
                 self.at = found + len(mark)
@@ -214,3 +212,9 @@ def collected(steps: Steps[None]) -> Steps[str]:
         else:
             text += piece.text
     return text
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `mark`."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)
