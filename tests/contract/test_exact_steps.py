@@ -16,8 +16,8 @@ import torch
 from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
 from contract.harness import SAMPLED, Variant, kind_for, kind_of, variants, without_unlikely
 from contract.tongues import retold, tongue
-from forerun.core import step as stepping
 from forerun.certify.enumeration import TOLERANCE
+from forerun.core import step as stepping
 from forerun.core.row import Row
 from forerun.core.rules.base import default_rule
 from forerun.core.sampling import Sampler

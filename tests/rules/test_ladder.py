@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.core import ladder as ladders
 from forerun.certify.enumeration import (
     SHAPES,
     TOLERANCE,
@@ -23,6 +22,7 @@ from forerun.certify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
+from forerun.core import ladder as ladders
 from forerun.core.ladder import Ladder, LadderInput, LadderRow
 from forerun.core.probs import HostProbs
 from forerun.core.rules import RULES, rule_named

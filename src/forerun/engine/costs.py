@@ -11,10 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
@@ -47,7 +47,6 @@ class PassCost(Protocol):
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """Wall time of one pass over `nodes` nodes in each of `rows` rows behind `context` tokens, ms."""
-        ...
 
 
 class Nominal:
@@ -113,10 +112,6 @@ class CostModel:
     def with_draft(self, key: str, draft: DraftCost) -> CostModel:
         """The same with a drafter's cost added or replaced."""
         return replace(self, drafts={**self.drafts, key: draft})
-
-    def record(self) -> dict[str, Any]:
-        """As JSON knows it."""
-        return asdict(self)
 
 
 def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs: bool = False) -> float:

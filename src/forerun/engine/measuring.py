@@ -275,7 +275,7 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
 def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     """All or nothing. A cache that cannot be written is no reason to fail."""
     path = file_of(target)
-    body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": cost.record()}
+    body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": asdict(cost)}
     try:
         with written(path) as fresh:
             text = json.dumps({**body, "sha256": _hash(body)}, indent=1, default=str)
