@@ -70,15 +70,13 @@ class Offer:
 def best_depth(
     curves: Sequence[Sequence[float]], time: Callable[[int, int], float], rows: int
 ) -> tuple[int, int, float]:
-    """The depth, at least 1, with the most expected tokens per time, if as many rows draft as that is best for.
+    """The depth, at least 1, with the most expected tokens per time, how many rows draft then, and how many times plain
+    decoding's tokens per time that is.
 
     Args:
         curves: of each row that may draft, the probability that depth 1, 2, ... survives; rows may end early.
         time: of (depth, rows that draft): the step, ms; of (0, 0) plain decoding.
         rows: of the step, whether or not they draft.
-
-    Returns:
-        depth, rows that draft, and how many times plain decoding's tokens per time.
     """
     best, most, plain = (1, 1), 0.0, rows / time(0, 0)
     order = sorted(curves, key=sum, reverse=True)
@@ -98,16 +96,14 @@ def best_depth(
 def choose(
     copies: Mapping[int, Bid], offers: Sequence[Offer], shape: PassShape, *, times: Times, goodput: float
 ) -> dict[int, int]:
-    """Row -> the arm that drafts for it, with the largest gain: expected tokens less `goodput` times the step's time.
-
-    With each subset of the offers every row takes what promises it most, those first to which that is most; rows that
-    are missing decode plainly.
+    """Row -> the arm that drafts for it, with the largest gain: expected tokens less `goodput` (tokens per ms) times
+    the step's time. With each subset of the offers every row takes what promises it most, those first to which that is
+    most; rows that are missing decode plainly.
 
     Args:
         copies: by row, what drafters that copy hold ready.
         offers: of drafters that cost a pass.
         times: by size of the pass, ms.
-        goodput: tokens per ms that decoding currently yields.
     """
     best, most = dict[int, Bid](), float("-inf")
     none, own = Bid(-1, 0, 0.0), [bid.nodes for bid in copies.values()]
@@ -136,13 +132,11 @@ def allocate(
     worths: Sequence[Sequence[float]], shape: PassShape, *, times: Times, goodput: float, fixed: Sequence[int] = ()
 ) -> list[int]:
     """How many of its best nodes each row submits, so that tokens less `goodput` times the pass's time are most.
-
     Padded, every row fills the width that gains most; else the node that promises most comes next, whoever's it is.
 
     Args:
         worths: of each row, the expected number of accepted tokens by nodes submitted.
         times: by size of the pass, ms.
-        goodput: tokens per ms that decoding currently yields.
         fixed: nodes of further rows, which cannot be taken away.
     """
     least, order, total = shape.size(fixed), list[int](), 0.0
@@ -234,14 +228,14 @@ class _StepPlan:
         """Rows that an arm drafts for."""
         return [row for row, found in self.taken.items() if found == arm]
 
+    def offer(self, arm: int) -> Offer | None:
+        """What an arm offered."""
+        return next((offer for offer in self.offers if offer.arm == arm), None)
+
     def used(self) -> list[Offer]:
         """The offers that were taken."""
         arms = set(self.taken.values())
         return [offer for offer in self.offers if offer.arm in arms]
-
-    def tried(self, arm: int) -> Container[int]:
-        """Rows that an arm may draft for on trial."""
-        return next((offer.tried for offer in self.offers if offer.arm == arm), ())
 
     def unread(self, offer: Offer) -> int:
         """Tokens that the drafter of an offer reads before it drafts for the rows that take it."""
@@ -292,16 +286,14 @@ class Policy:
     def plan(
         self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None], *, awaited: bool = False
     ) -> list[Group]:
-        """Who drafts for whom in the coming step.
+        """Who drafts for whom in the coming step: one group per drafter; rows that it does not draft for are its
+        listeners.
 
         Args:
             rows: of the whole step.
             members: which of them this policy decides for.
             depths: by member, the request's own limit of tokens on a path.
             awaited: others wait for their first token: whose text a drafter has yet to read can wait a little.
-
-        Returns:
-            One group per drafter; rows that it does not draft for are its listeners.
         """
         self.steps += 1
         own, batch = {index: rows[index] for index in members}, len(rows)
@@ -331,18 +323,16 @@ class Policy:
         return [self._group(plan, index) for index in range(len(self.arms))]
 
     def _group(self, plan: _StepPlan, index: int) -> Group:
-        arm, chosen, drafted = self.arms[index], plan.of(index), None
-        deepest = next((offer.depth for offer in plan.offers if offer.arm == index), arm.limit)
-        if arm.copies and chosen:
-            drafted = [plan.merged[row].tree for row in chosen]
+        arm, chosen, offer = self.arms[index], plan.of(index), plan.offer(index)
+        deepest = arm.limit if offer is None else min(arm.limit, offer.depth)
         return Group(
             name=arm.name,
             drafter=arm.drafter,
             members=chosen,
-            depths=[min(arm.limit, deepest, plan.limits[row]) for row in chosen],
+            depths=[min(deepest, plan.limits[row]) for row in chosen],
             nodes=self._nodes,
             listeners=[row for row in plan.rows if plan.taken.get(row) != index],
-            trees=drafted,
+            trees=[plan.merged[row].tree for row in chosen] if arm.copies and chosen else None,
         )
 
     def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
@@ -358,7 +348,7 @@ class Policy:
             arm = self.arms[index]
             if counts[row] and arm.copies:
                 plan.ranked[row] = plan.merged[row]
-            elif counts[row] and row not in plan.tried(index) and trees[row].prunable:
+            elif counts[row] and (offer := plan.offer(index)) and row not in offer.tried and trees[row].prunable:
                 plan.ranked[row] = Ranking.of(trees[row], arm.confidence.of(plan.rows[row].cache_row))
         if max(counts, default=0) > self._nodes:
             plan.times = self.costs.times(plan.batch, plan.context, max(counts))
@@ -604,7 +594,8 @@ class Policy:
 
 
 def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, costs: PassCost | None = None) -> Policy:
-    """The policy of a configuration: its drafters are built, what they and the target cost is found out.
+    """The policy of a configuration: its drafters are built, what they and the target cost is found out. ForerunError:
+    whatever keeps a drafter from being built.
 
     Args:
         config: of a drafter, or of `auto`.
@@ -612,9 +603,6 @@ def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, co
         nodes: most drafted nodes of a row.
         costs: known costs, with what drafters cost in ``drafts``, if anything; steps then do not correct them. None
             reads or measures the target's and lets steps correct them.
-
-    Raises:
-        ForerunError: whatever keeps a drafter from being built.
     """
     setup = dataclasses.replace(setup, pass_ms=None)  # the policy itself chooses how much is drafted
     arms = [_arm(own, setup, reproducible=repeats(config)) for own in arms_of(config)]
