@@ -49,15 +49,13 @@ class PassCost(Protocol):
         """Wall time of one pass over `nodes` nodes in each of `rows` rows behind `context` tokens, ms."""
 
 
+@dataclass(frozen=True)
 class Nominal:
     """A pass cost for where none could be measured. In plain passes; ratios seen while running make milliseconds."""
 
-    def __init__(self, slope: float = 0.04) -> None:
-        """`slope`: what each node adds, in passes over one."""
-        self.slope = slope
+    slope: float = 0.04  # What each node adds, in passes over one
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """In passes of a single node."""
         return 1.0 + self.slope * (nodes * rows - 1)
 
 
@@ -157,10 +155,10 @@ class PassShape:
 
 
 class Times(dict[int, float]):
-    """Size of a pass -> the time of a step with it, ms; worked out when it is asked for."""
+    """Size of a pass -> the time of a step with it, ms, worked out by `time` when it is asked for; sizes above `most`
+    take as long as that."""
 
     def __init__(self, most: int, time: Callable[[int], float]) -> None:
-        """`most`: the largest size, larger ones take as long; `time` works one out."""
         self.most, self._time = most, time
 
     def __missing__(self, size: int) -> float:
