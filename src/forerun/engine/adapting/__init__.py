@@ -45,17 +45,15 @@ class AdaptConfig:
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):
             object.__setattr__(self, "directory", Path(self.directory))
-        for name in ("share", "learning_rate"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value <= 0 or (name == "share" and value > 1):
-                allowed = "above 0 and at most 1" if name == "share" else "above 0"
-                raise ArgumentError(f"adapt: {name} must be {allowed}, got {value!r}")
-        if not 0 <= self.kept_weight <= 1:
-            raise ArgumentError(f"adapt: kept_weight must be from 0 to 1, got {self.kept_weight!r}")
-        least = {"memory_bytes": 2**20, "top_k": 1, "held_every": 2, "round_pieces": 1, "fresh_pieces": 1}
-        for name, low in {**least, "batch_pieces": 1}.items():
-            if getattr(self, name) < low:
-                raise ArgumentError(f"adapt: {name} must be at least {low}, got {getattr(self, name)!r}")
+        least = {"memory_bytes": 2**20, "held_every": 2}
+        least |= dict.fromkeys(("top_k", "round_pieces", "fresh_pieces", "batch_pieces"), 1)
+        allowed = {name: (getattr(self, name) >= low, f"at least {low}") for name, low in least.items()}
+        allowed["share"] = 0 < self.share <= 1, "above 0 and at most 1"
+        allowed["learning_rate"] = 0 < self.learning_rate < math.inf, "above 0"
+        allowed["kept_weight"] = 0 <= self.kept_weight <= 1, "from 0 to 1"
+        for name, (fits, wanted) in allowed.items():
+            if not fits:
+                raise ArgumentError(f"adapt: {name} must be {wanted}, got {getattr(self, name)!r}")
 
     @classmethod
     def parse(cls, given: AdaptConfig | Mapping[str, Any] | bool | None) -> AdaptConfig | None:
@@ -82,22 +80,18 @@ def adapt_config(
     """What was asked for, None where nothing was. ArgumentError: an unknown or impossible value, or no configured
     drafter has weights that can be trained while it serves."""
     config = AdaptConfig.parse(given)
-    if config is not None:
-        _refuse_unless_adaptable(speculative)
-    return config
-
-
-def _refuse_unless_adaptable(config: SpeculativeConfig | None) -> None:
-    able = [name for name, entry in DRAFTERS.items() if entry.adapts]
-    advice = f"drafters that can adapt: {', '.join(able)}"
     if config is None:
+        return None
+    advice = f"drafters that can adapt: {', '.join(name for name, entry in DRAFTERS.items() if entry.adapts)}"
+    if speculative is None:
         raise ArgumentError(f"adaptation needs a drafter to adapt, and none is configured; {advice}")
-    if any(DRAFTERS[arm.method].adapts for arm in arms_of(config)):
-        return
-    if config.method == AUTO:
+    if any(DRAFTERS[arm.method].adapts for arm in arms_of(speculative)):
+        return config
+    method = speculative.method
+    if method == AUTO:
         raise ArgumentError(f"{AUTO} has no drafter here that can adapt; give it one as its model. {advice}")
-    has = "has weights, but cannot train them yet" if DRAFTERS[config.method].needs_training else "has nothing to train"
-    raise ArgumentError(f"drafter {config.method!r} {has}; {advice}")
+    has = "has weights, but cannot train them yet" if DRAFTERS[method].needs_training else "has nothing to train"
+    raise ArgumentError(f"drafter {method!r} {has}; {advice}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
