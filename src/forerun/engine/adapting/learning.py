@@ -93,8 +93,8 @@ Pause = Callable[[], bool]  # Called between pieces of work; True: give up, some
 class Trial:
     """What became of one candidate."""
 
-    served: float  # Expected acceptance of the weights that serve, float32, on the held back pieces
-    candidate: float  # Of the candidate, on the same
+    served: float = 0.0  # Expected acceptance of the weights that serve, float32, on the held back pieces
+    candidate: float = 0.0  # Of the candidate, on the same
 
     @property
     def better(self) -> bool:
@@ -111,7 +111,7 @@ class Learner:
     """
 
     def __init__(self, model: Any, config: AdaptConfig, *, state: dict[str, Tensor] | None = None) -> None:
-        self._config = config
+        self.config = config
         self.twin = plain_twin(model, state)
         self._base, self._head = base_of(self.twin), OutputHead(self.twin)
         self.vocabulary = int(self.twin.config.get_text_config(decoder=True).vocab_size)
@@ -144,14 +144,14 @@ class Learner:
     def keep(self) -> None:
         """The candidate serves from now on; the rate recovers."""
         self._former, self._served = self._served, self.state()
-        self._rate = min(self._config.learning_rate, self._rate * _RECOVERY)
+        self._rate = min(self.config.learning_rate, self._rate * _RECOVERY)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate
 
     def discard(self) -> None:
         """Back to the weights that serve; the optimizer forgets, and goes on at half the rate."""
         self.twin.load_state_dict(self._served)
-        self._rate = max(self._config.learning_rate / _LEAST_RATE, self._rate / 2)
+        self._rate = max(self.config.learning_rate / _LEAST_RATE, self._rate / 2)
         self._optimizer = self._fresh_optimizer()
 
     def roll_back(self) -> None:
@@ -182,7 +182,7 @@ class Learner:
         mass = (1 - probs.sum(1)).clamp_min(0)
         entropy = torch.special.entr(probs).sum(1) + torch.special.entr(mass)
         divergence = -(probs * known).sum(1) - mass * rest - entropy
-        weights = torch.where(torch.from_numpy(piece.rejected), 1.0, self._config.kept_weight).to(logs.device)
+        weights = torch.where(torch.from_numpy(piece.rejected), 1.0, self.config.kept_weight).to(logs.device)
         loss: Tensor = (divergence * weights).sum() / weights.sum().clamp_min(_TINY)
         return loss
 
@@ -205,7 +205,7 @@ class Learner:
 
     def _train(self, pieces: Sequence[Piece], pause: Pause) -> bool:
         """One pass over the pieces; False where it was cut short."""
-        size = self._config.batch_pieces
+        size = self.config.batch_pieces
         for start in range(0, len(pieces), size):
             batch = pieces[start : start + size]
             for piece in batch:
@@ -220,7 +220,7 @@ class Learner:
 
     def _chosen(self, pieces: Sequence[Piece], added: int) -> list[Piece]:
         """The pieces of a round, in random order: those that came in since the last one, filled up with older ones."""
-        most = self._config.round_pieces
+        most = self.config.round_pieces
         fresh = min(added - self._trained, len(pieces), most)
         self._trained = added
         older = len(pieces) - fresh
