@@ -54,15 +54,6 @@ def check(kind: str, text: str) -> None:
         )
 
 
-def check_choices(choices: Iterable[str]) -> None:
-    """Refuse (ArgumentError) a list of choices that is too long, or that holds one that is."""
-    for count, choice in enumerate(choices, start=1):
-        if count > MAX_CHOICES:
-            raise ArgumentError(f"structured outputs: there are more than {MAX_CHOICES} choices")
-        if len(choice) > MAX_CHOICE_CHARACTERS:
-            raise ArgumentError(f"structured outputs: a choice has more than {MAX_CHOICE_CHARACTERS} characters")
-
-
 # --- the process that tries grammars ----------------------------------------------------------------------------------
 
 TRIAL_S = 2.0  # Time to compile one grammar, seconds; ordinary schemas take some milliseconds
@@ -80,14 +71,11 @@ class Trials:
 
     def tried(self, kind: str, text: str) -> str:
         """Why a grammar is refused; empty where it is not."""
-        process = self._started()
-        answer = _asked(process, {"kind": kind, "text": text}, TRIAL_S)
-        if answer is None:
-            return (
-                f"is too complex: compiling it took more than {TRIAL_S:g} s or more memory than there is, or its "
-                "references go too deep"
-            )
-        return answer
+        answer = _asked(self._started(), {"kind": kind, "text": text}, TRIAL_S)
+        if answer is not None:
+            return answer
+        taken = f"more than {TRIAL_S:g} s or more memory than there is"
+        return f"is too complex: compiling it took {taken}, or its references go too deep"
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
@@ -160,10 +148,9 @@ class Budget:
 
     def _check(self) -> None:
         if self._spent_s > GRACE_S + MASK_S * self._asked:
-            raise ArgumentError(
-                f"structured outputs: the grammar took {self._spent_s:.1f} s for {self._asked} tokens; it is "
-                "ambiguous, or its expressions are too large"
-            )
+            took = f"{self._spent_s:.1f} s for {self._asked} tokens"
+            why = "it is ambiguous, or its expressions are too large"
+            raise ArgumentError(f"structured outputs: the grammar took {took}; {why}")
 
 
 class GrammarProcessor:
@@ -175,8 +162,6 @@ class GrammarProcessor:
     Args:
         beginning: a matcher at the beginning of the grammar; copied when the first mask is asked for.
         prompt_length: tokens of each call that are not the output.
-        end_ids: tokens that may end an answer.
-        budget: of the request.
     """
 
     def __init__(self, beginning: Any, prompt_length: int, end_ids: Sequence[int], budget: Budget) -> None:
@@ -221,11 +206,8 @@ class GrammarProcessor:
     def _follow(self, output: Sequence[int]) -> bool:
         """Bring the parser to the end of `output`; False where the grammar does not allow it that far: a parser that
         was made to read a forbidden token never recovers, so it is asked first."""
-        same = 0
-        for mine, theirs in zip(self._read, output, strict=False):
-            if mine != theirs:
-                break
-            same += 1
+        pairs = enumerate(zip(self._read, output, strict=False))
+        same = next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(self._read), len(output)))
         if same < len(self._read):
             self._matcher.rollback(len(self._read) - same)
             del self._read[same:]
@@ -238,16 +220,8 @@ class GrammarProcessor:
 
 
 class GrammarCompiler:
-    """Makes processors for one model's tokenizer.
-
-    Args:
-        tokenizer: of the model.
-        vocab_size: of the model, which may be larger.
-        end_ids: tokens that may end an answer.
-
-    Raises:
-        ArgumentError: llguidance is not installed.
-    """
+    """Makes processors for one model's tokenizer; `vocab_size` is the model's, which may be larger, `end_ids` may end
+    an answer. ArgumentError: llguidance is not installed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Sequence[int]) -> None:
         if importlib.util.find_spec("llguidance") is None:
@@ -327,7 +301,10 @@ def source(outputs: StructuredOutputs) -> tuple[str, str]:
     if outputs.regex is not None:
         return "regex", outputs.regex
     if outputs.choice is not None:
-        check_choices(outputs.choice)
+        if len(outputs.choice) > MAX_CHOICES:
+            raise ArgumentError(f"structured outputs: there are more than {MAX_CHOICES} choices")
+        if max(map(len, outputs.choice), default=0) > MAX_CHOICE_CHARACTERS:
+            raise ArgumentError(f"structured outputs: a choice has more than {MAX_CHOICE_CHARACTERS} characters")
         options = " | ".join(json.dumps(option) for option in outputs.choice)
         return "grammar", f"start: CHOICE\nCHOICE: {options}"
     assert outputs.grammar is not None, "checked when it was made"
