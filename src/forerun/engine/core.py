@@ -18,7 +18,7 @@ from forerun.core.tree import TokenTree
 from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import permitted
-from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills, youngest
+from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import StreamChunk
@@ -132,7 +132,8 @@ class Engine:
             answer.row.cache_row = self._take((), answer).row
             return
         requires = self.drafting.requires(answer.drafter)
-        text = Prefill.of(answer, requires)
+        lacking = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
+        text = Prefill(answers=[answer], tokens=lacking, requires=requires)
         # Who wants to see the whole prompt scored or timed, or to hand its hidden states on, reads all of it.
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
         found = self._take(() if whole else text.tokens, answer, needs_drafter=bool(requires))
@@ -193,7 +194,7 @@ class Engine:
     def _preempt(self) -> None:
         """Before a pass: what the running answers may hold after it fits, or the youngest is preempted."""
         while not self._fits(self._running):
-            answer = youngest(self._running)
+            answer = max(self._running, key=lambda answer: answer.order)
             self._release(answer, keep=False)
             answer.preemptions += 1
             self.preemptions += 1

@@ -13,7 +13,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -63,14 +63,8 @@ class PromptReader:
             ) from error
 
     def tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int]]:
-        """The prompt's text, where there is one that is read whole, and its token ids.
-
-        Args:
-            params: how it is to be answered; None: by at least one token.
-
-        Raises:
-            ArgumentError: empty, too long for the context, or ids outside the vocabulary.
-        """
+        """The prompt's text, where there is one that is read whole, and its token ids. `params` says how it is to be
+        answered; None: by at least one token. ArgumentError: empty, too long, or ids outside the vocabulary."""
         room = 1 if params is None or params.max_tokens is None else params.max_tokens
         kept = None if params is None else params.truncate_prompt_tokens
         text, ids = self._read(prompt, whole=kept is None)
@@ -219,14 +213,14 @@ class PromptReader:
         given: Any = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         return (given, self.encode("prompt", given, whole=whole)) if isinstance(given, str) else (None, given)
 
-    def _bad_words(self, words: Iterable[str]) -> list[tuple[int, ...]]:
+    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Each word as token ids, at the start of a text and after a space."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            if self.tokenizer is None:
-                raise ArgumentError("bad_words needs a tokenizer; use logit_bias with token ids instead")
-            for text in (word, " " + word.lstrip()):
-                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        if not words:
+            return []
+        if self.tokenizer is None:
+            raise ArgumentError("bad_words needs a tokenizer; use logit_bias with token ids instead")
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        found = dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return [ids for ids in found if ids]
 
 
@@ -272,34 +266,25 @@ def conversation(
         ArgumentError: a variable that is not the template's, a conversation that it refuses, the text of a control
             token where it cannot be read as text, or whatever `encode` refuses.
     """
-    text = _applied(tokenizer, messages, tools, variables, tokenize=False)
-    ids, mark = encode(text), _written_mark(tokenizer, [messages, tools, variables])
-    if mark is None:
-        return {"prompt": text, "prompt_token_ids": list(ids)}
-    if _SANITIZE not in inspect.signature(tokenizer.apply_chat_template).parameters:
-        raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
-    ids = _applied(tokenizer, messages, tools, variables, tokenize=True, return_dict=False, **{_SANITIZE: True})
-    return {"prompt": text, "prompt_token_ids": list(ids)}
-
-
-def _applied(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any],
-    **options: Any,
-) -> Any:
     ending = {"add_generation_prompt": True, "continue_final_message": False}
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - ending.keys()
-    reserved = sorted(taken & variables.keys())
-    if reserved:
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    if reserved := sorted((arguments - ending.keys()) & variables.keys()):
         raise ArgumentError(f"{', '.join(reserved)}: not a variable of the chat template; leave it out")
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=list(tools or ()) or None, **options, **{**ending, **variables}
-        )
-    except Exception as error:  # a template is a program that came with the checkpoint
-        raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
+    given = {"tools": list(tools or ()) or None, **ending, **variables}
+
+    def applied(**options: Any) -> Any:
+        try:
+            return tokenizer.apply_chat_template(list(messages), **given, **options)
+        except Exception as error:  # a template is a program that came with the checkpoint
+            raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
+
+    text = applied(tokenize=False)
+    ids, mark = encode(text), _written_mark(tokenizer, [messages, tools, variables])
+    if mark is not None:
+        if _SANITIZE not in arguments:
+            raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
+        ids = applied(tokenize=True, return_dict=False, **{_SANITIZE: True})
+    return {"prompt": text, "prompt_token_ids": list(ids)}
 
 
 def _written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:

@@ -51,10 +51,9 @@ def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -
     """The answer that gets the next row.
 
     One that was preempted comes first. Otherwise the client with the fewest rows is next, of its users the one with the
-    fewest, of its requests likewise, and among equals the oldest. So a request of 64 answers, or a client's burst, gets
-    every row that nobody else wants and not one more; and whoever holds no row is served in the order of arrival. What
-    a client calls its users takes rows from its own users alone. When it is a client's turn, its own priorities decide
-    which of its requests goes first.
+    fewest, of its requests likewise, and among equals the oldest: a request of 64 answers, or a client's burst, gets
+    every row that nobody else wants and not one more. What a client calls its users takes rows from its own users
+    alone, and its priorities decide which of its requests goes first when it is its turn.
     """
     held = Counter(group for answer in running for group in _groups(answer.request))
 
@@ -77,11 +76,6 @@ def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
     return (request.client,), (request.client, request.user), ("", request.id)
 
 
-def youngest(running: Sequence[Completion]) -> Completion:
-    """The answer that is preempted: the one that came last."""
-    return max(running, key=lambda answer: answer.order)
-
-
 def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefill]:
     """Whose next chunks, of `chunk` tokens, the coming pass runs: from the head of the line (the oldest come first) at
     least one, padded to `budget` tokens at most."""
@@ -94,7 +88,7 @@ def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefil
     return sorted(chosen, key=lambda prefill: prefill.row)
 
 
-# --- prefills ---
+# --- prefills ---------------------------------------------------------------------------------------------------------
 
 _SCORED_AT_ONCE = 64
 """Positions of a prompt whose log-probabilities are computed together: float32 over the vocabulary for each."""
@@ -112,15 +106,8 @@ class Prefill:
     known: int = 0  # Tokens that the drafter of the first answer still holds from before
     states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # (M, H) of each chunk that was run
 
-    @classmethod
-    def of(cls, answer: Completion, requires: frozenset[Boundary]) -> Prefill:
-        """What the answer's row lacks."""
-        text = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
-        return cls(answers=[answer], tokens=text, requires=requires)
-
     @property
     def row(self) -> int:
-        """The cache row that is filled."""
         return self.answers[0].row.cache_row
 
     @property
