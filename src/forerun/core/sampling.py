@@ -143,11 +143,9 @@ def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def quantiles(distributions: Tensor, uniforms: Tensor) -> Tensor:
-    """(.., C) int64, tokens at `uniforms` (.., C) of the cumulated `distributions` (.., V), which need not sum to 1.
-
-    In the device's widest float type, in which `uniforms` are; never a token of probability zero where there is
-    another. Reads no value on the host.
-    """
+    """(.., C) int64, tokens at `uniforms` (.., C), in the device's widest float type, of the cumulated `distributions`
+    (.., V), which need not sum to 1; never one of probability zero where there is another. Reads no value on the
+    host."""
     cumulated = distributions.to(widest(distributions.device)).cumsum(-1)
     total = cumulated[..., -1:]
     below = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -276,11 +274,8 @@ class Sampler:
         self._fitting.add(vocabulary)
 
     def probs(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """(V,) float32, of the next token; at temperature 0 a point mass on the largest processed logit.
-
-        Raises:
-            NumericError, NoTokenLeftError, ArgumentError: as `process`; or what came out is no distribution.
-        """
+        """(V,) float32, of the next token; at temperature 0 a point mass on the largest processed logit. Raises as
+        `process`, and a NumericError where what came out is no distribution."""
         processed, highest = self._process(logits, output)
         probs = distribution_of(processed, self.params, highest)
         _check_distribution(probs, None if self.neutral else processed)
@@ -434,15 +429,9 @@ class Processing:
 
 
 def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
-    """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw ones.
-
-    Args:
-        logits: (B, N, V) raw.
-        edits: (B,) what `Sampler.edits` says; None for a row whose logits stay as they are.
-
-    Returns:
-        the processed logits, and what a user's own processors raised: (row, node) -> error. These run node by node.
-    """
+    """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw `logits`
+    (B, N, V), and what a user's own processors raised, which run node by node: (row, node) -> error. `edits` (B,) are
+    those of `Sampler.edits`; None for a row whose logits stay as they are."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     if not rows:
@@ -488,10 +477,8 @@ def has_filters(params: SamplingParams) -> bool:
 
 
 def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
-    """(B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5); NaN where it refuses.
-
-    Rows at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host.
-    """
+    """(B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5); NaN where it refuses. Rows
+    at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
     scaled = (values - values.amax(-1, keepdim=True)) / temperature.to(values.dtype)
@@ -517,13 +504,7 @@ def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
 
 def distribution_of(logits: Tensor, params: SamplingParams, highest: float | None = None) -> Tensor:
     """Temperature, min-p, top-k and top-p: (V,) distribution from processed logits (V,), in the logits' own precision.
-
-    `highest` is the largest of them, where that is known.
-
-    Raises:
-        NumericError: the largest logit is NaN or infinite.
-        NoTokenLeftError: every token is banned.
-    """
+    `highest` is the largest of them, where that is known; raises as `check_highest`."""
     highest = check_highest(float(logits.max())) if highest is None else highest
     if params.greedy:
         probs = torch.zeros_like(logits)
@@ -577,12 +558,7 @@ def check_raw(highest: float) -> None:
 
 
 def check_highest(highest: float) -> float:
-    """The largest processed logit, refused where no distribution can be made of it.
-
-    Raises:
-        NumericError: it is NaN or infinite.
-        NoTokenLeftError: every token is banned.
-    """
+    """The largest processed logit. NumericError: it is NaN or infinite; NoTokenLeftError: every token is banned."""
     if highest == -math.inf:
         raise NoTokenLeftError(
             "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"

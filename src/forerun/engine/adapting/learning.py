@@ -29,13 +29,9 @@ from forerun.model.layers import OutputHead, base_of, is_quantised
 
 
 class Throttle:
-    """A budget of seconds that several threads spend and one of them waits for.
-
-    Args:
-        share: most seconds of work per second of wall time.
-        ending: ends every pause.
-        now: a clock, seconds; `wait` takes seconds and returns True where `ending` was set meanwhile.
-    """
+    """A budget of seconds that several threads spend and one of them waits for: at most `share` seconds of work per
+    second of wall time; `ending` ends every pause. `now` is a clock, seconds; `wait` takes seconds and returns True
+    where `ending` was set meanwhile."""
 
     def __init__(
         self,
@@ -128,13 +124,8 @@ class Learner:
         return {name: value.detach().clone() for name, value in self.twin.state_dict().items()}
 
     def attempt(self, pieces: Sequence[Piece], added: int, held: Sequence[Piece], pause: Pause) -> Trial | None:
-        """Train a candidate and compare it; `keep` or `discard` must follow. None: there was no time to finish.
-
-        Args:
-            pieces: to train on, oldest first.
-            added: how many ever came in; the newer ones among `pieces` are trained on first.
-            held: to compare on; the same for both.
-        """
+        """Train a candidate on `pieces`, oldest first, of which `added` ever came in and the newer ones go first, and
+        compare it on those `held` back; `keep` or `discard` must follow. None: there was no time to finish."""
         served = self.acceptance(held, pause)
         if served is None or not self._train(self._chosen(pieces, added), pause):
             return None
@@ -235,11 +226,7 @@ class Learner:
 
 def plain_twin(model: Any, state: dict[str, Tensor] | None = None) -> Any:
     """A float32 causal LM of plain modules on the same device, with the weights of `model`, or those of `state`.
-
-    Raises:
-        UnsupportedModelError: quantised, spread over devices, or with an adapter: there are no plain weights to train.
-        CheckpointError: `state` belongs to another model.
-    """
+    UnsupportedModelError: quantised, spread over devices, or with an adapter: there are no plain weights to train."""
     spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     if is_quantised(model) or getattr(model, "peft_config", None) or spread or getattr(model, "_tp_size", None):
         raise UnsupportedModelError(
