@@ -97,8 +97,8 @@ class Rng:
         return self._drafts(children) if type(self).drafted is Rng.drafted else None
 
     def _drafts(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
-        word = self._bits(self.position, self.draft_stream, 0).random_raw()
-        return _uniforms(word, np.array([(node << 16) | index for node, index in children], dtype=np.uint64))
+        counters = np.array([(node << 16) | index for node, index in children], dtype=np.uint64)
+        return _uniforms(self._bits(self.position, self.draft_stream, 0).random_raw(), counters)
 
     def _uniform(self, position: int, stream: int, index: int) -> float:
         return float(np.random.Generator(self._bits(position, stream, index)).random())
@@ -519,7 +519,9 @@ def distribution_of(logits: Tensor, params: SamplingParams, highest: float | Non
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
     probs = scaled.softmax(-1)
     if params.top_p is not None and params.top_p < 1:
-        probs = _nucleus(probs, params.top_p)
+        nucleus = _classed_nucleus if probs.device.type == "cpu" else _sorted_nucleus
+        probs = probs * nucleus(probs, params.top_p)
+        probs /= probs.sum()
     return probs
 
 
@@ -572,14 +574,8 @@ _COARSE = 20
 """Bits of a float32 that do not count when likely tokens are told from unlikely ones: eight classes an octave."""
 
 
-def _nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """The smallest likeliest set whose mass reaches `top_p`, renormalised; a tie at its border goes to the lower id."""
-    kept = probs * (_sorted_nucleus(probs, top_p) if probs.device.type != "cpu" else _classed_nucleus(probs, top_p))
-    return kept / kept.sum()
-
-
 def _sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """(V,) bool: the tokens of the nucleus."""
+    """(V,) bool: the smallest likeliest set whose mass reaches `top_p`; a tie at its border goes to the lower id."""
     ordered, order = probs.sort(descending=True, stable=True)
     before = ordered.cumsum(0, dtype=widest(probs.device)) - ordered
     return torch.zeros_like(probs, dtype=torch.bool).index_copy_(0, order, before < top_p)

@@ -382,7 +382,10 @@ class PrefixCache:
         }
         source = max(copied, key=lambda row: copied[row], default=-1)
         lent = copied.get(source, 0)
-        row = best if shared[best] >= max(1, lent) else self._between(running)
+        row = best
+        if shared[best] < max(1, lent):  # one that keeps the busy ones side by side
+            width = {row: max((*running, row)) - min((*running, row)) for row in self._free}
+            row = min(self._free, key=lambda row: (width[row], self._free[row].used, row))
         length = shared[best] if row == best and shared[best] >= lent else 0
         kept = self._free.pop(row)
         self._target.lengths[row] = length  # its slots still hold them: see `_FreeRow.writes`
@@ -392,10 +395,6 @@ class PrefixCache:
             return Allocation(row=row, shared=lent, drafter=kept.drafter)
         known = length + 1 if length and kept.drafter == drafter else 0
         return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
-
-    def _between(self, busy: Mapping[int, object]) -> int:
-        """The free row that keeps the busy ones side by side."""
-        return min(self._free, key=lambda row: (max((*busy, row)) - min((*busy, row)), self._free[row].used, row))
 
 
 def _common(held: Sequence[int], wanted: Sequence[int]) -> int:

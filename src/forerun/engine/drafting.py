@@ -174,8 +174,7 @@ class DrafterPool:
             active.policy.forget(rows, lengths)
         else:
             active.drafter.truncate(rows, lengths)
-        for row in rows:
-            self._setup.failures.take(row)  # of no running answer
+        active.stats.drafter_errors += sum(self._setup.failures.take(row) for row in rows)  # of no running answer
 
     def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
         """Put something around the drafters of a configuration; what they propose and are shown then passes through."""

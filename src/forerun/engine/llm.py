@@ -105,7 +105,10 @@ class LLM:
         old = from_old_keywords(loading)
         if old is not None and speculative_config is not None:
             raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
-        _refuse_unknown(loading)
+        for name in loading:
+            if name not in _LOADING:
+                known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
+                raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
         _check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         scheduling = Scheduling(
             max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
@@ -346,13 +349,6 @@ class LLM:
             if chunk.output is not None:
                 return chunk.output
         raise AssertionError("a stream ends with its output")
-
-
-def _refuse_unknown(loading: Mapping[str, Any]) -> None:
-    known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
-    for name in loading:
-        if name not in _LOADING:
-            raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
 
 
 def _check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:

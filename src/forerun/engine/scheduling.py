@@ -61,12 +61,8 @@ def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -
         return answer.preemptions == 0, [held[group] for group in _groups(answer.request)], answer.order
 
     first = min(waiting, key=rank)
-    own = [answer for answer in waiting if _client(answer) == _client(first)]
+    own = [answer for answer in waiting if _groups(answer.request)[0] == _groups(first.request)[0]]
     return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *rank(answer)))
-
-
-def _client(answer: Completion) -> str:
-    return answer.request.client or answer.request.id
 
 
 def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
