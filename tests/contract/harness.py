@@ -34,6 +34,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.guarded import Deferred, Guarded
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.manifests import TokenizerIdentity
@@ -505,6 +506,12 @@ def rules_for(variant: Variant) -> list[str]:
     lossless = [name for name in RULES if rule_named(name).lossless and name != "argmax_walk"]
     default = default_rule(kind, greedy=False)
     return [default, *(name for name in lossless if rule_named(name).verifies(kind) and name != default)]
+
+
+def guarded_of(active: Any) -> Guarded:
+    """The one drafter of a configuration, as it was built."""
+    [(_, drafter)] = active.drafters
+    return drafter.drafter if isinstance(drafter, Deferred) else drafter
 
 
 def kind_of(tree: TokenTree) -> DraftKind:

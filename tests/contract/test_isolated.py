@@ -20,6 +20,7 @@ from contract.harness import (
     VOCABULARY,
     Variant,
     as_prompts,
+    guarded_of,
     installed,
     llm,
     variants,
@@ -190,7 +191,7 @@ def test_many_domains_take_no_more_memory_than_four_full_stores() -> None:
     options = {"max_cached_tokens": 64}
     engine = llm(Variant("suffix", options=options))
     [active] = engine.engine.drafting._active.values()
-    [guarded] = active.guarded()
+    guarded = guarded_of(active)
     for number in range(60):
         engine.generate(as_prompts([PROMPT]), GREEDY, cache_salt=f"domain-{number}")
         held = sum(memory.store.held for memory in guarded.drafter._memories.all())  # type: ignore[attr-defined]
