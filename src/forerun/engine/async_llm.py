@@ -26,108 +26,6 @@ T = TypeVar("T")
 _LOOK_S = 0.2  # How often the worker looks whether the event loop that it waits for is still there
 
 
-class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
-    """Chunks that wait for their reader."""
-
-    def __init__(self, most: int | None) -> None:
-        super().__init__()
-        self._most, self._cut = most, False
-
-    def deliver(self, chunk: StreamChunk) -> bool:
-        """Put it in; False where the reader has fallen too far behind: an error then replaces the chunks, and what is
-        still on its way is dropped."""
-        if self._cut:
-            return True
-        if self._most is None or self.qsize() < self._most:
-            self.put_nowait(chunk)
-            return True
-        while not self.empty():
-            self.get_nowait()
-        self.put_nowait(SlowReaderError(f"{self._most} chunks were waiting to be read; the request was aborted"))
-        self._cut = True
-        return False
-
-
-class _Handover:
-    """From a thread to an event loop, one task at a time: the thread is never more than one ahead, so a reader in the
-    loop who keeps up never finds the chunks of many steps at once."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None  # What was last given something
-        self._begun = threading.Event()  # It has begun with that
-        self._begun.set()
-
-    def give(self, loop: asyncio.AbstractEventLoop, task: Callable[[], None]) -> None:
-        """Have the loop do the task, once it has begun with the one before; nothing happens if it has been closed."""
-        while not self._begun.wait(_LOOK_S):
-            if self._loop is not None and self._loop.is_closed():
-                break  # and will never begin
-        self._loop = loop
-        self._begun.clear()
-        try:
-            loop.call_soon_threadsafe(self._begin, task)
-        except RuntimeError:  # closed: nobody waits
-            self._begun.set()
-
-    def _begin(self, task: Callable[[], None]) -> None:
-        self._begun.set()
-        task()
-
-
-class _Worker(ThreadPoolExecutor):
-    """One thread, which knows for how long it has been at what it does."""
-
-    def __init__(self) -> None:
-        super().__init__(max_workers=1, thread_name_prefix="forerun-engine")
-        self._began: float | None = None
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds since it began with its present task; 0 without one."""
-        began = self._began
-        return 0.0 if began is None else time.monotonic() - began
-
-    def submit(self, task: Callable[..., T], /, *arguments: Any, **keywords: Any) -> Future[T]:
-        return super().submit(self._timed, partial(task, *arguments, **keywords))
-
-    def _timed(self, task: Callable[[], T]) -> T:
-        self._began = time.monotonic()
-        try:
-            return task()
-        finally:
-            self._began = None
-
-
-def _raisable(work: Callable[[], T]) -> T:
-    """What `work` returns; what no future carries, or nobody behind it expects, becomes an error of the request."""
-    try:
-        return work()
-    except BaseException as error:
-        if isinstance(error, Exception) and not isinstance(error, StopIteration):
-            raise
-        raise RequestError.of(error) from error
-
-
-async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; the first error ends the others, too, and is raised when they have ended."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def whole_output(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
-    """The whole answer of a stream, read to its end."""
-    output = None
-    async for chunk in chunks:
-        output = chunk.output or output
-    assert output is not None, "a stream ends with its output"
-    return output
-
-
 class AsyncLLM:
     """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
 
@@ -312,3 +210,105 @@ class AsyncLLM:
     def _fail(queues: Mapping[str, _Inbox], error: BaseException) -> None:
         for queue in list(queues.values()):
             queue.put_nowait(error)
+
+
+class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
+    """Chunks that wait for their reader."""
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self._most, self._cut = most, False
+
+    def deliver(self, chunk: StreamChunk) -> bool:
+        """Put it in; False where the reader has fallen too far behind: an error then replaces the chunks, and what is
+        still on its way is dropped."""
+        if self._cut:
+            return True
+        if self._most is None or self.qsize() < self._most:
+            self.put_nowait(chunk)
+            return True
+        while not self.empty():
+            self.get_nowait()
+        self.put_nowait(SlowReaderError(f"{self._most} chunks were waiting to be read; the request was aborted"))
+        self._cut = True
+        return False
+
+
+class _Handover:
+    """From a thread to an event loop, one task at a time: the thread is never more than one ahead, so a reader in the
+    loop who keeps up never finds the chunks of many steps at once."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None  # What was last given something
+        self._begun = threading.Event()  # It has begun with that
+        self._begun.set()
+
+    def give(self, loop: asyncio.AbstractEventLoop, task: Callable[[], None]) -> None:
+        """Have the loop do the task, once it has begun with the one before; nothing happens if it has been closed."""
+        while not self._begun.wait(_LOOK_S):
+            if self._loop is not None and self._loop.is_closed():
+                break  # and will never begin
+        self._loop = loop
+        self._begun.clear()
+        try:
+            loop.call_soon_threadsafe(self._begin, task)
+        except RuntimeError:  # closed: nobody waits
+            self._begun.set()
+
+    def _begin(self, task: Callable[[], None]) -> None:
+        self._begun.set()
+        task()
+
+
+class _Worker(ThreadPoolExecutor):
+    """One thread, which knows for how long it has been at what it does."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1, thread_name_prefix="forerun-engine")
+        self._began: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since it began with its present task; 0 without one."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def submit(self, task: Callable[..., T], /, *arguments: Any, **keywords: Any) -> Future[T]:
+        return super().submit(self._timed, partial(task, *arguments, **keywords))
+
+    def _timed(self, task: Callable[[], T]) -> T:
+        self._began = time.monotonic()
+        try:
+            return task()
+        finally:
+            self._began = None
+
+
+def _raisable(work: Callable[[], T]) -> T:
+    """What `work` returns; what no future carries, or nobody behind it expects, becomes an error of the request."""
+    try:
+        return work()
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise RequestError.of(error) from error
+
+
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; the first error ends the others, too, and is raised when they have ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def whole_output(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
+    """The whole answer of a stream, read to its end."""
+    output = None
+    async for chunk in chunks:
+        output = chunk.output or output
+    assert output is not None, "a stream ends with its output"
+    return output

@@ -30,31 +30,6 @@ _CHANCE_STEPS = 200
 _CHANCE_RATE = 0.02
 
 
-@dataclass(kw_only=True, slots=True)
-class _Active:
-    config: SpeculativeConfig
-    drafters: Sequence[tuple[str, Guarded | Deferred]]  # Name and drafter; several where a policy chooses among them
-    policy: Policy | None
-    depth: int  # Most tokens on one path
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
-    warned: bool = False
-
-    @property
-    def drafter(self) -> Drafter:
-        """The one drafter, or the first."""
-        return self.drafters[0][1]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewSequence:
-    """A row whose text its drafter has not been shown."""
-
-    row: Row
-    known: int  # First tokens that the drafter still holds from before
-    states: Mapping[Boundary, Tensor]
-    """(M, H) of the tokens before each of the others; M is one less where none is known."""
-
-
 class DrafterPool:
     """All drafters in use, by the key of their configuration."""
 
@@ -210,6 +185,31 @@ class DrafterPool:
                 f"tokens were accepted in {steps} steps. Was it trained for this target and tokenizer? The output is "
                 "right, but nothing is gained."
             )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Active:
+    config: SpeculativeConfig
+    drafters: Sequence[tuple[str, Guarded | Deferred]]  # Name and drafter; several where a policy chooses among them
+    policy: Policy | None
+    depth: int  # Most tokens on one path
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    warned: bool = False
+
+    @property
+    def drafter(self) -> Drafter:
+        """The one drafter, or the first."""
+        return self.drafters[0][1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewSequence:
+    """A row whose text its drafter has not been shown."""
+
+    row: Row
+    known: int  # First tokens that the drafter still holds from before
+    states: Mapping[Boundary, Tensor]
+    """(M, H) of the tokens before each of the others; M is one less where none is known."""
 
 
 def _key(config: SpeculativeConfig) -> str:

@@ -47,6 +47,213 @@ _EMBEDDINGS = 64
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
+class Adaptation:
+    """Makes the first drafter that can learn do so: learns the distributions of `target`; the tokenizer, if there is
+    one, is saved with the drafter."""
+
+    def __init__(self, config: AdaptConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._config, self._target, self._tokenizer = config, target, tokenizer
+        self._ending = threading.Event()
+        self._throttle = Throttle(config.share, self._ending)
+        self._buffer = ReplayBuffer(config.memory_bytes)
+        self.drafter: AdaptedDrafter | None = None
+        self.background: Background | None = None
+        self._thread: threading.Thread | None = None
+
+    def around(self, drafter: Drafter) -> Drafter:
+        """The drafter, adapted if it can be and none was before; starts nothing yet. ForerunError: the directory
+        belongs to another target, or the weights cannot be trained."""
+        model = drafter.trainable
+        if model is None or self.drafter is not None:
+            return drafter
+        config, snapshots = self._config, None
+        if config.directory is not None:
+            snapshots = Snapshots(config.directory, self._target, self._tokenizer, model.dtype)
+        kept = snapshots.resume() if snapshots is not None else None
+        if kept is not None:
+            exchange(ready(model, kept.state))
+            log.info("adaptation: going on from %s", kept.path)
+        learner = Learner(model, config, state=None if kept is None else kept.state)
+        readable = min(self._target.vocab_size, learner.vocabulary)
+        collector = Collector(self._buffer, top_k=config.top_k, held_every=config.held_every, readable=readable)
+        self.drafter = AdaptedDrafter(drafter, collector, self._throttle)
+        version = 0 if kept is None else kept.version
+        self.background = Background(
+            self.drafter, model, learner, self._buffer, self._throttle, self._ending, snapshots, version
+        )
+        return self.drafter
+
+    def start(self, owner: Any) -> None:
+        """Begin to train in a thread, which ends with `close`, with `owner`, or with the process."""
+        assert self.background is not None, "around() comes first, with a drafter that can adapt"
+        self._thread = _single_threaded(self.background.run, "forerun-adaptation")
+        weakref.finalize(owner, _end, self._ending, self._thread)
+
+    def close(self) -> None:
+        """End the thread: at most one piece of work later. Drafting goes on with the weights that serve."""
+        if self._thread is not None:
+            _end(self._ending, self._thread)
+
+    def stats(self) -> AdaptationStats:
+        """How far it is."""
+        assert self.drafter is not None and self.background is not None, "around() comes first"
+        return AdaptationStats(
+            examples=self._buffer.positions,
+            rejected_examples=self._buffer.rejected,
+            stored_bytes=self._buffer.nbytes,
+            updates=self.background.learner.updates,
+            swaps=self.drafter.swaps,
+            discarded=self.background.discarded,
+            rollbacks=self.drafter.rollbacks,
+            version=self.background.version,
+            expected_acceptance=self.background.trial.served,
+            candidate_acceptance=self.background.trial.candidate,
+            acceptance=self.drafter.watch.acceptance,
+            share=self._throttle.used,
+            running=not (self.drafter.failed or self.background.failed or self._ending.is_set()),
+        )
+
+
+def _end(ending: threading.Event, thread: threading.Thread) -> None:
+    ending.set()
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _single_threaded(work: Any, name: str) -> threading.Thread:
+    """A thread that runs `work` with one intra-op thread of its own; all others keep theirs, later ones too."""
+    before, begun = torch.get_num_threads(), threading.Event()
+
+    def run() -> None:
+        torch.set_num_threads(1)  # of this thread, but also what threads to come begin with
+        begun.set()
+        work()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    begun.wait()
+    torch.set_num_threads(before)
+    return thread
+
+
+# --- training in the background ---------------------------------------------------------------------------------------
+
+_LOOK_S = 0.05  # Between two looks whether there is something to do, seconds
+
+
+@dataclass(eq=False)
+class Background:
+    """Trains for one drafter until it is told to end."""
+
+    drafter: AdaptedDrafter
+    model: Any  # The causal LM that serves, for which weights are made ready
+    learner: Learner
+    buffer: ReplayBuffer
+    throttle: Throttle
+    ending: threading.Event  # Set to end; `run` then returns within one piece of work
+    snapshots: Snapshots | None
+    version: int = 0  # Of the weights that serve; 0: those of the checkpoint that was given
+    discarded: int = 0  # Candidates that were not better
+    trial: Trial = field(default_factory=Trial)  # The last one
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._former_version, self._next = self.version, self.version + 1
+        self._used = self._rollbacks = 0
+
+    def run(self) -> None:
+        """Work until the end; an error ends it earlier, never the serving."""
+        try:
+            with _own_stream(self.model.device):
+                while not self.ending.is_set():
+                    if not self.turn():
+                        self.ending.wait(_LOOK_S)
+        except Exception as error:
+            self.failed = True
+            log.warning("adaptation stopped, drafting goes on with the weights that serve: %r", error)
+            log.debug("adaptation", exc_info=True)
+
+    def turn(self) -> bool:
+        """Whatever there is to do now; False where that was nothing. A candidate is made while the last swap is still
+        being watched, and offered when that one has proved itself."""
+        if self.drafter.rollbacks > self._rollbacks:
+            self._roll_back()
+            return True
+        held = self.buffer.held(HELD_PIECES)
+        enough = sum(len(piece.positions) for piece in held) >= LEAST_HELD
+        if not enough or self.buffer.added - self._used < self.learner.config.fresh_pieces:
+            return False
+        self._used = self.buffer.added
+        with self.throttle.paced() as pause:
+            trial = self.learner.attempt(self.buffer.training(), self._used, held, pause)
+            if trial is None:
+                return False
+            self.trial = trial
+            if not trial.better:
+                self.learner.discard()
+                self.discarded += 1
+                return True
+            weights = ready(self.model, self.learner.twin.state_dict())
+            if self.model.device.type == "cuda":
+                torch.cuda.current_stream(self.model.device).synchronize()
+        while not self.drafter.settled:
+            if self.ending.wait(_LOOK_S):
+                return False
+        if self.drafter.rollbacks > self._rollbacks:
+            return True
+        self.learner.keep()
+        measured = self.drafter.watch.acceptance
+        self.drafter.offer(weights)
+        self._save_when_taken(trial, measured)
+        return True
+
+    def _save_when_taken(self, trial: Trial, measured: float) -> None:
+        """Wait for the engine's next proposal; what was never served is not written."""
+        while self.drafter.waiting:
+            if self.ending.wait(_LOOK_S):
+                return
+        self._former_version, self.version = self.version, self._next
+        self._next += 1
+        expected = f"expected acceptance {trial.candidate:.3f}, before {trial.served:.3f}"
+        log.info("adaptation: version %d serves; %s", self.version, expected)
+        if self.snapshots is None:
+            return
+        facts = {
+            "examples": self.buffer.positions,
+            "rejected_examples": self.buffer.rejected,
+            "updates": self.learner.updates,
+            "swaps": self.drafter.swaps,
+            "rollbacks": self.drafter.rollbacks,
+            "discarded": self.discarded,
+            "expected_acceptance_before": trial.served,
+            "expected_acceptance": trial.candidate,
+            "measured_acceptance_before": measured,
+        }
+        try:
+            with self.throttle.paced():
+                self.snapshots.save(self.learner.twin, self.version, facts)
+        except ForerunError as error:
+            log.warning("adaptation: version %d serves but could not be saved: %s", self.version, error)
+
+    def _roll_back(self) -> None:
+        self._rollbacks = self.drafter.rollbacks
+        self.learner.roll_back()
+        if self.snapshots is not None:
+            self.snapshots.withdraw(self.version)
+        self.version = self._former_version
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On a GPU a stream of its own, so that no step waits behind training; it begins when all before is done."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    torch.cuda.synchronize(device)
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
     """A checkpoint to go on from."""
@@ -166,207 +373,3 @@ def _weights(path: Path) -> dict[str, Tensor]:
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); remove it") from error
     return state
-
-
-# --- training in the background ---
-
-_LOOK_S = 0.05  # Between two looks whether there is something to do, seconds
-
-
-@dataclass(eq=False)
-class Background:
-    """Trains for one drafter until it is told to end."""
-
-    drafter: AdaptedDrafter
-    model: Any  # The causal LM that serves, for which weights are made ready
-    learner: Learner
-    buffer: ReplayBuffer
-    throttle: Throttle
-    ending: threading.Event  # Set to end; `run` then returns within one piece of work
-    snapshots: Snapshots | None
-    version: int = 0  # Of the weights that serve; 0: those of the checkpoint that was given
-    discarded: int = 0  # Candidates that were not better
-    trial: Trial = field(default_factory=Trial)  # The last one
-    failed: bool = False
-
-    def __post_init__(self) -> None:
-        self._former_version, self._next = self.version, self.version + 1
-        self._used = self._rollbacks = 0
-
-    def run(self) -> None:
-        """Work until the end; an error ends it earlier, never the serving."""
-        try:
-            with _own_stream(self.model.device):
-                while not self.ending.is_set():
-                    if not self.turn():
-                        self.ending.wait(_LOOK_S)
-        except Exception as error:
-            self.failed = True
-            log.warning("adaptation stopped, drafting goes on with the weights that serve: %r", error)
-            log.debug("adaptation", exc_info=True)
-
-    def turn(self) -> bool:
-        """Whatever there is to do now; False where that was nothing. A candidate is made while the last swap is still
-        being watched, and offered when that one has proved itself."""
-        if self.drafter.rollbacks > self._rollbacks:
-            self._roll_back()
-            return True
-        held = self.buffer.held(HELD_PIECES)
-        enough = sum(len(piece.positions) for piece in held) >= LEAST_HELD
-        if not enough or self.buffer.added - self._used < self.learner.config.fresh_pieces:
-            return False
-        self._used = self.buffer.added
-        with self.throttle.paced() as pause:
-            trial = self.learner.attempt(self.buffer.training(), self._used, held, pause)
-            if trial is None:
-                return False
-            self.trial = trial
-            if not trial.better:
-                self.learner.discard()
-                self.discarded += 1
-                return True
-            weights = ready(self.model, self.learner.twin.state_dict())
-            if self.model.device.type == "cuda":
-                torch.cuda.current_stream(self.model.device).synchronize()
-        while not self.drafter.settled:
-            if self.ending.wait(_LOOK_S):
-                return False
-        if self.drafter.rollbacks > self._rollbacks:
-            return True
-        self.learner.keep()
-        measured = self.drafter.watch.acceptance
-        self.drafter.offer(weights)
-        self._save_when_taken(trial, measured)
-        return True
-
-    def _save_when_taken(self, trial: Trial, measured: float) -> None:
-        """Wait for the engine's next proposal; what was never served is not written."""
-        while self.drafter.waiting:
-            if self.ending.wait(_LOOK_S):
-                return
-        self._former_version, self.version = self.version, self._next
-        self._next += 1
-        expected = f"expected acceptance {trial.candidate:.3f}, before {trial.served:.3f}"
-        log.info("adaptation: version %d serves; %s", self.version, expected)
-        if self.snapshots is None:
-            return
-        facts = {
-            "examples": self.buffer.positions,
-            "rejected_examples": self.buffer.rejected,
-            "updates": self.learner.updates,
-            "swaps": self.drafter.swaps,
-            "rollbacks": self.drafter.rollbacks,
-            "discarded": self.discarded,
-            "expected_acceptance_before": trial.served,
-            "expected_acceptance": trial.candidate,
-            "measured_acceptance_before": measured,
-        }
-        try:
-            with self.throttle.paced():
-                self.snapshots.save(self.learner.twin, self.version, facts)
-        except ForerunError as error:
-            log.warning("adaptation: version %d serves but could not be saved: %s", self.version, error)
-
-    def _roll_back(self) -> None:
-        self._rollbacks = self.drafter.rollbacks
-        self.learner.roll_back()
-        if self.snapshots is not None:
-            self.snapshots.withdraw(self.version)
-        self.version = self._former_version
-
-
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On a GPU a stream of its own, so that no step waits behind training; it begins when all before is done."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    torch.cuda.synchronize(device)
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-class Adaptation:
-    """Makes the first drafter that can learn do so: learns the distributions of `target`; the tokenizer, if there is
-    one, is saved with the drafter."""
-
-    def __init__(self, config: AdaptConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._config, self._target, self._tokenizer = config, target, tokenizer
-        self._ending = threading.Event()
-        self._throttle = Throttle(config.share, self._ending)
-        self._buffer = ReplayBuffer(config.memory_bytes)
-        self.drafter: AdaptedDrafter | None = None
-        self.background: Background | None = None
-        self._thread: threading.Thread | None = None
-
-    def around(self, drafter: Drafter) -> Drafter:
-        """The drafter, adapted if it can be and none was before; starts nothing yet. ForerunError: the directory
-        belongs to another target, or the weights cannot be trained."""
-        model = drafter.trainable
-        if model is None or self.drafter is not None:
-            return drafter
-        config, snapshots = self._config, None
-        if config.directory is not None:
-            snapshots = Snapshots(config.directory, self._target, self._tokenizer, model.dtype)
-        kept = snapshots.resume() if snapshots is not None else None
-        if kept is not None:
-            exchange(ready(model, kept.state))
-            log.info("adaptation: going on from %s", kept.path)
-        learner = Learner(model, config, state=None if kept is None else kept.state)
-        readable = min(self._target.vocab_size, learner.vocabulary)
-        collector = Collector(self._buffer, top_k=config.top_k, held_every=config.held_every, readable=readable)
-        self.drafter = AdaptedDrafter(drafter, collector, self._throttle)
-        version = 0 if kept is None else kept.version
-        self.background = Background(
-            self.drafter, model, learner, self._buffer, self._throttle, self._ending, snapshots, version
-        )
-        return self.drafter
-
-    def start(self, owner: Any) -> None:
-        """Begin to train in a thread, which ends with `close`, with `owner`, or with the process."""
-        assert self.background is not None, "around() comes first, with a drafter that can adapt"
-        self._thread = _single_threaded(self.background.run, "forerun-adaptation")
-        weakref.finalize(owner, _end, self._ending, self._thread)
-
-    def close(self) -> None:
-        """End the thread: at most one piece of work later. Drafting goes on with the weights that serve."""
-        if self._thread is not None:
-            _end(self._ending, self._thread)
-
-    def stats(self) -> AdaptationStats:
-        """How far it is."""
-        assert self.drafter is not None and self.background is not None, "around() comes first"
-        return AdaptationStats(
-            examples=self._buffer.positions,
-            rejected_examples=self._buffer.rejected,
-            stored_bytes=self._buffer.nbytes,
-            updates=self.background.learner.updates,
-            swaps=self.drafter.swaps,
-            discarded=self.background.discarded,
-            rollbacks=self.drafter.rollbacks,
-            version=self.background.version,
-            expected_acceptance=self.background.trial.served,
-            candidate_acceptance=self.background.trial.candidate,
-            acceptance=self.drafter.watch.acceptance,
-            share=self._throttle.used,
-            running=not (self.drafter.failed or self.background.failed or self._ending.is_set()),
-        )
-
-
-def _end(ending: threading.Event, thread: threading.Thread) -> None:
-    ending.set()
-    if thread is not threading.current_thread():
-        thread.join()
-
-
-def _single_threaded(work: Any, name: str) -> threading.Thread:
-    """A thread that runs `work` with one intra-op thread of its own; all others keep theirs, later ones too."""
-    before, begun = torch.get_num_threads(), threading.Event()
-
-    def run() -> None:
-        torch.set_num_threads(1)  # of this thread, but also what threads to come begin with
-        begun.set()
-        work()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    begun.wait()
-    torch.set_num_threads(before)
-    return thread
