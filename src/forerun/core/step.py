@@ -150,14 +150,9 @@ def context_for(
 
 def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     """The rule that verifies each row, by what its drafter may draft: known before anything is drawn."""
-    kinds = [DraftKind()] * len(rows)
-    for group in groups:
-        for index in group.members:
-            kinds[index] = group.drafter.kind(rows[index].sampler)
-    return [
-        row.rule if row.rule is not None else default_rule(kind, greedy=row.sampler.greedy)
-        for row, kind in zip(rows, kinds, strict=True)
-    ]
+    kinds = dict.fromkeys(range(len(rows)), DraftKind())
+    kinds |= {index: group.drafter.kind(rows[index].sampler) for group in groups for index in group.members}
+    return [row.rule or default_rule(kinds[index], greedy=row.sampler.greedy) for index, row in enumerate(rows)]
 
 
 def _propose(rows: Sequence[Row], groups: Sequence[Group], check: bool) -> list[TokenTree]:

@@ -92,11 +92,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
-        """One pass: over prompts, or over the next tokens of all that have been read. One chunk an answer.
-
-        While there are both, they take turns: a long prompt delays the others by a chunk, and never its own first
-        token by a decoding step. Answers whose time is up end first, with what there is of them.
-        """
+        """One pass: over prompts, or over the next tokens of all that have been read; one chunk an answer. While there
+        are both, they take turns: a long prompt delays the others by a chunk, and never its own first token by a
+        decoding step. Answers whose time is up end first, with what there is of them."""
         chunks = self._expire()
         self._preempt()
         self._admit()
@@ -225,11 +223,10 @@ class Engine:
         limits = self.scheduling
         texts = pass_of(self._prefilling, limits.chunk, limits.max_num_batched_tokens)
         logits = run_prefills(self.target, texts, limits.chunk)
-        done = [text for text in texts if text.finished]
         self._prefilling = [text for text in self._prefilling if not text.finished]
-        self._prefilled += done
-        beginning = [(index, answer) for index, text in enumerate(texts) if text in done for answer in text.answers]
-        beginning = [(index, answer) for index, answer in beginning if not answer.tokens]
+        self._prefilled += [text for text in texts if text.finished]
+        finished = ((index, text) for index, text in enumerate(texts) if text.finished)
+        beginning = [(index, answer) for index, text in finished for answer in text.answers if not answer.tokens]
         ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.room]
         beginning = [(index, answer) for index, answer in beginning if answer.row.room]
         if not beginning:

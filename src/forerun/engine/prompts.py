@@ -38,7 +38,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a ``"prediction"`` of
 the answer, text or token ids, for the drafter of that name."""
 
-_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class PromptReader:
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Fill what is None from the generation configuration, else with the neutral value; check token ids."""
         values: dict[str, Any] = {}
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in NEUTRAL.items():
             if getattr(params, name) is None:
                 configured = getattr(self.generation_config, name, None)
                 values[name] = neutral if configured is None else configured

@@ -261,7 +261,6 @@ class Snapshot:
     path: Path
     version: int
     state: dict[str, Tensor]
-    record: Mapping[str, Any]
 
 
 class Snapshots:
@@ -296,7 +295,7 @@ class Snapshots:
                 f"{path} holds a drafter that was adapted to another target ({record.get('target_name')}); "
                 "give another directory, or remove this one"
             )
-        return Snapshot(path=path, version=int(record["version"]), state=_weights(path), record=record)
+        return Snapshot(path=path, version=int(record["version"]), state=_weights(path))
 
     def save(self, twin: Any, version: int, facts: Mapping[str, Any]) -> Path:
         """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it. A CheckpointError
