@@ -104,7 +104,6 @@ class Ladder:
     # --- on the device ------------------------------------------------------------------------------------------------
 
     def _climb(self, values: Tensor) -> None:
-        """Form every ladder from processed logits (B, N, V)."""
         device, size = values.device, values.shape[-1]
         levels = self._levels()
         height = max((len(level.rungs) for level in levels), default=0)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.devices import sent, widest
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
-from forerun.types import LogitsProcessor, SamplingParams
+from forerun.types import SamplingParams
 
 TOLERANCE = 1e-3  # How far from 1 the probabilities of a distribution may add up to
 _HINT = "check logit_bias, the processors and the checkpoint"
@@ -240,7 +240,6 @@ class Sampler:
         return self._process(logits, output)[0]
 
     def _process(self, logits: Tensor, output: Sequence[int]) -> tuple[Tensor, float]:
-        """`process`, and the largest of what it gives."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         highest = float(logits.max())
         check_raw(highest)
@@ -260,12 +259,23 @@ class Sampler:
         if p.logit_bias:
             logits.index_add_(0, self._biased.to(logits.device), self._bias.to(logits.dtype).to(logits.device))
         self._penalise(logits, output)
-        for processor in p.logits_processors:
-            logits = _checked(processor, processor([*self.prompt, *output], logits), logits)
+        logits = self.custom(logits, output)
         return logits, check_highest(float(logits.max()))
 
+    def custom(self, logits: Tensor, output: Sequence[int]) -> Tensor:
+        """What the user's own processors make of the logits (V,) behind an output."""
+        for processor in self.params.logits_processors:
+            found: object = processor([*self.prompt, *output], logits)
+            if not (isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point()):
+                named = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise ArgumentError(
+                    f"the logits processor {getattr(processor, '__name__', processor)} returned {named}; expected a "
+                    f"tensor of floating-point numbers of shape {tuple(logits.shape)}, one for each token"
+                )
+            logits = found
+        return logits
+
     def _check_ids(self, vocabulary: int) -> None:
-        """Refuse token ids outside the vocabulary, once."""
         if vocabulary in self._fitting:
             return
         named = {"allowed_token_ids": self.params.allowed_token_ids or (), "logit_bias": self.params.logit_bias or ()}
@@ -450,12 +460,9 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     if any(edit.sampler.params.logits_processors for _, edit in rows):
         values = values.clone()  # what they return is written into it
     for row, edit in rows:
-        params = edit.sampler.params
-        for node, path in enumerate(edit.paths if params.logits_processors else ()):
+        for node, path in enumerate(edit.paths if edit.sampler.params.logits_processors else ()):
             try:
-                for processor in params.logits_processors:
-                    found = processor([*edit.sampler.prompt, *edit.output, *path], values[row, node])
-                    values[row, node] = _checked(processor, found, values[row, node])
+                values[row, node] = edit.sampler.custom(values[row, node], [*edit.output, *path])
             except BaseException as error:
                 if of_the_process(error):
                     raise
@@ -540,17 +547,6 @@ def check_sums(total: float, least: float, outside: float) -> None:
     if not (abs(total - 1) < TOLERANCE and least >= 0 and outside == 0):
         found = f"they add up to {total}, the least is {least}, banned tokens have {outside}"
         raise NumericError(f"the probabilities are no distribution: {found}; {_HINT}")
-
-
-def _checked(processor: LogitsProcessor, found: object, given: Tensor) -> Tensor:
-    """What a user's processor made of the logits (V,) it was `given`."""
-    if isinstance(found, Tensor) and found.shape == given.shape and found.is_floating_point():
-        return found
-    named = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-    raise ArgumentError(
-        f"the logits processor {getattr(processor, '__name__', processor)} returned {named}; expected a tensor of "
-        f"floating-point numbers of shape {tuple(given.shape)}, one for each token"
-    )
 
 
 def check_raw(highest: float) -> None:

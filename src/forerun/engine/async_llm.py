@@ -193,7 +193,6 @@ class AsyncLLM:
             self._go_on()
 
     def _hand_over(self, task: Callable[[], None]) -> None:
-        """In the worker: let the loop do something."""
         assert self._loop is not None, "a request came from a loop"
         self._handover.give(self._loop, task)
 

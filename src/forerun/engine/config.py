@@ -192,7 +192,6 @@ def _like(config: SpeculativeConfig, values: Mapping[str, Any]) -> SpeculativeCo
 
 
 def _copies_as_it_is(name: str) -> bool:
-    """Whether the drafter copies and can be built without options."""
     if not entry_named(name).copies:
         return False
     needed = inspect.signature(drafter_class(name).Config).parameters.values()

@@ -172,7 +172,6 @@ class Engine:
         answer.introduced, row.cache_row = False, -1
 
     def _retire(self) -> None:
-        """Free the rows of answers that ended."""
         self._waiting = [answer for answer in self._waiting if answer.finish_reason is None]
         for answer in [answer for answer in self._running if answer.finish_reason is not None]:
             self._release(answer, keep=not answer.failed)
@@ -180,7 +179,6 @@ class Engine:
                 self.drafting.watch(answer.drafter, answer.stats)
 
     def _expire(self) -> list[StreamChunk]:
-        """End the answers whose time is up."""
         now = time.perf_counter()
         chunks = [answer.expire() for answer in [*self._waiting, *self._running] if answer.request.late(now)]
         if chunks:

@@ -281,7 +281,6 @@ class StepCosts:
             self._seen["lookup", _about(rows)].append(max(1.0, (ms - self.host_ms(rows)) / lookup_ms))
 
     def _latest(self, key: Hashable, unseen: float) -> float:
-        """The median of what was seen of late; a garbage collection moves nothing."""
         seen = self._seen.get(key)
         return median(seen) if seen else unseen
 

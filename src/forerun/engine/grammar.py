@@ -115,7 +115,6 @@ def _asked(process: subprocess.Popen[str], question: Mapping[str, Any], seconds:
 
 
 def _ended(process: subprocess.Popen[str]) -> None:
-    """End the process and collect it."""
     process.kill()
     with suppress(OSError), process:  # closes its pipes, in which something may be left, and waits for it
         pass
@@ -326,7 +325,6 @@ def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
 
 
 def _allowed(grammar: GrammarProcessor, output: list[int], tree: TokenTree) -> list[int]:
-    """Node ids, parents first."""
     paths = {0: output}
     for node in range(1, tree.size + 1):
         parent, token = tree.parents[node], tree.tokens[node]

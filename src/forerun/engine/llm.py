@@ -313,7 +313,6 @@ class LLM:
         self._inbox.pop(request_id, None)
 
     def _adapt(self, config: AdaptConfig | None, key: str | None) -> Adaptation | None:
-        """What trains the configured drafter in the background; None where nobody asked for it."""
         if config is None or key is None:
             return None
         from forerun.engine.adapting.adaptation import Adaptation

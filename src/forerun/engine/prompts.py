@@ -214,7 +214,6 @@ class PromptReader:
         return (given, self.encode("prompt", given, whole=whole)) if isinstance(given, str) else (None, given)
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Each word as token ids, at the start of a text and after a space."""
         if not words:
             return []
         if self.tokenizer is None:

@@ -161,7 +161,6 @@ def allocate(
 
 
 def _first_best(gains: Sequence[float]) -> int:
-    """The first of those that gain most."""
     most = max(gains)
     return next(index for index, gain in enumerate(gains) if gain >= most - 1e-12)
 
@@ -533,7 +532,6 @@ class Policy:
             self._goodput.learn("unaided", tokens, cost)
 
     def _learn_outcomes(self, plan: _StepPlan, offer: Offer, chosen: Sequence[int], emitted: Sequence[Emitted]) -> None:
-        """What became of the drafts of a drafter with a forward pass."""
         arm, shape = self.arms[offer.arm], self.costs.shape
         matched = {
             member: arm.confidence.learn(plan.rows[member].cache_row, plan.ranked[member], emitted[member].tokens)
