@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -331,11 +331,11 @@ class Processing:
 
     outside: Tensor | None = None  # (B, V) bool, tokens that are never allowed
     bias: Tensor | None = None  # (B, V)
-    early: tuple[Tensor, Tensor] | None = None
-    """(B, V) bool, tokens that may not come before `min_tokens`; (B,) how many tokens are missing until then."""
-    penalties: tuple[Tensor, Tensor, Tensor] | None = None
-    """(B, 3) repetition, presence and frequency; (B, V) bool, what the prompt holds, where repetition counts; (B, V)
-    how often each token was output."""
+    early: Tensor | None = None  # (B, V) bool, tokens that may not come before `min_tokens`
+    missing: Tensor | None = None  # (B,) how many tokens are missing until then
+    penalties: Tensor | None = None  # (B, 3) repetition, presence and frequency
+    prompt: Tensor | None = None  # (B, V) bool, what the prompt holds, where repetition counts
+    output: Tensor | None = None  # (B, V) how often each token was output
 
     @classmethod
     def of(
@@ -383,8 +383,11 @@ class Processing:
         return cls(
             outside=marked(banned_at, allowed_at) if allowed or banned else None,
             bias=added(biased_at, bias) if biased else None,
-            early=(marked(early_at), until) if early else None,
-            penalties=(table, marked(prompt_at), added(counted_at, counts)) if penalised else None,
+            early=marked(early_at) if early else None,
+            missing=until if early else None,
+            penalties=table if penalised else None,
+            prompt=marked(prompt_at) if penalised else None,
+            output=added(counted_at, counts) if penalised else None,
         )
 
     def apply(self, values: Tensor, drafted: Tensor, depths: Tensor, banned: Tensor | None = None) -> Tensor:
@@ -398,44 +401,35 @@ class Processing:
         """
         if self.outside is not None:
             values = values.masked_fill(self.outside.unsqueeze(1), -torch.inf)
-        if self.early is not None:
-            stops, missing = self.early
-            early = stops.unsqueeze(1) & (depths < missing.unsqueeze(1)).unsqueeze(-1)
+        if self.early is not None and self.missing is not None:
+            early = self.early.unsqueeze(1) & (depths < self.missing.unsqueeze(1)).unsqueeze(-1)
             values = values.masked_fill(early, -torch.inf)
         if banned is not None:
             values = values.flatten().index_fill(0, banned, -torch.inf).view_as(values)
         if self.bias is not None:
             values = values + self.bias.unsqueeze(1)
-        if self.penalties is not None:
-            table, prompt, output = self.penalties
-            repetition, presence, frequency = table.unsqueeze(-1).unsqueeze(-1).unbind(1)
-            times = output.unsqueeze(1).expand_as(values).flatten()
+        if self.penalties is not None and self.prompt is not None and self.output is not None:
+            repetition, presence, frequency = self.penalties.unsqueeze(-1).unsqueeze(-1).unbind(1)
+            times = self.output.unsqueeze(1).expand_as(values).flatten()
             times = times.index_add(0, drafted, torch.ones_like(drafted, dtype=times.dtype)).view_as(values)
-            seen = prompt.unsqueeze(1) | (times > 0)
+            seen = self.prompt.unsqueeze(1) | (times > 0)
             values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
             values = values - (presence * (times > 0) + frequency * times)
         return values
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of it, for `with_tensors`."""
-        single = [part for part in (self.outside, self.bias) if part is not None]
-        return (*single, *(self.early or ()), *(self.penalties or ()))
+    def key(self) -> tuple[str, ...]:
+        """The names of what is there."""
+        return tuple([name for name in self.__slots__ if getattr(self, name) is not None])
 
     @property
-    def key(self) -> Hashable:
-        """Tells what is there."""
-        return tuple(part is not None for part in (self.outside, self.bias, self.early, self.penalties))
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it, for `with_tensors`."""
+        return tuple([getattr(self, name) for name in self.key])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Processing:
         """The same with other numbers."""
-        left = iter(tensors)
-        return Processing(
-            outside=None if self.outside is None else next(left),
-            bias=None if self.bias is None else next(left),
-            early=None if self.early is None else (next(left), next(left)),
-            penalties=None if self.penalties is None else (next(left), next(left), next(left)),
-        )
+        return Processing(**dict(zip(self.key, tensors, strict=True)))
 
 
 def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
