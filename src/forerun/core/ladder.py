@@ -318,17 +318,14 @@ class _Rungs:
     def rejected(
         self, tokens: Tensor, given: Tensor, removed: Tensor, weighted: Tensor
     ) -> tuple[Tensor, Tensor, _Rungs]:
-        """What is left without one child of each node.
+        """What is left without one child of each node: (3, M) whether it may be asked at all, its ratio, and the mass
+        that is left; (M,) its weight; and the next rung.
 
         Args:
             tokens: (M,) of the children.
             given: (M,) bool, whether they are deterministic.
             removed: (M,) bool, whether the token leaves what the next sibling was drawn from.
             weighted: (M,) bool, whether the row's rule weighs its nodes.
-
-        Returns:
-            (3, M) whether the child may be asked at all, its ratio, and the mass that is left; (M,) the weights of the
-            children; and the next rung.
         """
         at, none = tokens.unsqueeze(1), torch.zeros_like(self.mass)
         own = self.left.gather(1, at).squeeze(1).to(self.mass.dtype)

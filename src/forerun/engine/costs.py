@@ -87,12 +87,9 @@ class CostModel:
             raise ArgumentError("pass_times_ms must be positive")
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """Wall time of one pass, ms.
-
-        Sizes between the measured ones are rounded up (`stairs`) or interpolated; rows and contexts are interpolated.
-        Above the grid costs go on linearly; where only one row count was measured, a pass over B rows of N nodes
-        counts as one of B * N nodes. Contexts below the grid cost what its first one does.
-        """
+        """Wall time of one pass, ms. Sizes between the measured ones are rounded up (`stairs`) or interpolated; rows
+        and contexts are interpolated. Above the grid costs go on linearly; where only one row count was measured, B
+        rows of N nodes count as B * N nodes. Contexts below the grid cost what its first one does."""
         if nodes < 1 or rows < 1 or context < 0:
             raise ArgumentError(f"a pass has at least one node and one row, got {nodes} nodes, {rows} rows, {context}")
         if len(self.rows) == 1 and rows > self.rows[0]:
@@ -133,11 +130,8 @@ _LEAST_MS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """How the drafted nodes of several rows make up the size of one pass.
-
-    Where padding is computed like everything else, a pass is as wide as its widest row, and a size is a width; where it
-    is left out (see `Target.computes_padding`), a size counts the nodes of all rows together.
-    """
+    """How the drafted nodes of several rows make up the size of one pass: where padding is computed like everything
+    else, that of the widest row; where it is left out (see `Target.computes_padding`), the nodes of all rows."""
 
     padded: bool = False
 
@@ -170,9 +164,9 @@ class Correction:
     """Factors for predictions: the machine's pace of late, common to all sizes, times what each size has of its own.
 
     The pace is quick, so a size that was not seen for long follows when the machine becomes slower; what a size has of
-    its own is slow, and leans on its family's while it was seen seldom. A size that is new tells what it has of its own
-    and nothing of the pace: else one that is dearer than predicted would seem to say that all have become so. Medians,
-    so a garbage collection moves nothing. Sizes are tuples; those that begin with 0 (plain passes) are a family.
+    its own is slow, and leans on its family's (plain passes, whose size begins with 0, are one) while it was seen
+    seldom. A size that is new tells nothing of the pace: else one that is dearer than predicted would seem to say that
+    all have become so. Medians, so a garbage collection moves nothing.
     """
 
     def __init__(self) -> None:

@@ -247,9 +247,9 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return str(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _read(target: Target) -> tuple[Grid, CostModel] | None:
