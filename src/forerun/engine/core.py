@@ -28,11 +28,8 @@ class Engine:
     """Continuous batching over a target's cache rows, which bound how many answers run at once. Not thread-safe: one
     caller steps it. `check` verifies the step's invariants (debug mode)."""
 
-    def __init__(
-        self, target: Target, drafting: DrafterPool, *, check: bool = False, scheduling: Scheduling | None = None
-    ) -> None:
-        self.target, self.drafting, self._check = target, drafting, check
-        self.scheduling = scheduling or Scheduling()
+    def __init__(self, target: Target, drafting: DrafterPool, scheduling: Scheduling, *, check: bool = False) -> None:
+        self.target, self.drafting, self.scheduling, self._check = target, drafting, scheduling, check
         self.preemptions = 0  # Times that a running answer had to give its row back
         self.prefix_queries = 0  # Prompt tokens that were looked up
         self.prefix_hits = 0  # Prompt tokens that were found in the cache

@@ -153,7 +153,7 @@ class LLM:
         if reproducible:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
-        self.engine = Engine(self.target, DrafterPool(setup, nodes=most), check=check, scheduling=scheduling)
+        self.engine = Engine(self.target, DrafterPool(setup, nodes=most), scheduling, check=check)
         self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
         self._numbers = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)
