@@ -283,7 +283,7 @@ class Policy:
         return max(1.0, self._goodput.estimate(steps, 1.0))
 
     def plan(
-        self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None], *, awaited: bool = False
+        self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int], *, awaited: bool = False
     ) -> list[Group]:
         """Who drafts for whom in the coming step: one group per drafter; rows that it does not draft for are its
         listeners.
@@ -291,17 +291,14 @@ class Policy:
         Args:
             rows: of the whole step.
             members: which of them this policy decides for.
-            depths: by member, the request's own limit of tokens on a path.
+            depths: by member, most tokens on a path.
             awaited: others wait for their first token: whose text a drafter has yet to read can wait a little.
         """
         self.steps += 1
         own, batch = {index: rows[index] for index in members}, len(rows)
         context = max(len(row.tokens) for row in own.values())
         times = self.costs.times(batch, context, self._nodes)
-        limits = dict[int, int]()
-        for (index, row), depth in zip(own.items(), depths, strict=True):
-            room = max(0, row.room - 1)
-            limits[index] = room if depth is None else min(room, depth)
+        limits = {index: min(max(0, rows[index].room - 1), depth) for index, depth in zip(members, depths, strict=True)}
         plan = self._plan = _StepPlan(
             rows=own,
             limits=limits,
