@@ -560,8 +560,7 @@ def check_highest(highest: float) -> float:
     return highest
 
 
-_COARSE = 20
-"""Bits of a float32 that do not count when likely tokens are told from unlikely ones: eight classes an octave."""
+_COARSE = 20  # Bits of a float32 that do not count when tokens are classed by probability: eight classes an octave
 
 
 def _sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:

@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
 """What drafts for a request: None as the engine is configured, False off, or a configuration of its own."""
 
-REPRODUCIBLE_NODES = 16
-"""Nodes of every pass in reproducible mode, the root included: where 16 rows still cost about what one costs."""
+REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
 
 _LOADING = (
     "device_map",

@@ -239,8 +239,7 @@ def paired(
 
 # --- the chat template ------------------------------------------------------------------------------------------------
 
-_SANITIZE = "sanitize_control_tokens"
-"""transformers' argument by which what stands in messages is text, whatever it says."""
+_SANITIZE = "sanitize_control_tokens"  # transformers' argument: what stands in messages is text
 _marks: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
 
 

@@ -28,8 +28,7 @@ class Scheduling:
     """Most prompt tokens of a pass, tokens; such a pass and a decoding step take turns. More of them cost as much each,
     and all prompts of a pass wait for its end. Prompts are read in chunks that end at multiples of this, or of 512
     where it is more, whatever else runs."""
-    enable_prefix_caching: bool = True
-    """Whether a row that is free still serves the prompts that begin with what it held."""
+    enable_prefix_caching: bool = True  # Whether a free row still serves the prompts that begin with what it held
     kv_cache_tokens: int | None = None
     """Most tokens that all rows together hold, prefixes kept for reuse included; None: rows x slots. Drafted nodes come
     on top while a step runs. What is dropped can be held again, not given back: the cache has rows x slots from the
@@ -86,8 +85,7 @@ def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefil
 
 # --- prefills ---------------------------------------------------------------------------------------------------------
 
-_SCORED_AT_ONCE = 64
-"""Positions of a prompt whose log-probabilities are computed together: float32 over the vocabulary for each."""
+_SCORED_AT_ONCE = 64  # Positions whose log-probabilities are computed together: each takes float32 over the vocabulary
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

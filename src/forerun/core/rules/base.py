@@ -36,8 +36,7 @@ class Reads:
 
     argmax: bool = False  # Only the token of largest processed logit
     rungs: int | None = 0  # Most children of a node that are rejected one after the other; None: all. 0: it only draws.
-    weighted: bool = False
-    """Whether children are rejected with the weight of block and traversal verification, or with 1."""
+    weighted: bool = False  # Whether children are rejected with the weight of block and traversal verification, not 1
     entropy: bool = False  # Also the entropy, and the probability of each child's token
 
 

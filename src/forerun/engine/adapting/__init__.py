@@ -25,19 +25,14 @@ class AdaptConfig:
     """How a drafter learns from what it is used for (Online Speculative Decoding, arXiv 2310.07177). ArgumentError: a
     value out of range; the message names it and what is allowed."""
 
-    share: float = 0.1
-    """Most seconds of work per second of wall time, collecting, training, evaluating and saving together, in (0, 1]."""
+    share: float = 0.1  # Most seconds of work (collecting, training, comparing, saving) per second of wall time
     directory: Path | None = None
     """Where accepted weights are kept, and where a later start goes on; None: they end with the process."""
-    learning_rate: float = 1.0e-4
-    """Of AdamW, per step. A candidate that was worse halves it, those that are kept let it recover."""
-    memory_bytes: int = 64 * 2**20
-    """Most bytes of collected positions; the oldest are dropped. Weights and optimizer come on top."""
+    learning_rate: float = 1.0e-4  # Of AdamW, per step. A worse candidate halves it, those kept let it recover
+    memory_bytes: int = 64 * 2**20  # Most bytes of collected positions, oldest dropped; weights, optimizer on top
     top_k: int = 32  # Tokens of the target's distribution that are kept at each position; the rest is one number
-    kept_weight: float = 0.3
-    """What a position counts for in the loss where the draft was not rejected; a rejected one counts 1."""
-    held_every: int = 8
-    """Every so many answers one is held back: nothing is trained on it, candidates are compared on it."""
+    kept_weight: float = 0.3  # What a position counts in the loss where no draft was rejected; a rejected one: 1
+    held_every: int = 8  # One of so many answers is held back: not trained on, candidates are compared on it
     round_pieces: int = 32  # Pieces of answers, of at most `PIECE` positions, that a candidate is trained on
     fresh_pieces: int = 8  # New pieces that must have come in before a candidate is trained
     batch_pieces: int = 4  # Pieces per step of the optimizer

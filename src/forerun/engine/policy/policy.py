@@ -63,8 +63,7 @@ class Offer:
     bids: Mapping[int, Bid]  # By row; only those that it may draft for
     doubted: bool = False  # Its figures speak against it: where it drafts, little is known of it
     tried: Container[int] = ()  # Rows that it may draft for on trial
-    unread: Mapping[int, int] = field(default_factory=dict)
-    """By row, tokens that the drafter must read before its proposal."""
+    unread: Mapping[int, int] = field(default_factory=dict)  # By row, tokens that its drafter has yet to read
 
 
 def best_depth(
@@ -181,8 +180,7 @@ class Arm:
     lookup_trials: LookupTrials = field(default_factory=LookupTrials)
     survival: Survival = field(default_factory=Survival)
     trials: ModelTrials = field(default_factory=ModelTrials)
-    nodes: dict[int, float] = field(default_factory=dict)
-    """Depth -> nodes of each row of a proposal down to it, of late."""
+    nodes: dict[int, float] = field(default_factory=dict)  # Depth -> nodes of a row in a proposal down to it, of late
     used: float = 1.0  # Share of its offers that were taken, of late
 
     def expected_nodes(self, depth: int) -> int:
@@ -218,8 +216,7 @@ class _StepPlan:
     copies: dict[int, Bid] = field(default_factory=dict)
     offers: list[Offer] = field(default_factory=list)
     taken: dict[int, int] = field(default_factory=dict)  # Row -> the arm that drafts for it
-    ranked: dict[int, Ranking] = field(default_factory=dict)
-    """Deterministic trees that are proposed, wherever they come from."""
+    ranked: dict[int, Ranking] = field(default_factory=dict)  # Deterministic trees that are proposed, by row
     pruned: Container[int] = ()  # Rows that lost nodes after they were drafted
     counts: Sequence[int] = ()  # By row of the step: nodes that the target scores
 
