@@ -68,7 +68,7 @@ class PolicySettings:
     1.6 s: with 8, `auto` at batch 64 went from 0.973 to 1.002 of plain decoding, and the trial to 0.27 s."""
     trial_steps: tuple[int, int] = (2, 6)  # Steps of a trial that fails, and of one that passes. Simulated.
     lookup_steps: int = 8  # Steps in which a copying drafter is asked again before it can be off again. Simulated.
-    cheap: float = 0.01  # Share of a plain step that asking a copying drafter may always take. Chosen: not measurable.
+    cheap: float = 0.01  # Share of a plain step that asking a copying drafter may always take. Chosen.
     least_taken: int = 8
     """Nodes that a row is at least thought to take of copies, which are asked for twice what was taken of late."""
     taken_memory: float = 0.95  # What a step leaves of the most nodes that a row took of late. Simulated.
