@@ -54,72 +54,6 @@ def check(kind: str, text: str) -> None:
         )
 
 
-# --- the process that tries grammars ----------------------------------------------------------------------------------
-
-TRIAL_S = 2.0  # Time to compile one grammar, seconds; ordinary schemas take some milliseconds
-START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy
-
-
-class Trials:
-    """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first needed, and again when a
-    grammar has ended it. `tokenizer`: what llguidance's tokenizer is made from, as keywords."""
-
-    def __init__(self, tokenizer: Mapping[str, Any]) -> None:
-        self._tokenizer = dict(tokenizer)
-        self._process: subprocess.Popen[str] | None = None
-        self._over: Callable[[], object] = lambda: None
-
-    def tried(self, kind: str, text: str) -> str:
-        """Why a grammar is refused; empty where it is not."""
-        answer = _asked(self._started(), {"kind": kind, "text": text}, TRIAL_S)
-        if answer is not None:
-            return answer
-        taken = f"more than {TRIAL_S:g} s or more memory than there is"
-        return f"is too complex: compiling it took {taken}, or its references go too deep"
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
-            self._over()
-            # -P: the modules beside the script are not its own.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(grammar_trial.__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-            )
-            self._over = weakref.finalize(self, _ended, self._process)
-            if _asked(self._process, self._tokenizer, START_S) is None:
-                raise RuntimeError("the process that tries grammars does not start")
-        return self._process
-
-
-def _asked(process: subprocess.Popen[str], question: Mapping[str, Any], seconds: float) -> str | None:
-    """The process's answer; None, and its end, where there is none in so many seconds."""
-    assert process.stdin is not None and process.stdout is not None, "both are pipes"
-    timer = threading.Timer(seconds, process.kill)
-    timer.start()
-    try:
-        process.stdin.write(json.dumps(question) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-    except OSError:
-        answer = ""
-    finally:
-        timer.cancel()
-    if answer.endswith("\n"):
-        return str(json.loads(answer))
-    _ended(process)
-    return None
-
-
-def _ended(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    with suppress(OSError), process:  # closes its pipes, in which something may be left, and waits for it
-        pass
-
-
 # --- the processor ----------------------------------------------------------------------------------------------------
 
 GRACE_S = 0.1  # Time that the masks of one request may take together, seconds of the thread, and
@@ -331,3 +265,69 @@ def _allowed(grammar: GrammarProcessor, output: list[int], tree: TokenTree) -> l
         if parent in paths and grammar.valid(paths[parent], [token]):
             paths[node] = [*paths[parent], token]
     return [node for node in paths if node]
+
+
+# --- the process that tries grammars ----------------------------------------------------------------------------------
+
+TRIAL_S = 2.0  # Time to compile one grammar, seconds; ordinary schemas take some milliseconds
+START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy
+
+
+class Trials:
+    """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first needed, and again when a
+    grammar has ended it. `tokenizer`: what llguidance's tokenizer is made from, as keywords."""
+
+    def __init__(self, tokenizer: Mapping[str, Any]) -> None:
+        self._tokenizer = dict(tokenizer)
+        self._process: subprocess.Popen[str] | None = None
+        self._over: Callable[[], object] = lambda: None
+
+    def tried(self, kind: str, text: str) -> str:
+        """Why a grammar is refused; empty where it is not."""
+        answer = _asked(self._started(), {"kind": kind, "text": text}, TRIAL_S)
+        if answer is not None:
+            return answer
+        taken = f"more than {TRIAL_S:g} s or more memory than there is"
+        return f"is too complex: compiling it took {taken}, or its references go too deep"
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._over()
+            # -P: the modules beside the script are not its own.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(grammar_trial.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+            )
+            self._over = weakref.finalize(self, _ended, self._process)
+            if _asked(self._process, self._tokenizer, START_S) is None:
+                raise RuntimeError("the process that tries grammars does not start")
+        return self._process
+
+
+def _asked(process: subprocess.Popen[str], question: Mapping[str, Any], seconds: float) -> str | None:
+    """The process's answer; None, and its end, where there is none in so many seconds."""
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    except OSError:
+        answer = ""
+    finally:
+        timer.cancel()
+    if answer.endswith("\n"):
+        return str(json.loads(answer))
+    _ended(process)
+    return None
+
+
+def _ended(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    with suppress(OSError), process:  # closes its pipes, in which something may be left, and waits for it
+        pass
