@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.test_tree import contents, random_tree
-from forerun.core.enumeration import Distributions, World, exact_distribution, toy_distributions
+from forerun.certify.enumeration import Distributions, World, exact_distribution, toy_distributions
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import Resume, TokenTree

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, dtype_name, epsilon_of, first_worse
-from forerun.core.enumeration import TOLERANCE, check_rules
 from forerun.core.rules import rule_named
 from forerun.errors import ArgumentError
 from forerun.types import CompletionOutput, SamplingParams, SpeculationStats

@@ -75,13 +75,8 @@ class Proposal:
 
 
 def compared(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Every node that the text decides on, in order, and whether the text holds it.
-
-    Args:
-        tokens: of each node, the root first.
-        parents: of each node, by node id, -1 of the root.
-        text: what followed the root, as far as it is known.
-    """
+    """Every node that the text decides on, in order, and whether the text holds it: `tokens` and `parents` (-1 of the
+    root) of each node, the root first, against what followed the root, as far as it is known."""
     depths = {0: 0}
     for node in range(1, len(tokens)):
         depth = depths.get(parents[node])
@@ -94,14 +89,9 @@ def compared(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int])
 
 
 def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
-    """Evidence of a node of a model's draft, known before its value is.
-
-    Args:
-        drawn: how the node comes about.
-        rank: 0 for the eldest sibling.
-        prob: in 0..1: of a deterministic node its own draft probability, of a sampled one the largest of the
-            distribution that it is drawn from.
-    """
+    """Evidence of a node of a model's draft, known before its value is: how it is drawn, its rank (0 for the eldest
+    sibling), and of a deterministic node its own draft probability, of a sampled one the largest of the distribution
+    that it is drawn from."""
     given = drawn is Drawn.DETERMINISTIC
     key = given, min(rank, _RANKS - 1), min(int(prob * BINS), BINS - 1)
     # A given token is as likely as the draft says; a sampled one is accepted where both distributions overlap.

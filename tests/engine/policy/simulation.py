@@ -19,6 +19,7 @@ from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.guarded import Deferred
+from forerun.engine.config import MAX_SPECULATIVE_TOKENS
 from forerun.engine.costs import DraftCost, PassShape, StepCosts
 from forerun.engine.policy.policy import Arm, Policy
 from forerun.engine.policy.settings import SETTINGS
@@ -202,7 +203,7 @@ class World:
             drafter.step = self.count
         members = list(range(len(self.rows)))
         asked = -self._lookup_ms()
-        groups = self.policy.plan(self.rows, members, [None] * len(members), awaited=self.awaited)
+        groups = self.policy.plan(self.rows, members, [MAX_SPECULATIVE_TOKENS] * len(members), awaited=self.awaited)
         asked += self._lookup_ms()
         trees, spent = [TokenTree(row.tokens[-1]) for row in self.rows], asked - self._reading()
         for group in groups:
