@@ -61,7 +61,7 @@ class PolicySettings:
     rest: int = 4
     """Steps after one that plain decoding won until models make an offer again: to weigh one takes 0.07 ms, and what
     they offer changes slowly."""
-    trial_share: float = 0.015
+    trial_share: float = 0.01
     """Most share of the time that trials take; dearer ones are waited for longer. To read one text takes 45 ms."""
     trial_rows: int = 8
     """Rows that are tried for all. Asking copies for 64 rows took 37 ms of the host, a model read 64 texts in 1.0 to
