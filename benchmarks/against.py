@@ -109,12 +109,12 @@ def work(options: argparse.Namespace) -> None:
 def models(scale: float) -> dict[str, str]:
     """Placeholder of `ARMS` -> folder; made by this checkout, for both sides."""
     from forerun.demo import resolve
-    from forerun.demo.scale import scale_model, scaled_head_folder
+    from forerun.demo.scale import ScaledModel, scaled_head_folder
 
     if not scale:
         return {word: str(resolve(name)) for word, name in SHIPPED.items()}
-    target = scale_model(resolve(SHIPPED["TARGET"]), billions=scale)
-    draft = scale_model(resolve(SHIPPED["DRAFT"]), billions=scale / 13)
+    target = ScaledModel(resolve(SHIPPED["TARGET"]), billions=scale)
+    draft = ScaledModel(resolve(SHIPPED["DRAFT"]), billions=scale / 13)
     head = scaled_head_folder(SHIPPED["HEAD"], target)
     return {"TARGET": str(target.path), "DRAFT": str(draft.path), "HEAD": str(head)}
 

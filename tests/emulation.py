@@ -22,7 +22,7 @@ FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-march=native", "
 
 def forget_kernels() -> None:
     """Let the next that asks for a kernel load it anew."""
-    for known in (native.attention_kernel, native.fused_kernels, native._known):
+    for known in (native.attention_kernel, native.fused_kernels):
         known.cache_clear()
 
 

@@ -53,7 +53,7 @@ def differences(python: Path, work: Path, environment: Mapping[str, str], consol
     began = time.monotonic()
     told = _extract(python, work, data, {**environment, **os.environ})
     console.print(f"forerun features --source {told['source']} took {time.monotonic() - began:.0f} s", highlight=False)
-    return _compared(PreparedData.open(data), FeatureStore.open(work / "features"), console)
+    return _compared(PreparedData(data), FeatureStore(work / "features"), console)
 
 
 def _extract(python: Path, work: Path, data: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -79,9 +79,10 @@ def _compared(data: PreparedData, store: FeatureStore, console: Console) -> list
     model = AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype="float32").eval()
     wrong, lowest, tokens = [], 1.0, 0
     for index in range(len(data)):
-        report = compare([store.read(index)], [reference_states(model, data.document(index)[0].tolist())])
-        wrong += [f"features, document {index}: {check.summary}" for check in report.checks if not check.passed]
-        lowest, tokens = min([lowest, *(check.lowest for check in report.checks)]), tokens + report.tokens
+        ids = data.document(index)[0].tolist()
+        checks = compare([store.read(index)], [reference_states(model, ids)])
+        wrong += [f"features, document {index}: {check.summary}" for check in checks if not check.passed]
+        lowest, tokens = min([lowest, *(check.lowest for check in checks)]), tokens + len(ids)
     said = f"{tokens} tokens of {len(data)} documents, lowest cosine {lowest:.6f} (limit {COSINE})"
     console.print(f"features from vLLM beside the target's own states: {said}", highlight=False, soft_wrap=True)
     return wrong

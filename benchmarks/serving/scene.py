@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from forerun.demo import contexts, resolve
-from forerun.demo.scale import scale_model, scaled_head_folder
+from forerun.demo.scale import ScaledModel, scaled_head_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the package `benchmarks`, for those who import it after this module
@@ -36,8 +36,8 @@ class Configs:
 
 def models() -> dict[str, Path]:
     """The enlarged target, draft model and head on disk."""
-    target = scale_model(resolve("demo"), billions=0.4)
-    draft = scale_model(resolve("demo-draft"), billions=0.031)
+    target = ScaledModel(resolve("demo"), billions=0.4)
+    draft = ScaledModel(resolve("demo-draft"), billions=0.031)
     return {"target": target.path, "draft": draft.path, "head": scaled_head_folder("demo-eagle3", target)}
 
 

@@ -39,7 +39,7 @@ from forerun import LLM
 from forerun.caching import cache_root
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
 from forerun.demo import CONTEXT, FOLDER, MODELS, contexts, resolve
-from forerun.demo.scale import ScaledModel, scale_head, scale_model
+from forerun.demo.scale import ScaledModel, scale_head
 from forerun.drafters.heads.drafting import repack
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.engine.measuring import load_or_measure
@@ -353,7 +353,7 @@ class _Models:
 
     def _scaled(self, name: str, billions: float) -> ScaledModel:
         self.progress(f"enlarging {name} to {billions:g} B parameters")
-        scaled = scale_model(Path(resolve(name)), billions=billions)
+        scaled = ScaledModel(Path(resolve(name)), billions=billions)
         self.results.notes.append(scaled.note)
         return scaled
 

@@ -22,7 +22,7 @@ from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop import checkpoint
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.loop.trainer import train
+from forerun.training.loop.trainer import Training
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 
@@ -63,7 +63,7 @@ def main(job_file: str, result_file: str) -> None:
     output = Path(job["output"])
     if checkpoint.latest(output):
         raise SystemExit(f"{output} holds a checkpoint: a timed run begins anew, in another directory")
-    result = train(objective, batches, settings_of(job), output)
+    result = Training(objective, batches, settings_of(job), output).run()
     facts = TargetFacts.of(model.config, job["target"])
     write_head(HeadCheckpoint.of(head.to(torch.bfloat16)), output / "head", "flat", facts)
     ended = time.perf_counter()

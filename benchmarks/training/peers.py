@@ -34,7 +34,7 @@ from forerun import demo
 from forerun.checkpoints import TargetFacts, read_head
 from forerun.drafters.heads.eagle import default_boundaries
 from forerun.training.recipe import EvaluationSettings
-from forerun.training.run import Evaluation
+from forerun.training.run import evaluate
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = common.ROOT / "build" / "venv-speculators"
@@ -188,9 +188,9 @@ class Judge:
     """forerun's own decoding with a head: mean acceptance lengths, bonus included, group by group of prompts."""
 
     def __init__(self, model: Any, groups: Sequence[Sequence[Sequence[int]]], arguments: argparse.Namespace) -> None:
-        settings = EvaluationSettings(max_tokens=arguments.max_tokens)
+        self.settings = EvaluationSettings(max_tokens=arguments.max_tokens)
         self.name = f"judged-{len(groups)}-{sum(map(len, groups))}-{arguments.max_tokens}.json"
-        self.evaluations = [Evaluation(model, group, settings) for group in groups]
+        self.model, self.groups = model, groups
         self.layers = TargetFacts.of(model.config, "").num_layers
 
     def __call__(self, record: Record) -> list[dict[str, float]]:
@@ -200,7 +200,7 @@ class Judge:
             found: list[dict[str, float]] = json.loads(kept.read_text())
             return found
         head = read_head(record["head"], num_layers=self.layers).build(torch.float32)
-        found = [dict(evaluation(head)) for evaluation in self.evaluations]
+        found = [evaluate(head, self.model, group, self.settings) for group in self.groups]
         kept.write_text(json.dumps(found))
         return found
 

@@ -38,23 +38,9 @@ _HOMES = {
 }
 """Where the names of `__all__` are that `forerun.types` has not."""
 
-__all__ = [
-    "EAGLE3_DEFAULT_CFG",
-    "LLM",
-    "AsyncLLM",
-    "CompletionOutput",
-    "ForerunError",
-    "RequestOutput",
-    "SamplingParams",
-    "Source",
-    "SpeculativeConfig",
-    "StepTrace",
-    "StreamChunk",
-    "StructuredOutputs",
-    "convert",
-    "enable_huggingface_checkpointing",
-    "hf",
-]
+__all__ = ["EAGLE3_DEFAULT_CFG", "LLM", "AsyncLLM", "CompletionOutput", "ForerunError", "RequestOutput"]
+__all__ += ["SamplingParams", "Source", "SpeculativeConfig", "StepTrace", "StreamChunk", "StructuredOutputs"]
+__all__ += ["convert", "enable_huggingface_checkpointing", "hf"]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,10 +41,7 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
     """While open, attention runs in kernels that take any shape at once. cuDNN plans each new shape for 0.4 s."""
     if device.type != "cuda":
         return nullcontext()
-    kernels: AbstractContextManager[None] = sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    )
-    return kernels
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:

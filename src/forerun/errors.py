@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol
 
 UNSERVED = "No option of forerun changes that; transformers' own generate runs such a model."
@@ -85,9 +84,8 @@ class Failing(Protocol):
 
 
 class Isolation:
-    """``with Isolation(row):`` around what is done for one row alone: if it raises, the row has an error and nothing is
-    raised. So whatever belongs to one request (its distribution, processors, grammar, stop strings) ends that request.
-    """
+    """``with Isolation(row):`` around what is done for one row alone (its distribution, processors, grammar, stop
+    strings): if it raises, the row has an error, which ends that request, and nothing is raised."""
 
     __slots__ = ("_row",)
 
@@ -97,9 +95,7 @@ class Isolation:
     def __enter__(self) -> None:
         """Nothing is kept."""
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if error is None or of_the_process(error):
             return False
         self._row.error = self._row.error or RequestError.of(error)

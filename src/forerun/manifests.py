@@ -82,9 +82,8 @@ class ManifestKind:
         if version != self.version:
             older = isinstance(version, int) and version < self.version
             why = "an older forerun wrote it, without what this one checks" if older else "another forerun wrote it"
-            raise DataError(
-                f"{path} has format version {version!r}, this forerun reads {self.version}: {why}; {self.remedy}"
-            )
+            differs = f"has format version {version!r}, this forerun reads {self.version}"
+            raise DataError(f"{path} {differs}: {why}; {self.remedy}")
         entries = _unsealed(path, found, self.remedy)
         del entries["format"], entries["version"]
         return entries

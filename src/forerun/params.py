@@ -12,10 +12,8 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are 0, as in vLLM: logits divided by less leave float32."""
-MAX_TEMPERATURE = 1e4
-"""Larger ones are refused: every token is equally likely long before, and infinity is no temperature."""
+GREEDY_BELOW = 1e-5  # Temperatures below this are 0, as in vLLM: logits divided by less leave float32
+MAX_TEMPERATURE = 1e4  # Larger ones are refused: all tokens are equally likely long before
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """A user's processor: (all token ids so far, logits (V,) float32) -> logits (V,). Must be a function of these alone."""
@@ -25,15 +23,11 @@ LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 class StructuredOutputs:
     """What the answer must look like; exactly one of these. Names are vLLM's."""
 
-    json: Mapping[str, Any] | str | None = None
-    """A JSON schema."""
-    json_object: bool = False
-    """Any JSON object."""
+    json: Mapping[str, Any] | str | None = None  # A JSON schema
+    json_object: bool = False  # Any JSON object
     regex: str | None = None
-    choice: Sequence[str] | None = None
-    """One of these strings."""
-    grammar: str | None = None
-    """In Lark's notation, as llguidance reads it."""
+    choice: Sequence[str] | None = None  # One of these strings
+    grammar: str | None = None  # In Lark's notation, as llguidance reads it
 
     def __post_init__(self) -> None:
         given = [self.json, self.json_object or None, self.regex, self.choice or None, self.grammar]
@@ -47,51 +41,30 @@ class SamplingParams:
     ``generation_config.json`` says, else the neutral value. Processors apply in this order: allowed tokens, bad words,
     min tokens, logit bias, penalties, user processors, temperature, min-p, top-k, top-p."""
 
-    n: int = 1
-    """Answers per prompt."""
-    temperature: float | None = None
-    """0, or anything below 1e-5, is greedy decoding and reads as 0.0; neutral value 1, at most 10,000."""
-    top_p: float | None = None
-    """Keep the smallest set of tokens whose mass reaches this, in (0, 1]."""
-    top_k: int | None = None
-    """Keep the k likeliest tokens; 0 or -1 keeps all."""
-    min_p: float | None = None
-    """Drop tokens less likely than this share of the likeliest, in [0, 1]."""
-    repetition_penalty: float | None = None
-    """Divide (or multiply, below zero) the logit of every token in prompt or output; 1 is neutral."""
-    presence_penalty: float = 0.0
-    """Logits subtracted once from every token in the output."""
-    frequency_penalty: float = 0.0
-    """Logits subtracted per occurrence in the output."""
-    logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids."""
-    allowed_token_ids: Sequence[int] | None = None
-    """Only these token ids may be produced."""
-    bad_words: Sequence[str] | None = None
-    """Strings that may not be produced as a token sequence."""
+    n: int = 1  # Answers per prompt
+    temperature: float | None = None  # 0, or anything below 1e-5, is greedy and reads as 0.0; neutral 1, at most 10,000
+    top_p: float | None = None  # Keep the smallest set of tokens whose mass reaches this, in (0, 1]
+    top_k: int | None = None  # Keep the k likeliest tokens; 0 or -1 keeps all
+    min_p: float | None = None  # Drop tokens less likely than this share of the likeliest, in [0, 1]
+    repetition_penalty: float | None = None  # Divides (below zero: multiplies) logits of tokens so far; 1 is neutral
+    presence_penalty: float = 0.0  # Logits subtracted once from every token in the output
+    frequency_penalty: float = 0.0  # Logits subtracted per occurrence in the output
+    logit_bias: Mapping[int, float] | None = None  # Added to the logits of these token ids
+    allowed_token_ids: Sequence[int] | None = None  # Only these token ids may be produced
+    bad_words: Sequence[str] | None = None  # Strings that may not be produced as a token sequence
     logits_processors: Sequence[LogitsProcessor] = ()
-    structured_outputs: StructuredOutputs | None = None
-    """What the answer must look like; needs llguidance (extra ``serve``)."""
-    seed: int | None = None
-    """Same seed, same text, whoever else is in the batch. None draws one."""
-    stop: str | Sequence[str] | None = None
-    """Strings that end the answer; cut off the text, as stop tokens are, unless `include_stop_str_in_output`."""
-    stop_token_ids: Sequence[int] | None = None
-    """Token ids that end the answer, besides the model's own."""
+    structured_outputs: StructuredOutputs | None = None  # Form of the answer; needs llguidance (extra ``serve``)
+    seed: int | None = None  # Same seed, same text, whoever else is in the batch. None draws one
+    stop: str | Sequence[str] | None = None  # End the answer; cut off the text unless `include_stop_str_in_output`
+    stop_token_ids: Sequence[int] | None = None  # Token ids that end the answer, besides the model's own
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    """Most output tokens; None runs to the end of the context. 0 only reads the prompt, for `prompt_logprobs`."""
-    min_tokens: int = 0
-    """Output tokens before any stop token id may be produced."""
-    logprobs: int | None = None
-    """Log-probabilities of the chosen and of this many likeliest tokens."""
-    prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, always of the raw logits."""
-    truncate_prompt_tokens: int | None = None
-    """Read only this many of the prompt's last tokens; -1: as many as the context holds beside `max_tokens`."""
-    logprobs_mode: str = "raw_logprobs"
-    """``raw_logprobs``: before any processor; ``processed_logprobs``: of the distribution that was sampled."""
+    max_tokens: int | None = 16  # None: to the end of the context; 0 only reads the prompt, for `prompt_logprobs`
+    min_tokens: int = 0  # Output tokens before any stop token id may be produced
+    logprobs: int | None = None  # Log-probabilities of the chosen and of this many likeliest tokens
+    prompt_logprobs: int | None = None  # The same for the prompt's tokens, always of the raw logits
+    truncate_prompt_tokens: int | None = None  # Read only so many last ones; -1: what fits beside `max_tokens`
+    logprobs_mode: str = "raw_logprobs"  # Before any processor; ``processed_logprobs``: of what was sampled from
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -114,7 +87,6 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 

@@ -30,9 +30,8 @@ class Drawn(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftKind:
-    """What a drafter may draft for a request, known before anything is drawn: the verification rule follows from it. It
-    must hold for every draft that may come out. A rule that was chosen by looking at the drawn tree would depend on
-    sampled values, and that biases the output."""
+    """What a drafter may draft for a request: the verification rule follows from it. Known before anything is drawn: a
+    rule that was chosen by looking at the drawn tree would depend on sampled values, and that biases the output."""
 
     sampled: bool = False  # Nodes may be sampled; False is safe for any drafter, only less is accepted of sampled nodes
     chain: bool = False  # No node ever has two children
@@ -117,7 +116,6 @@ class StepTrace:
 
     @property
     def emitted(self) -> int:
-        """Tokens that this step committed."""
         return len(self.path) + 1
 
 
@@ -217,8 +215,7 @@ class RequestOutput:
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     time_to_first_token_s: float | None = None  # From the moment the request was queued to its first token
     decode_s: float | None = None  # From the first to the last token
-    num_cached_tokens: int | None = 0
-    """Prompt tokens that were in the cache already and did not have to be read; None: not to be told."""
+    num_cached_tokens: int | None = 0  # Prompt tokens that were in the cache and were not read again; None: untold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,8 +33,7 @@ def written(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def written_folder(folder: Path) -> Iterator[Path]:
-    """A fresh folder that takes the place of `folder`, made durable, when the block ends without an error. OSError:
-    there is no room, or no permission; what was there before is untouched."""
+    """A fresh folder that takes the place of `folder`, durably, if the block ends without an error. As `written`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = _hidden(folder, _PARTIAL)
     fresh.mkdir()
@@ -65,8 +64,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def tidy(parent: Path) -> None:
-    """Remove what killed processes left half-written or half-removed in `parent`, and undo exchanges cut short. Only
-    where nobody else is writing."""
+    """Remove what killed processes left in `parent`, and undo exchanges cut short. Only where nobody else writes."""
     for path in list(parent.iterdir()) if parent.is_dir() else []:
         match = _HIDDEN.fullmatch(path.name)
         if match is None:

@@ -141,9 +141,8 @@ def background(folder: Path, drafts: LlamaForCausalLM) -> tuple[Background, Prom
     buffer, throttle = ReplayBuffer(2**20), Throttle(1.0, ending)
     drafter = Prompt(Drafter(), Collector(buffer, top_k=4, held_every=8, readable=12), throttle)
     snapshots = Snapshots(folder, Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
-    learner = Learner(drafts, config)
-    options: dict[str, Any] = {"config": config, "throttle": throttle, "ending": ending, "snapshots": snapshots}
-    return Background(drafter, drafts, learner, buffer, **options), drafter, buffer
+    made = Background(drafter, drafts, Learner(drafts, config), buffer, throttle, ending, snapshots)
+    return made, drafter, buffer
 
 
 def test_a_round_trains_swaps_and_saves_and_a_rollback_undoes_all_of_it(
@@ -311,5 +310,5 @@ def test_the_policys_drafters_adapt_inside() -> None:
 
     drafting.wrap(key, around)
     [arm] = drafting._active[key].policy.arms  # type: ignore[union-attr]
-    assert isinstance(arm.drafter.drafter.drafter, Fickle) and seen[0].trainable is not None
+    assert isinstance(arm.drafter.drafter, Fickle) and seen[0].trainable is not None
     exchange(ready(seen[0].trainable, relative(0.3).state_dict()))

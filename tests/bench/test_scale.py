@@ -7,10 +7,17 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from forerun.demo.scale import RECORD, plan_scale, remap_boundary, scale_model
+from forerun.demo.scale import ScaledModel, plan_scale, remap_boundary
 from forerun.errors import ArgumentError, CheckpointError
 
 TOKENS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where scale models are written."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    return tmp_path / "scaled"
 
 
 def load(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -26,7 +33,7 @@ def outputs(folder: Path, dtype: torch.dtype):
 @pytest.mark.parametrize("hidden_factor", [4, 16])
 def test_the_function_is_the_sources(source: Path, tmp_path: Path, layers: int, hidden_factor: int) -> None:
     billions = {4: 0.002, 16: 0.02}[hidden_factor]
-    scaled = scale_model(source, tmp_path / "big", billions=billions, layers=layers)
+    scaled = ScaledModel(source, billions=billions, layers=layers)
     assert scaled.plan.hidden_factor == hidden_factor
     old, new = outputs(source, torch.float64), outputs(scaled.path, torch.float64)
     assert (old.logits - new.logits).abs().max() < 1e-5  # RMSNorm computes in float32 whatever the dtype
@@ -36,7 +43,7 @@ def test_the_function_is_the_sources(source: Path, tmp_path: Path, layers: int, 
 
 
 def test_bf16_differs_by_summation_order_only(source: Path, tmp_path: Path) -> None:
-    scaled = scale_model(source, tmp_path / "big", billions=0.002)
+    scaled = ScaledModel(source, billions=0.002)
     exact = outputs(source, torch.float64).logits
     old, new = outputs(source, torch.bfloat16).logits, outputs(scaled.path, torch.bfloat16).logits
     rounding = (old - exact).abs().max()
@@ -45,7 +52,7 @@ def test_bf16_differs_by_summation_order_only(source: Path, tmp_path: Path) -> N
 
 
 def test_boundaries_hold_the_sources_states(source: Path, tmp_path: Path) -> None:
-    scaled = scale_model(source, tmp_path / "big", billions=0.002, layers=5)
+    scaled = ScaledModel(source, billions=0.002, layers=5)
     old, new = outputs(source, torch.float32).hidden_states, outputs(scaled.path, torch.float32).hidden_states
     for boundary in range(4):
         wide = new[remap_boundary(boundary, scaled)]
@@ -57,57 +64,43 @@ def test_boundaries_hold_the_sources_states(source: Path, tmp_path: Path) -> Non
 
 
 def test_size_is_near_the_goal_and_counted_right(source: Path, tmp_path: Path) -> None:
-    scaled = scale_model(source, tmp_path / "big", billions=0.003)
+    scaled = ScaledModel(source, billions=0.003)
     assert scaled.plan.parameters == sum(p.numel() for p in load(scaled.path, torch.bfloat16).parameters())
     assert scaled.plan.parameters == pytest.approx(3e6, rel=0.05)
     assert str(round(scaled.plan.parameters / 1e6)) in scaled.note
 
 
 def test_extra_weights_are_not_zero(source: Path, tmp_path: Path) -> None:
-    scaled = scale_model(source, tmp_path / "big", billions=0.002, layers=5)
+    scaled = ScaledModel(source, billions=0.002, layers=5)
     model = load(scaled.path, torch.bfloat16)
     for layer in model.model.layers:
         for linear in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
             assert linear.weight.count_nonzero() > 0.99 * linear.weight.numel()
 
 
-def test_written_once(source: Path, tmp_path: Path) -> None:
-    first = scale_model(source, tmp_path / "big", billions=0.002)
-    stamp = (first.path / RECORD).stat().st_mtime_ns
-    assert scale_model(source, tmp_path / "big", billions=0.002) == first
-    assert (first.path / RECORD).stat().st_mtime_ns == stamp
-    scale_model(source, tmp_path / "big", billions=0.003)
-    assert (first.path / RECORD).stat().st_mtime_ns != stamp
-    assert [path.name for path in tmp_path.iterdir()] == ["big"]
-
-
-def test_default_destination_is_the_cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    scaled = scale_model(source, billions=0.002)
-    assert scaled.path.parent == tmp_path / "scaled"
-    assert (scaled.path / "config.json").is_file()
+def test_written_once_into_the_cache(source: Path, cache: Path) -> None:
+    first = ScaledModel(source, billions=0.002)
+    stamp = (first.path / "config.json").stat().st_mtime_ns
+    assert ScaledModel(source, billions=0.002).path == first.path
+    assert (first.path / "config.json").stat().st_mtime_ns == stamp
+    other = ScaledModel(source, billions=0.003)
+    assert other.path != first.path
+    assert sorted(cache.iterdir()) == sorted([first.path, other.path])
 
 
 @pytest.mark.parametrize("billions", [0.0001, 0.0005])
 def test_too_small_a_goal_is_refused(source: Path, tmp_path: Path, billions: float) -> None:
     with pytest.raises(ArgumentError, match=r"too few.*0\.000[1-9]"):
-        scale_model(source, tmp_path / "big", billions=billions)
+        ScaledModel(source, billions=billions)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_strangers_folder_is_not_overwritten(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ArgumentError, match="no scale model"):
-        scale_model(source, tmp_path, billions=0.002)
-    assert (tmp_path / "thesis.txt").exists()
 
 
 def test_other_models_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        scale_model(tmp_path, tmp_path / "big", billions=0.002)
+        ScaledModel(tmp_path, billions=0.002)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(CheckpointError, match="gpt2"):
-        scale_model(tmp_path, tmp_path / "big", billions=0.002)
+        ScaledModel(tmp_path, billions=0.002)
 
 
 def test_plans_for_the_demo_pair() -> None:

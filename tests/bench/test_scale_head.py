@@ -14,7 +14,7 @@ from bench.heads import head
 from forerun import LLM, SamplingParams
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, read_head, write_head
 from forerun.checkpoints.base import expected_shapes
-from forerun.demo.scale import ScaledModel, scale_config, scale_head, scale_model, scaled_head_folder
+from forerun.demo.scale import ScaledModel, scale_config, scale_head, scaled_head_folder
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
 from forerun.model import Target
@@ -32,8 +32,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def scaled(source_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> ScaledModel:
-    folder = tmp_path_factory.mktemp("scaled") / "big"
-    return scale_model(source_tied, folder, billions=0.002, layers=5, dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("scaled")))
+        return ScaledModel(source_tied, billions=0.002, layers=5, dtype="float32")
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:

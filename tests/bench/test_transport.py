@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite.acceptance import rejection_reach, transport_bound
-from forerun.core.enumeration import Drawing, branching, exact_distribution, toy_drafter
+from forerun.certify.enumeration import Drawing, branching, exact_distribution, toy_drafter
 from forerun.core.rules import rule_named
 from forerun.drafters.drawing import Draw
 from forerun.errors import ArgumentError

@@ -11,8 +11,8 @@ import torch
 from forerun import LLM
 from forerun.certify import checks, reference
 from forerun.certify.checks import Plan, certify
+from forerun.certify.enumeration import Drawing, World, check_rule
 from forerun.cli import main
-from forerun.core.enumeration import Drawing, World, check_rule
 from forerun.core.probs import NodeProbs
 from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng

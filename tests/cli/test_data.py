@@ -30,7 +30,7 @@ def test_prepare_writes_data_and_says_what_is_in_it(forerun: Forerun, chats: Pat
     ran = forerun(*arguments, "--output", tmp_path / "a", "--json")
     said = json.loads(ran.out)
     assert ran.code == 0 and ran.out.count("\n") == 1 and "line 2" in ran.err
-    data = PreparedData.open(tmp_path / "a")
+    data = PreparedData(tmp_path / "a")
     assert (said["documents"], said["tokens"], said["skipped"]) == (2, data.num_tokens, 1)
     assert said["hash"] == data.hash and 0 < said["draft_vocabulary"]["coverage"] <= 1
     assert data.tokenizer.name == "demo"

@@ -52,7 +52,7 @@ def test_features_are_the_targets_own_and_their_size_is_said_beforehand(
     assert [check["boundary"] for check in facts["probe"]] == [0, 1, -1]
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    features = FeatureStore.open(tmp_path / "features")
+    features = FeatureStore(tmp_path / "features")
     for document, text in enumerate(TEXTS):
         own = reference_states(model, tokenizer(text)["input_ids"])
         for signal, states in features.read(document).items():
@@ -76,7 +76,7 @@ def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(
     assert stopped.code == 130 and "stopped after 2 documents" in stopped.err
     done = store(*arguments)
     assert done.code == 0 and len(ran_documents) == 3 + 2 and "are there" in done.err
-    assert len(FeatureStore.open(tmp_path / "features")) == 4
+    assert len(FeatureStore(tmp_path / "features")) == 4
     again = store(*arguments)
     assert again.code == 0 and len(ran_documents) == 5
     other = store("--boundaries", "2")
@@ -86,7 +86,7 @@ def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--boundaries", "1,3"], "no layer boundary 3: the target has 2 layers, so boundaries are 0..2"),
+        (["--boundaries", "1,3"], "no layer boundary 3: expected 0..2"),
         (["--boundaries", "two"], "--boundaries takes numbers"),
         ([], "a target of 2 layers has too few"),
         (["--boundaries", "1", "--dtype", "int4"], "bfloat16, float8, float16 or float32, not 'int4'"),

@@ -23,8 +23,8 @@ from transformers import LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWa
 
 from contract.harness import Variant
 from forerun import LLM, SamplingParams
+from forerun.certify.enumeration import EnumeratingRng, outcomes
 from forerun.core import step as stepping
-from forerun.core.enumeration import EnumeratingRng, outcomes
 from forerun.core.row import Row
 from forerun.core.sampling import Rng
 from forerun.core.scores import Scores

@@ -550,6 +550,13 @@ def rules_for(variant: Variant) -> list[str]:
     return [default, *(name for name in lossless if rule_named(name).verifies(kind) and name != default)]
 
 
+def kind_of(tree: TokenTree) -> DraftKind:
+    """The narrowest kind that holds for one tree."""
+    sampled = [sum(tree.drawn[child] is not Drawn.DETERMINISTIC for child in children) for children in tree.children]
+    chain = all(len(children) <= 1 for children in tree.children)
+    return DraftKind(sampled=max(sampled) > 0, chain=chain, multipath=max(sampled) <= 1)
+
+
 def kind_for(variant: Variant, params: SamplingParams = SAMPLED) -> DraftKind:
     """What the variant's drafter says that it may draft."""
     (active,) = llm(variant).engine.drafting._active.values()

@@ -205,7 +205,7 @@ def test_a_seed_repeats_its_text_whatever_was_learned(method: str, label: str) -
     [wanted] = llm(None).generate(as_prompts([PROMPT]), seeded)
     engine, proposals = llm(adaptive(method, label)), list[tuple[int, ...]]()
     (active,) = engine.engine.drafting._active.values()
-    (guarded,) = active.guarded()
+    [(_, guarded)] = active.drafters
     propose = guarded.propose
 
     def counted(context: DraftContext, budget: Budget) -> list[TokenTree]:

@@ -15,6 +15,7 @@ from contract.harness import (
     draws,
     expected,
     kind_for,
+    kind_of,
     llm,
     p_value,
     sample,
@@ -22,7 +23,6 @@ from contract.harness import (
     trees_of,
     variants,
 )
-from forerun.core.rules.base import kind_of
 
 SAMPLING = [variant for variant in variants() if kind_for(variant, replace(SAMPLED, seed=None)).sampled]
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
-from contract.harness import SAMPLED, Variant, kind_for, variants, without_unlikely
+from contract.harness import SAMPLED, Variant, kind_for, kind_of, variants, without_unlikely
 from contract.tongues import retold, tongue
+from forerun.certify.enumeration import TOLERANCE
 from forerun.core import step as stepping
-from forerun.core.enumeration import TOLERANCE
 from forerun.core.row import Row
-from forerun.core.rules.base import default_rule, kind_of
+from forerun.core.rules.base import default_rule
 from forerun.core.sampling import Sampler
 from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree, join

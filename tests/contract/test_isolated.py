@@ -27,8 +27,7 @@ from contract.harness import (
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.drafters import drafter_class
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain
 from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import Budget
@@ -177,20 +176,20 @@ def test_the_least_recently_used_domains_are_forgotten() -> None:
         kept.of(salt).append(1)
     kept.of("a")
     kept.of("d")
-    assert len(kept) == 3 and [kept.of("a"), kept.of("c"), kept.of("d")] == [[1], [1], []]
+    assert len(list(kept.all())) == 3 and [kept.of("a"), kept.of("c"), kept.of("d")] == [[1], [1], []]
     kept.of("d").extend(range(9))
     kept.trim()
-    assert len(kept) == 2 and kept.of("c") == [1], "together at most ten"
+    assert len(list(kept.all())) == 2 and kept.of("c") == [1], "together at most ten"
     kept.of("c").extend(range(99))
     kept.trim()
-    assert len(kept) == 1 and len(kept.of("c")) == 100, "the last one used stays"
+    assert len(list(kept.all())) == 1 and len(kept.of("c")) == 100, "the last one used stays"
 
 
 def test_many_domains_take_no_more_memory_than_four_full_stores() -> None:
     options = {"max_cached_tokens": 64}
     engine = llm(Variant("suffix", options=options))
     [active] = engine.engine.drafting._active.values()
-    [guarded] = active.guarded()
+    [(_, guarded)] = active.drafters
     for number in range(60):
         engine.generate(as_prompts([PROMPT]), GREEDY, cache_salt=f"domain-{number}")
         held = sum(memory.store.held for memory in guarded.drafter._memories.all())  # type: ignore[attr-defined]

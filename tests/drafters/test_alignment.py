@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from contract.tongues import OTHERS, WORDS, tongue
 from drafters.tongues import CORPUS, TEXT, byte_level, sentencepiece, unigram, wordpiece, words
-from forerun.drafters.draft_models.slem import TextAlignment
-from forerun.drafters.draft_models.tli import Dictionary, Intersection, TokenAlignment, require
+from forerun.drafters.draft_models.slem import SlemConfig, TextAlignment
+from forerun.drafters.draft_models.tli import Dictionary, TliConfig, TokenAlignment, intersection, require
 from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of, rendering, whole_characters
-from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
+from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
 
 LOSSLESS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "unigram": unigram}
@@ -94,8 +94,8 @@ def test_a_piece_inside_a_text_gets_no_space(make: Any, piece: bytes) -> None:
 
 def test_shared_tokens_spell_the_same_and_come_once() -> None:
     target, draft = TokenBytes(byte_level()), TokenBytes(sentencepiece())
-    shared = Intersection.of(target, draft, len(target), len(draft))
-    ours, theirs = shared.target_ids.tolist(), shared.draft_ids.tolist()
+    shared = intersection(target, draft, len(target), len(draft))
+    ours, theirs = shared.T.tolist()
     assert [target.of(token) for token in ours] == [draft.of(token) for token in theirs]
     assert len(set(ours)) == len(set(theirs)) == len(ours) and ours == sorted(ours)
     common = {piece for piece in target.table if piece} & {piece for piece in draft.table if piece}
@@ -106,8 +106,8 @@ def test_shared_tokens_spell_the_same_and_come_once() -> None:
 
 def test_ids_beyond_an_embedding_are_not_shared() -> None:
     target, draft = TokenBytes(byte_level()), TokenBytes(byte_level())
-    shared = Intersection.of(target, draft, 200, 150)
-    assert len(shared) == 150 and int(shared.target_ids.max()) == 149
+    shared = intersection(target, draft, 200, 150)
+    assert len(shared) == 150 and int(shared[:, 0].max()) == 149
 
 
 def test_special_tokens_are_shared_by_name_and_by_role() -> None:
@@ -129,10 +129,10 @@ def test_a_letter_is_no_special_token_of_the_same_spelling() -> None:
 
 def test_too_few_common_tokens_are_refused_by_both_names() -> None:
     target, draft = TokenBytes(tongue(WORDS)), TokenBytes(tongue(tuple("mnopqrstuvw")))
-    none = Intersection.of(target, draft, 12, 11)
+    none = intersection(target, draft, 12, 11)
     with pytest.raises(VocabularyMismatchError, match=r"\(12 tokens\).*\(11 tokens\).*no common tokens.*slem"):
         require(none, 0.0, target, draft)
-    nine = Intersection.of(target, TokenBytes(tongue(OTHERS)), 12, 12)
+    nine = intersection(target, TokenBytes(tongue(OTHERS)), 12, 12)
     require(nine, 9, target, target)
     require(nine, 0.75, target, target)
     for least in (10, 0.9):
@@ -219,8 +219,9 @@ def test_what_the_draft_cannot_write_is_left_uncovered() -> None:
 def test_missing_tokenizers_are_asked_for() -> None:
     setup: Any = SimpleNamespace(tokenizer=None)
     with pytest.raises(ArgumentError, match=r"slem needs the target's tokenizer.*target_tokenizer="):
-        target_tokenizer("slem", None, setup)
-    with pytest.raises(ArgumentError, match=r"tli: no tokenizer was found.*tokenizer=DIRECTORY"):
-        draft_tokenizer("tli", None, SimpleNamespace(name_or_path=""))
+        tokenizers("slem", SlemConfig(model="nowhere"), setup)
     given = words()
-    assert target_tokenizer("tli", given, setup) is given is draft_tokenizer("tli", given, "nowhere")
+    with pytest.raises(ArgumentError, match=r"tli: no tokenizer was found.*tokenizer=DIRECTORY"):
+        tokenizers("tli", TliConfig(model=SimpleNamespace(name_or_path=""), target_tokenizer=given), setup)
+    both = TliConfig(model="nowhere", tokenizer=given, target_tokenizer=given)
+    assert all(one is given for one in tokenizers("tli", both, setup))

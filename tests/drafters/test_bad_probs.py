@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.conftest import checkpoint
-from forerun.core.enumeration import Distributions, World, exact_distribution, toy_distributions
+from forerun.certify.enumeration import Distributions, World, exact_distribution, toy_distributions
 from forerun.core.row import Row
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Rng, Sampler

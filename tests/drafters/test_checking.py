@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.test_tree import contents, random_tree
-from forerun.core.enumeration import Distributions, World, exact_distribution, toy_distributions
+from forerun.certify.enumeration import Distributions, World, exact_distribution, toy_distributions
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import Resume, TokenTree
@@ -125,7 +125,7 @@ def proposed(found: Any, rows: int) -> tuple[list[TokenTree], list[int]]:
         hidden_states={},
     )
     trees = made.propose(context, Budget(nodes=[8] * rows, depth=[8] * rows))
-    return trees, [made._failures.take(row) for row in range(rows)]
+    return trees, [made._failures.pop(row, 0) for row in range(rows)]
 
 
 @pytest.mark.parametrize(("tree", "message"), FLAWS)

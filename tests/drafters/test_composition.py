@@ -12,7 +12,7 @@ import torch
 
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative, tokens_of
 from forerun import LLM, SamplingParams
-from forerun.core.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
+from forerun.certify.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
 from forerun.core.rules.base import rule_named
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree, join

@@ -95,7 +95,7 @@ def observed(made: Guarded, rows: Sequence[int]) -> None:
 
 
 def counted(made: Guarded) -> dict[int, int]:
-    return {row: count for row in range(4) if (count := made._failures.take(row))}
+    return {row: count for row in range(4) if (count := made._failures.pop(row, 0))}
 
 
 def in_verb(verb: str, error: BaseException) -> Callable[[str, Sequence[int]], BaseException | None]:

@@ -260,9 +260,7 @@ def test_a_file_that_cannot_be_written_costs_no_answer(tmp_path: Path, caplog: p
     made._steps = 256
     with caplog.at_level(logging.WARNING):
         made.truncate([0], [0])
-    assert "could not be kept" in caplog.text
-    with pytest.raises(OSError, match="gone"):
-        made.matrix.save()
+    assert "could not be kept" in caplog.text and "gone" in caplog.text and made.matrix.changed
 
 
 def test_a_file_of_another_target_is_refused(tmp_path: Path) -> None:

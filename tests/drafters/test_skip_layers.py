@@ -25,7 +25,7 @@ from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLayersDrafter, Threshold, agreement
 from forerun.drafters.self_drafting.skipping import SkipFile, every, names, parse, structure_hash
 from forerun.errors import ArgumentError, DataError
-from forerun.model import Target, largest
+from forerun.model import Target
 from forerun.types import Budget
 from llamas import tiny_llama
 
@@ -213,7 +213,7 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
         )
         for row in range(2)
     ]
-    scores = Scores(logits, rows, [tree, other], ["argmax_walk"] * 2, largest=largest)
+    scores = Scores(logits, rows, [tree, other], ["argmax_walk"] * 2)
     assert [agreement(scores, index) for index in range(2)] == [(1, 2), (1, 1)]
 
 
@@ -275,7 +275,7 @@ def test_a_missing_or_truncated_file_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "skip.json")
     path.write_text(path.read_text()[:40])
     for broken in (path, tmp_path / "none.json"):
-        with pytest.raises(DataError, match="cannot read the skipped"):
+        with pytest.raises(DataError, match="is no JSON"):
             drafter(skip=str(broken))
 
 

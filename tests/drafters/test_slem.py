@@ -183,11 +183,11 @@ class Watched(SlemDrafter):
 
     wrote = b""
 
-    def _translate(self, text: Any) -> Any:
+    def _chain(self, tree: Any, text: Any, most: int) -> None:
         alignment = text.row.alignment
         self.read, self.tail = alignment.ids, bytes(alignment.data[alignment.covered :])
         self.wrote = b"".join(text.pieces)
-        return super()._translate(text)
+        super()._chain(tree, text, most)
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)

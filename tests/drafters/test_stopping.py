@@ -107,7 +107,6 @@ def test_the_rules_are_the_published_ones() -> None:
         assert goes_on(Stop.ADAEDL, probs, threshold).tolist() == adaedl
     assert goes_on(Stop.CONFIDENCE, probs, 0.6).tolist() == [False, True, True]
     assert goes_on(Stop.CONFIDENCE, torch.tensor([[0.4, 0.3, 0.3]])).tolist() == [True]
-    assert goes_on(Stop.NEVER, probs).tolist() == [True] * 3
 
 
 def test_a_sharp_draft_is_not_ended() -> None:

@@ -15,7 +15,7 @@ from forerun import LLM
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
-from forerun.engine.core import BLOCK, PrefixCache, PrefixQuery
+from forerun.engine.core import BLOCK, PrefixCache
 from forerun.types import LAST_HIDDEN, RequestOutput
 
 pytestmark = pytest.mark.thorough
@@ -178,12 +178,12 @@ def test_rows_are_chosen_by_text_then_by_their_neighbours_then_by_age(checkpoint
     target = engine(checkpoint, max_num_seqs=5).target
     prefixes, texts = PrefixCache(target, enabled=True), [list(range(row, row + 30)) for row in range(5)]
     for _ in range(5):
-        prefixes.acquire(PrefixQuery(tokens=()), {})
+        prefixes.acquire((), {})
     assert len(prefixes) == 0
     for row in (3, 0, 4, 1, 2):
         prefixes.release(row, (texts[row], None), None)
-    assert prefixes.acquire(PrefixQuery(tokens=[*texts[4], 99]), {}).row == 4
-    assert prefixes.acquire(PrefixQuery(tokens=[99] * 30), {}).row == 3, "the oldest"
+    assert prefixes.acquire([*texts[4], 99], {}).row == 4
+    assert prefixes.acquire([99] * 30, {}).row == 3, "the oldest"
     busy = {3: ([], None), 4: ([], None)}
-    assert prefixes.acquire(PrefixQuery(tokens=[*texts[0][:BLOCK], 99]), busy).row == 2, "next to the busy ones"
+    assert prefixes.acquire([*texts[0][:BLOCK], 99], busy).row == 2, "next to the busy ones"
     assert prefixes.drop(40) == [] and prefixes.held == 30, "the older one goes"

@@ -18,6 +18,6 @@ def test_fewer_tokens_need_no_drafter_of_their_own(checkpoint: Path, draft_check
         texts.add(output.outputs[0].text)
         depths.append(len(output.outputs[0].speculation.drafted_per_depth))
     assert depths == [4, 2, 1] and len(texts) == 1
-    assert len(list(llm.engine.drafting.totals())) == 1
+    assert len(llm.engine.drafting._active) == 1
     llm.generate(["the cat sat"], params, speculative={**config, "num_speculative_tokens": 6})
-    assert len(list(llm.engine.drafting.totals())) == 2
+    assert len(llm.engine.drafting._active) == 2

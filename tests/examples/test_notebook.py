@@ -40,7 +40,7 @@ def test_it_trains_a_head_that_changes_no_answer_and_exports_it(
 
     shown = {cell.source: "".join(map(_shown, cell.outputs)) for cell in stored.cells if cell.cell_type == "code"}
     assert "'identical': True" in _under(shown, '"identical"')
-    assert f"'steps': {STEPS}" in _under(shown, "outcome = train_head")
+    assert f"'steps': {STEPS}" in _under(shown, "outcome = run.train")
     assert "image/png" in _under(shown, "plt.subplots")
     assert _under(shown, "exported.command").startswith("'vllm serve ")
     assert "'vllm', 'ok'" in _under(shown, "diagnose(")

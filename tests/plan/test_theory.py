@@ -7,7 +7,8 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -137,29 +138,40 @@ class TestBreakEven:
 class TestTrees:
     RANKS = ((0.6, 0.2, 0.1), (0.5, 0.3))
 
+    def nodes_of(self, parents: Sequence[int]) -> list[theory.TreeNode]:
+        """The tree of those parents; a node's rank is its index among its siblings."""
+        nodes, born = [theory.TreeNode(parent=-1, level=0, survival=1.0)], Counter[int]()
+        for parent in parents:
+            above = nodes[parent]
+            line = self.RANKS[min(above.level, len(self.RANKS) - 1)]
+            rate = line[born[parent]] if born[parent] < len(line) else 0.0
+            nodes.append(theory.TreeNode(parent, above.level + 1, above.survival * rate))
+            born[parent] += 1
+        return nodes[1:]
+
     def test_a_chain_is_a_tree(self) -> None:
-        assert theory.tree_survival([0, 1, 2], [[0.7]]) == pytest.approx(theory.geometric(0.7, 3))
+        found = theory.best_tree([[0.7]], nodes=3, depth=3)
+        assert [node.parent for node in found] == [0, 1, 2]
+        assert [node.survival for node in found] == pytest.approx(theory.geometric(0.7, 3))
 
     def test_survival_by_rank(self) -> None:
-        found = theory.tree_survival([0, 0, 1, 1, 2, 2], self.RANKS)
-        assert found == pytest.approx([0.6, 0.2, 0.3, 0.18, 0.1, 0.06])
+        found = self.nodes_of([0, 0, 1, 1, 2, 2])
+        assert [node.survival for node in found] == pytest.approx([0.6, 0.2, 0.3, 0.18, 0.1, 0.06])
 
     @pytest.mark.parametrize(("nodes", "depth"), [(1, 3), (2, 3), (4, 3), (5, 2), (6, 1), (5, 4)])
     def test_the_best_tree_is_the_best_of_all(self, nodes: int, depth: int) -> None:
         found = theory.best_tree(self.RANKS, nodes=nodes, depth=depth)
-        assert theory.tree_depth(found) <= depth and len(found) <= nodes
-        every = itertools.product(*(range(node + 1) for node in range(nodes)))
-        values = [
-            theory.tokens_of(theory.tree_survival(parents, self.RANKS))
-            for parents in every
-            if theory.tree_depth(parents) <= depth
-        ]
-        assert theory.tokens_of(theory.tree_survival(found, self.RANKS)) == pytest.approx(max(values))
+        assert found == self.nodes_of([node.parent for node in found]) and len(found) <= nodes
+        every = map(self.nodes_of, itertools.product(*(range(node + 1) for node in range(nodes))))
+        allowed = [tree for tree in every if max(node.level for node in tree) <= depth]
+        assert max(node.level for node in found) <= depth
+        most = max(sum(node.survival for node in tree) for tree in allowed)
+        assert sum(node.survival for node in found) == pytest.approx(most)
 
     def test_the_size_follows_the_cost(self) -> None:
         def chosen(slope: float) -> theory.TreeChoice:
             return theory.best_tree_size(
-                self.RANKS, level_cost=0.05, verify=lambda nodes: 1 + slope * (nodes - 1), sizes=range(1, 13), depth=5
+                self.RANKS, level_cost=0.05, verify=lambda nodes: 1 + slope * (nodes - 1), nodes=12, depth=5
             )
 
         cheap, dear, useless = chosen(0.005), chosen(0.1), chosen(2.0)
@@ -222,7 +234,6 @@ class TestPredict:
         lambda: theory.check_ranks([[0.4, 0.6]]),
         lambda: theory.check_ranks([[0.7, 0.4]]),
         lambda: theory.check_ranks([]),
-        lambda: theory.tree_survival([0, 5], [[0.5]]),
     ],
 )
 def test_nonsense_is_refused(wrong: object) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.core.enumeration import (
+from forerun.certify.enumeration import (
     SHAPES,
     TOLERANCE,
     Drawing,
@@ -65,7 +65,7 @@ def test_traversal_is_block_verification_on_a_chain(seed: int, drawing: Drawing)
 
 
 def verdict_distribution(name, tree, target):
-    from forerun.core.enumeration import PrefixProbs
+    from forerun.certify.enumeration import PrefixProbs
 
     distribution: dict[tuple, float] = {}
     distributions = PrefixProbs(target, tree)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.core.enumeration import (
+from forerun.certify.enumeration import (
     SHAPES,
     Distributions,
     Drawing,

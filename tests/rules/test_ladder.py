@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.core import ladder as ladders
-from forerun.core.enumeration import (
+from forerun.certify.enumeration import (
     SHAPES,
     TOLERANCE,
     Distributions,
@@ -23,6 +22,7 @@ from forerun.core.enumeration import (
     toy_distributions,
     toy_drafter,
 )
+from forerun.core import ladder as ladders
 from forerun.core.ladder import Ladder, LadderInput, LadderRow
 from forerun.core.probs import HostProbs
 from forerun.core.rules import RULES, rule_named

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from forerun.core.enumeration import (
+from forerun.certify.enumeration import (
     SHAPES,
     Drawing,
     PrefixProbs,

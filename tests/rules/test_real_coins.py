@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from forerun.core.enumeration import (
+from forerun.certify.enumeration import (
     TOLERANCE,
     Distributions,
     Drawing,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from forerun.core.enumeration import (
+from forerun.certify.enumeration import (
     TOLERANCE,
     Distributions,
     Drawing,

@@ -129,7 +129,7 @@ class TestPromptLogprobs:
         tokenizer: Any = SimpleNamespace(decode=lambda ids: "odd" if ids[0] % 2 else "even")
         body = CompletionRequest(prompt="", logprobs=3)
         chunk = StreamChunk(request_id="", index=0, text="", tokens=[token], trace=None, finish_reason=None)
-        [choice] = CompletionWriter(body, NAME, tokenizer).delta(0, chunk, 0)
+        choice = CompletionWriter(body, NAME, tokenizer).delta(0, chunk)
         found = choice["logprobs"]
         assert found["top_logprobs"] == [{"odd": -1.0, "even": -2.0}] and found["token_logprobs"] == [-3.0]
 

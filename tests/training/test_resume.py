@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -17,7 +18,7 @@ from forerun.errors import ArgumentError
 from forerun.training.data.store import PreparedData, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import flat, make_recipe, read_recipe
-from forerun.training.run import Run, assemble, train_head
+from forerun.training.run import Run
 from training.conftest import words
 
 pytestmark = pytest.mark.thorough
@@ -56,8 +57,8 @@ def finished(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFact
     output = tmp_path_factory.mktemp("finished") / "run"
     given = [word for word in words(target, prepared, output, 1) if re.match(r"[a-z_.]+=", word)]
     recipe = read_recipe("eagle3", None, given, {"target": str(target), "data": str(prepared), "output": str(output)})
-    run = assemble(recipe, Parallel())
-    assert train_head(run, Parallel())["reason"] == "finished"
+    run = Run(recipe, Parallel())
+    assert run.train()["reason"] == "finished"
     return run
 
 
@@ -74,24 +75,32 @@ def changed(recipe: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(recipe, **{name: changed(getattr(recipe, name), rest, value) if rest else value})
 
 
+def under(run: Run, key: str, value: Any) -> Run:
+    """The same run by another recipe."""
+    other = copy.copy(run)
+    other.recipe = changed(run.recipe, key, value)
+    return other
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_that_decides_what_is_trained_must_not_change(finished: Run, key: str) -> None:
     """Every key of the recipe in turn; one that is new is refused until somebody says that it is harmless."""
     former = json.loads(json.dumps(flat(finished.recipe)[key]))
     value = another(key, former)
-    other = dataclasses.replace(finished, recipe=changed(finished.recipe, key, value))
+    other = under(finished, key, value)
     if key in HARMLESS:
-        assert train_head(other, Parallel())["reason"] == "already_finished"
+        assert other.train()["reason"] == "already_finished"
         return
     named = "windows.rows x processes" if key == "windows.rows" else key
     with pytest.raises(ArgumentError, match=re.escape(f"under another recipe: {named} was {former!r}, is {value!r}. ")):
-        train_head(other, Parallel())
+        other.train()
 
 
 def test_half_the_rows_on_twice_the_processes_are_the_same_batches(finished: Run) -> None:
-    halved = dataclasses.replace(finished, recipe=changed(finished.recipe, "windows.rows", 2))
-    assert halved.fixed(Parallel(world=2)) == finished.fixed(Parallel())
-    assert halved.fixed(Parallel()) != finished.fixed(Parallel())
+    halved = under(finished, "windows.rows", 2)
+    assert halved.fixed() != finished.fixed()
+    halved.parallel = Parallel(world=2)
+    assert halved.fixed() == finished.fixed()
 
 
 def test_a_target_of_the_hub_is_the_one_in_a_directory(
@@ -103,8 +112,7 @@ def test_a_target_of_the_hub_is_the_one_in_a_directory(
     (cached / "refs" / "main").write_text("abc")
     shutil.copytree(target, cached / "snapshots" / "abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    other = dataclasses.replace(finished, recipe=changed(finished.recipe, "target", "org/name"))
-    assert other.fixed(Parallel()) == finished.fixed(Parallel())
+    assert under(finished, "target", "org/name").fixed() == finished.fixed()
 
 
 def test_directories_may_move_but_not_change(
@@ -148,7 +156,7 @@ def test_directories_may_move_but_not_change(
 
 def write_data(folder: Path, former: Path, documents: int) -> None:
     """The first documents of others."""
-    data = PreparedData.open(former)
+    data = PreparedData(former)
     write_prepared(folder, [data.document(number) for number in range(documents)], data.tokenizer)
 
 

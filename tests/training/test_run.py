@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError
+from forerun.training import run
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, read_recipe
-from forerun.training.run import Evaluation, load_target
+from forerun.training.run import load_target
 from forerun.types import SpeculationStats
 from ports import free_ports
 from training.conftest import words
@@ -54,10 +55,10 @@ def test_training_makes_a_head_that_drafts_and_resumes(
 
 def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that does not pay: what is asked is how often the head is right."""
-    measured, stats = list[SpeculationStats](), Evaluation._stats
-    monkeypatch.setattr(Evaluation, "_stats", lambda *given: measured.append(stats(*given)) or measured[-1])
+    measured, stats = list[SpeculationStats](), run._stats
+    monkeypatch.setattr(run, "_stats", lambda *given: measured.append(stats(*given)) or measured[-1])
     prompts, settings = [tokens(3), tokens(5)], EvaluationSettings(max_tokens=24, num_speculative_tokens=3, nodes=6)
-    found = Evaluation(model(), prompts, settings)(head())
+    found = run.evaluate(head(), model(), prompts, settings)
     assert {"chain_t0", "tree_t0", "chain_t1", "tree_t1", "acceptance_0", "acceptance_2"} <= found.keys()
     assert len(measured) == 4
     for one in measured:

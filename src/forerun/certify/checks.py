@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, dtype_name, epsilon_of, first_worse
-from forerun.core.enumeration import TOLERANCE, check_rules
 from forerun.core.rules import rule_named
 from forerun.errors import ArgumentError
 from forerun.types import CompletionOutput, SamplingParams, SpeculationStats
@@ -53,22 +53,16 @@ def certify(
     """
     plan = plan or Plan()
     if llm.speculative is None:
-        raise ArgumentError(
-            "there is nothing to certify without a drafter; name one with --drafter (see: forerun drafters)"
-        )
+        raise ArgumentError("nothing to certify without a drafter; name one with --drafter (see: forerun drafters)")
     texts = _token_prompts(llm, prompts, plan)
     if reference is None:
         progress("loading the target as transformers runs it")
         reference = Reference.of(llm)
     run = Run(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
     checks = [*_text_checks(run), *_distribution_checks(run)]
-    return Report(
-        model=llm.target.name_or_path,
-        drafter=llm.speculative.method,
-        dtype=dtype_name(llm),
-        device=str(llm.target.device),
-        checks=[*_rule_checks(run), *checks],
-    )
+    checks = [*_rule_checks(run), *checks]  # of the rules that were seen in the others
+    model, device, dtype = llm.target.name_or_path, str(llm.target.device), dtype_name(llm)
+    return Report(model=model, drafter=llm.speculative.method, dtype=dtype, device=device, checks=checks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,8 +146,8 @@ def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[Tokens]
     length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)
     if length < 1:
         raise ArgumentError(f"answers of {plan.max_tokens} tokens leave no room for a prompt in {llm.max_model_len}")
-    tokens = [list(llm.tokenizer(text, verbose=False)["input_ids"])[:length] for text in prompts[: plan.prompts]]
-    tokens = [prompt for prompt in tokens if prompt]
+    texts = (llm.tokenizer(text, verbose=False)["input_ids"] for text in prompts[: plan.prompts])
+    tokens = [list(prompt[:length]) for prompt in texts if len(prompt)]
     if not tokens:
         raise ArgumentError("certify needs at least one prompt that is not empty")
     return tokens
@@ -243,18 +237,14 @@ def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], 
                 f"gap {parted.gap:.3g} nats, {'a numeric tie' if parted.tie else 'NOT a tie'} "
                 f"(epsilon {parted.epsilon:g})"
             )
+    counts = {"prompts": len(answers), "tokens": tokens, "ties": len(found) - len(bugs), "bugs": len(bugs)}
+    differences = [asdict(parted) | {"tie": parted.tie} for parted in found]
+    length = {"mean_acceptance_length": round(total.mean_acceptance_length, 4)}
     return Check(
         name="greedy equality",
         passed=not bugs and total.num_spec_steps > 0,
         summary=summary,
-        figures={
-            "prompts": len(answers),
-            "tokens": tokens,
-            "ties": len(found) - len(bugs),
-            "bugs": len(bugs),
-            "differences": [asdict(parted) | {"tie": parted.tie} for parted in found],
-            "mean_acceptance_length": round(total.mean_acceptance_length, 4),
-        },
+        figures={**counts, "differences": differences, **length},
     )
 
 
@@ -309,31 +299,20 @@ def chi_square_check(run: Run, prompt: Tokens, setting: Setting, *, tests: int) 
         stats.add(answer.speculation)
         answers.append(tuple(answer.token_ids))
     statistic, freedom = pearson(cells, count(cells, answers), samples)
-    chance = survival(statistic, freedom)
-    verified = stats.num_draft_tokens > 0
+    chance, depth = survival(statistic, freedom), len(stats.drafted_per_depth)
+    drafted, accepted = stats.num_draft_tokens, stats.num_accepted_draft_tokens
+    fit = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chance, "level": level}
+    sample = {"samples": samples, "cells": possible, "detects_total_variation": plan.detect, "power": plan.power}
     return Check(
         name=f"sampled distribution, {setting.name}",
-        passed=chance >= level and verified,
+        passed=chance >= level and drafted > 0,
         summary=(
             f"chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {level:.1g}); "
             f"{samples} answers detect a total variation of {plan.detect:.3g} over {possible} cells with "
-            f"{plan.power:.0%}; {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted, "
-            f"drafts up to {len(stats.drafted_per_depth)} deep"
-            + ("" if verified else "; nothing was drafted, so nothing was proved")
+            f"{plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up to {depth} deep"
+            + ("" if drafted else "; nothing was drafted, so nothing was proved")
         ),
-        figures={
-            "chi_square": statistic,
-            "degrees_of_freedom": freedom,
-            "p_value": chance,
-            "level": level,
-            "samples": samples,
-            "cells": possible,
-            "detects_total_variation": plan.detect,
-            "power": plan.power,
-            "drafted": stats.num_draft_tokens,
-            "accepted": stats.num_accepted_draft_tokens,
-            "depth": len(stats.drafted_per_depth),
-        },
+        figures={**fit, **sample, "drafted": drafted, "accepted": accepted, "depth": depth},
     )
 
 
@@ -368,9 +347,7 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
     return float((weights * tails).sum())
 
 
-def exact_cells(
-    reference: Reference, prompt: Sequence[int], params: SamplingParams, plan: Plan
-) -> dict[Outcome, float]:
+def exact_cells(reference: Reference, prompt: Tokens, params: SamplingParams, plan: Plan) -> dict[Outcome, float]:
     """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
     likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
     of its own beginning. They sum to 1."""

@@ -105,15 +105,9 @@ def first_worse(logits: Tensor, answer: Sequence[int], index: int, epsilon: floa
     position = first_difference(best, answer)
     if position is None:
         return None
-    logprobs = logits[position].log_softmax(-1)
-    return Difference(
-        prompt=index,
-        position=position,
-        plain=best[position],
-        speculative=answer[position],
-        gap=float(logprobs[best[position]] - logprobs[answer[position]]),
-        epsilon=epsilon,
-    )
+    logprobs, plain, other = logits[position].log_softmax(-1), best[position], answer[position]
+    gap = float(logprobs[plain] - logprobs[other])
+    return Difference(prompt=index, position=position, plain=plain, speculative=other, gap=gap, epsilon=epsilon)
 
 
 def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
@@ -129,17 +123,11 @@ def difference(
     position = first_difference(*answers)
     if position is None:
         return None
-    plain, speculative = list(itertools.zip_longest(*answers))[position]
+    plain, other = list(itertools.zip_longest(*answers))[position]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=8, detokenize=False, ignore_eos=True)
     prefix = {"prompt_token_ids": [*prompt, *answers[0][:position]]}
     token = llm.generate(prefix, params, speculative=False)[0].outputs[0].tokens[0]
     likeliest: dict[int | None, float] = {name: entry.logprob for name, entry in (token.top_logprobs or {}).items()}
-    worse = min(likeliest.get(name, -math.inf) for name in (plain, speculative))
-    return Difference(
-        prompt=index,
-        position=position,
-        plain=plain,
-        speculative=speculative,
-        gap=max(likeliest.values()) - worse,
-        epsilon=epsilon_of(llm),
-    )
+    worse = min(likeliest.get(name, -math.inf) for name in (plain, other))
+    gap, epsilon = max(likeliest.values()) - worse, epsilon_of(llm)
+    return Difference(prompt=index, position=position, plain=plain, speculative=other, gap=gap, epsilon=epsilon)

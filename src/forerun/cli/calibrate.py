@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,7 +81,7 @@ def calibrate(
             for context in cost.contexts
             for rows in cost.rows
         ]
-        console.write_json({**record, "file": str(path), **cost.record(), "v": table_of_v})
+        console.write_json({**record, "file": str(path), **asdict(cost), "v": table_of_v})
         return 0
     show_cost(cost, where, config)
     console.log().print(Text(f"saved in {path}", style="dim"), soft_wrap=True)

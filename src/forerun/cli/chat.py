@@ -80,8 +80,7 @@ class Conversation:
         self.speculating = config is not None
         self.beginning = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.beginning)
-        self.total = SpeculationStats()
-        self.answers = 0
+        self.total, self.answers = SpeculationStats(), 0
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: console.log().print(HELP, markup=False),
             "/reset": self._reset,
@@ -110,7 +109,7 @@ class Conversation:
         speculative: Any = self.config if self.speculating else False
         chunks = self.llm.stream_chat(messages, self.params, speculative=speculative)
         try:
-            output = session.Printer(console.out(), show_draft=self.show_draft).run(chunks)
+            output = session.print_stream(chunks, show_draft=self.show_draft)
         except KeyboardInterrupt:
             console.log().print(Text("\nstopped; the answer is forgotten", "dim"))
             return

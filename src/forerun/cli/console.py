@@ -1,8 +1,4 @@
-"""The two consoles, JSON output, spinners and progress bars.
-
-Rich honours ``NO_COLOR`` and writes no escape codes into a pipe; both consoles are made when they are first needed, so
-that a redirected stream is the one that is used.
-"""
+"""The two consoles, made when they are needed so that a redirected stream is used; JSON, spinners, progress bars."""
 
 from __future__ import annotations
 

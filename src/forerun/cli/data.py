@@ -55,20 +55,16 @@ def prepare(
     """
     from forerun.cli import session
     from forerun.manifests import TokenizerIdentity
-    from forerun.training.data.prepare import PrepareOptions
     from forerun.training.data.prepare import prepare as convert
 
-    options = PrepareOptions(
-        max_length=max_length, split_long=split_long, skip_bad=skip_bad, last_turn_only=last_turn_only
-    )
+    how: dict[str, Any] = {"max_length": max_length, "split_long": split_long, "last_turn_only": last_turn_only}
     tokenizer = session.load_tokenizer(target)
     known = TokenizerIdentity.of(tokenizer).vocab_size
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
         raise ArgumentError(f"--draft-vocab-size must be 1 to {known}, the target's vocabulary, got {draft_vocab_size}")
     with console.progress_bar("preparing") as update:
-        done = convert(
-            files, tokenizer, output, options=options, name=target, on_record=lambda count: update(completed=count)
-        )
+        how |= {"skip_bad": skip_bad, "on_record": lambda count: update(completed=count)}
+        done = convert(files, tokenizer, output, name=target, **how)
     summary = done.summary()
     if draft_vocab_size is not None:
         from forerun.training.data.store import coverage, draft_vocabulary, token_counts
@@ -161,25 +157,26 @@ def regenerate(
         Conversations, prompts or plain texts, in any form that `forerun data prepare` reads.
     """
     from forerun.cli import session
-    from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint, with_engine
+    from forerun.training.data.regenerate import Director, Endpoint, Plan, with_endpoint, with_engine
+    from forerun.types import SamplingParams
 
-    generation = Generation(max_tokens=asked.max_tokens, temperature=asked.temperature, top_p=asked.top_p)
+    sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
     tokenizer = None if asked.target is None else session.load_tokenizer(asked.target)
-    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, seed=asked.seed)
+    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, params=SamplingParams(**sampling))
     with console.progress_bar("regenerating") as update:
 
         def tell(progress: Plan) -> None:
             update(completed=progress.done, total=progress.total)
 
-        todo = plan(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
+        todo = Plan(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
         try:
             if asked.endpoint is not None:
-                server = Endpoint(url=asked.endpoint, model=str(asked.model), generation=generation)
+                server = Endpoint(url=asked.endpoint, model=str(asked.model))
                 with_endpoint(todo, server, concurrency=asked.concurrency or ENDPOINT_CONCURRENCY)
             elif todo.records:
                 rows = asked.concurrency or LOCAL_CONCURRENCY
                 llm = session.load(str(asked.target), loading, speculation.config(), max_num_seqs=rows)
-                with_engine(todo, llm, generation, concurrency=rows)
+                with_engine(todo, llm, concurrency=rows)
         except BaseException:
             if todo.written:
                 console.warn(f"{todo.written:,} records are safe in {asked.output}; run again to go on")

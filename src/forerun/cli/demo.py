@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 from rich.bar import Bar
@@ -20,7 +20,6 @@ from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.certify.reference import Difference
     from forerun.demo.scale import ScaledModel
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -34,8 +33,7 @@ ARMS = ("plain", "speculative")
 Show = Callable[[str, Any], "RequestOutput"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Setting:
+class _Setting(NamedTuple):
     """What is compared: model, drafter, prompt, sampling."""
 
     model: str
@@ -98,7 +96,7 @@ def demo(
     llm = session.load(path, loading, drafting, max_num_seqs=1)
     if not json:
         _introduce(setting, prompt)
-    result = race(llm, prompt, params, repeats=repeats, show=None if json else _shown)
+    result = Race(llm, prompt, params, repeats=repeats, show=None if json else _shown)
     if json:
         console.write_json(record(llm, setting, result))
     else:
@@ -118,10 +116,10 @@ def question(name: str) -> str:
 
 def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
     """The enlarged model's path, `config` with heads that fit it, and the line that says what it is."""
-    from forerun.demo.scale import scale_model
+    from forerun.demo.scale import ScaledModel
 
     with console.telling(f"enlarging {model} to {billions:g} B parameters"):
-        scaled = scale_model(shipped.resolve(model), billions=billions)
+        scaled = ScaledModel(shipped.resolve(model), billions=billions)
         return str(scaled.path), _with_heads_for(scaled, config), scaled.note
 
 
@@ -150,70 +148,50 @@ def _introduce(setting: _Setting, prompt: str) -> None:
 
 
 def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-    from forerun.cli.session import Printer
+    from forerun.cli.session import print_stream
 
     out = console.out()
     out.print()
     out.rule(Text(f" {arm} ", "bold"), align="left", style="dim")
-    output = Printer(out, show_draft=True).run(chunks)
+    output = print_stream(chunks, show_draft=True)
     assert output is not None
     return output
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Race:
-    """One prompt, answered by both arms several times."""
+    """One prompt, answered plainly and speculatively, once for `show` and `repeats` times for the clock, taking turns.
+    Decoding speed alone is compared: tokens after the first over the time after the first; medians. `show` is given an
+    arm's name and its stream, prints it and returns the finished request."""
 
-    runs: Mapping[str, Sequence[RequestOutput]]  # By arm; the first is the warm-up run and is not timed
-    parted: Difference | None  # Where the two answers part; None if they are the same
-    reproducible: bool  # Whether every run of either arm gave the same tokens as its first
-
-    @property
-    def identical(self) -> bool:
-        """Whether every run of both arms gave the same tokens."""
-        return self.parted is None and self.reproducible
-
-    @property
-    def speeds(self) -> dict[str, float]:
-        """Tokens per second by arm, medians of the timed runs."""
+    def __init__(
+        self, llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None
+    ) -> None:
+        from forerun.certify.reference import difference
         from forerun.cli.session import tokens_per_second
 
-        return {arm: median(tokens_per_second(run) or 0.0 for run in runs[1:]) for arm, runs in self.runs.items()}
+        numbers = itertools.count()
 
-    @property
-    def speedup(self) -> float:
-        """Speculative over plain."""
-        speeds = self.speeds
-        return speeds["speculative"] / speeds["plain"] if speeds["plain"] else 0.0
+        def run(arm: str, show: Show | None = None) -> RequestOutput:
+            # A domain of its own for each run, or drafters that remember answers would copy the run before.
+            options: dict[str, Any] = {"speculative": None if arm == "speculative" else False}
+            options["cache_salt"] = f"run {next(numbers)}"
+            if show is None:
+                return llm.generate([prompt], params, **options)[0]
+            return show(arm, llm.stream(prompt, params, **options))
 
-
-def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None) -> Race:
-    """Answer `prompt` plainly and speculatively, once for `show` and `repeats` times for the clock, taking turns.
-
-    Decoding speed alone is compared: tokens after the first over the time after the first; medians. `show` is given an
-    arm's name and its stream, prints it and returns the finished request.
-    """
-    from forerun.certify.reference import difference
-
-    numbers = itertools.count()
-
-    def run(arm: str, show: Show | None = None) -> RequestOutput:
-        # A domain of its own for each run, or drafters that remember answers would copy the run before.
-        options: dict[str, Any] = {"speculative": None if arm == "speculative" else False}
-        options["cache_salt"] = f"run {next(numbers)}"
-        if show is None:
-            return llm.generate([prompt], params, **options)[0]
-        return show(arm, llm.stream(prompt, params, **options))
-
-    # The first run of an arm pays for what is made once and for the printing, so it is not timed.
-    runs = {arm: [run(arm, show)] for arm in ARMS}
-    for turn in range(repeats):
-        for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
-            runs[arm].append(run(arm))
-    plain, speculative = (_tokens(runs[arm][0]) for arm in ARMS)
-    parted = difference(llm, runs["plain"][0].prompt_token_ids, (plain, speculative), 0)
-    reproducible = all(_tokens(one) == _tokens(arm[0]) for arm in runs.values() for one in arm)
-    return Race(runs=runs, parted=parted, reproducible=reproducible)
+        # The first run of an arm pays for what is made once and for the printing, so it is not timed.
+        self.runs = runs = {arm: [run(arm, show)] for arm in ARMS}
+        for turn in range(repeats):
+            for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
+                runs[arm].append(run(arm))
+        plain, speculative = (_tokens(runs[arm][0]) for arm in ARMS)
+        # Where the two answers part; None if they are the same.
+        self.parted = difference(llm, runs["plain"][0].prompt_token_ids, (plain, speculative), 0)
+        reproducible = all(_tokens(one) == _tokens(arm[0]) for arm in runs.values() for one in arm)
+        self.identical = self.parted is None and reproducible
+        # Tokens per second by arm.
+        self.speeds = {arm: median(tokens_per_second(one) or 0.0 for one in runs[arm][1:]) for arm in ARMS}
+        self.speedup = self.speeds["speculative"] / self.speeds["plain"] if self.speeds["plain"] else 0.0
 
 
 def _tokens(output: RequestOutput) -> list[int]:
@@ -221,17 +199,11 @@ def _tokens(output: RequestOutput) -> list[int]:
 
 
 def _report(llm: LLM, setting: _Setting, found: Race) -> None:
-    out = console.out()
-    speeds = found.speeds
+    out, speeds = console.out(), found.speeds
     accepted = found.runs["speculative"][0].outputs[0].speculation.mean_acceptance_length
     per_pass = {"plain": 1.0, "speculative": accepted}
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
-    columns = (
-        Column("", no_wrap=True),
-        Column("tokens/s", **right),
-        Column(ratio=1),
-        Column("per target pass", **right),
-    )
+    columns = (Column(no_wrap=True), Column("tokens/s", **right), Column(ratio=1), Column("per target pass", **right))
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     for arm, speed in speeds.items():
         bar = Bar(max(*speeds.values(), 1e-9), 0, speed, color="#3fa45b" if arm == "speculative" else "bright_black")

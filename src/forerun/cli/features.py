@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -16,10 +16,10 @@ from forerun.cli.options import Json, numbers
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
-    from forerun.training.data.store import PreparedData
-    from forerun.training.features.manifest import FeatureManifest
-    from forerun.training.features.online import ProbeReport
-    from forerun.training.features.store import Source
+    from torch import Tensor
+
+    from forerun.training.features.online import BoundaryCheck
+    from forerun.training.features.store import Capture
 
 GIB = 2**30
 
@@ -53,16 +53,6 @@ class FeatureOptions:
     """Compare the source with the target's own hidden states first; loads the target once more for vllm."""
 
 
-class _Run(NamedTuple):
-    """What was asked for, and what is known before a weight is loaded."""
-
-    asked: FeatureOptions
-    prepared: PreparedData
-    manifest: FeatureManifest
-    directory: Path  # Of the target
-    config: Any
-
-
 def features(
     *, asked: FeatureOptions, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Json = False
 ) -> int:
@@ -77,59 +67,60 @@ def features(
         given = f"{asked.shard_gib} and {asked.batch_tokens}"
         raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {given}")
     with console.telling("looking at the data and the target"):
-        run = _look(asked)
+        run = _Run(asked)
     if not _agreed(run, yes=yes):
         return 0
-    report = _extract(run)
-    from forerun.training.features.manifest import human
-    from forerun.training.features.store import FeatureStore
+    checks = _extract(run)
+    from forerun.training.features.store import FeatureStore, human
 
-    store, size = FeatureStore.open(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
+    store, size = FeatureStore(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
     if json:
-        checks = None if report is None else [asdict(check) for check in report.checks]
-        console.write_json({"directory": str(asked.output), "bytes": size, **asdict(run.manifest), "probe": checks})
+        probe = None if checks is None else [vars(check) for check in checks]
+        console.write_json({"directory": str(asked.output), "bytes": size, **asdict(run.manifest), "probe": probe})
         return 0
-    for check in () if report is None else report.checks:
+    for check in checks or ():
         console.log().print(check.summary, markup=False)
     console.out().print(f"{asked.output}: {len(store)} documents, {run.manifest.tokens} tokens, {human(size)}")
     return 0
 
 
-def _look(asked: FeatureOptions) -> _Run:
-    """Everything that can be refused before a weight is loaded."""
-    if not asked.data.is_dir():
-        raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
-    from transformers import AutoTokenizer
+class _Run:
+    """What was asked for, and what is known before a weight is loaded."""
 
-    from forerun import demo
-    from forerun.cli.session import quiet_libraries
-    from forerun.drafters.heads.eagle import default_boundaries
-    from forerun.model.load import LoadOptions, read_config
-    from forerun.model.support import context_length
-    from forerun.training.data.store import PreparedData
-    from forerun.training.features import manifest as manifests
-    from forerun.training.features.online import check_boundaries
+    def __init__(self, asked: FeatureOptions) -> None:
+        if not asked.data.is_dir():
+            raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
+        from transformers import AutoTokenizer
 
-    prepared, given = PreparedData.open(asked.data), asked.boundaries
-    quiet_libraries()
-    config = read_config(demo.resolve(asked.target), LoadOptions())
-    text = config.get_text_config(decoder=True)
-    layers: int = text.num_hidden_layers
-    wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
-    boundaries = check_boundaries(default_boundaries(layers) if given is None else wanted, layers)
-    # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-    longest = context_length(text) - (2 if asked.source == "vllm" else 0)
-    manifests.check_lengths(prepared.lengths.tolist(), longest)
-    directory = manifests.checkpoint_directory(asked.target)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": asked.dtype, "source": asked.source}
-    manifest = manifests.describe(directory, asked.target, tokenizer, prepared, boundaries, **kinds)
-    return _Run(asked, prepared, manifest, directory, config)
+        from forerun import demo
+        from forerun.cli.session import quiet_libraries
+        from forerun.drafters.heads.eagle import default_boundaries
+        from forerun.model.load import LoadOptions, read_config
+        from forerun.model.support import context_length
+        from forerun.training.data.store import PreparedData
+        from forerun.training.features import store
+        from forerun.training.features.online import distinct_boundaries
+
+        prepared, given = PreparedData(asked.data), asked.boundaries
+        quiet_libraries()
+        config = read_config(demo.resolve(asked.target), LoadOptions())
+        text = config.get_text_config(decoder=True)
+        layers: int = text.num_hidden_layers
+        wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
+        boundaries = distinct_boundaries(default_boundaries(layers) if given is None else wanted, layers)
+        # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
+        longest = context_length(text) - (2 if asked.source == "vllm" else 0)
+        store.check_lengths(prepared.lengths.tolist(), longest)
+        directory = store.checkpoint_directory(asked.target)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": asked.dtype, "source": asked.source}
+        self.asked, self.prepared, self.directory, self.config = asked, prepared, directory, config
+        self.manifest = store.describe(directory, asked.target, tokenizer, prepared, boundaries, **kinds)
 
 
 def _agreed(run: _Run, *, yes: bool) -> bool:
     """Say how much it will take, and ask where somebody can answer."""
-    from forerun.training.features.manifest import check_room, human
+    from forerun.training.features.store import check_room, human
 
     manifest, output = run.manifest, run.asked.output
     total = manifest.tokens * manifest.record_bytes
@@ -147,42 +138,46 @@ def _agreed(run: _Run, *, yes: bool) -> bool:
     return sys.stdin.readline().strip().casefold() in ("y", "yes")
 
 
-def _extract(run: _Run) -> ProbeReport | None:
+def _extract(run: _Run) -> list[BoundaryCheck] | None:
+    """Store what is missing; how the source compares with the target's own hidden states, where that was asked for."""
+    from forerun.training.features.online import compare, require
     from forerun.training.features.store import FeatureWriter, extract
 
-    asked, manifest = run.asked, run.manifest
+    asked, manifest, checks = run.asked, run.manifest, None
     with FeatureWriter(asked.output, manifest, shard_bytes=max(1, int(asked.shard_gib * GIB))) as writer:
         if len(writer.done) == manifest.documents:
             return None
-        with _source(run) as (source, report):
-            if report is not None:
-                report.require()
+        # The beginning of the longest of the first documents is compared.
+        longest = int(run.prepared.lengths[:16].argmax())
+        tokens = run.prepared.document(longest)[0][:64].tolist()
+        with _source(run, tokens) as (capture, reference):
+            if reference is not None:
+                checks = compare(capture([tokens]), [reference])
+                require(checks)
             try:
                 with console.progress_bar("tokens", manifest.tokens, writer.tokens) as update:
-                    extract(source, run.prepared, writer, batch_tokens=asked.batch_tokens, progress=update)
+                    extract(capture, run.prepared, writer, batch_tokens=asked.batch_tokens, progress=update)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise
-    return report
+    return checks
 
 
 @contextmanager
-def _source(run: _Run) -> Iterator[tuple[Source, ProbeReport | None]]:
-    """The loaded source and, if wished, how it compares with the target's own hidden states."""
-    from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
-    from forerun.training.features.store import sample
+def _source(run: _Run, tokens: list[int]) -> Iterator[tuple[Capture, dict[int, Tensor] | None]]:
+    """What captures states and, if wished, the target's own hidden states of `tokens`."""
+    from forerun.training.features.online import OnlineFeatures, reference_states
 
-    asked, tokens, boundaries = run.asked, [sample(run.prepared)], run.manifest.boundaries
+    asked, boundaries = run.asked, run.manifest.boundaries
     if asked.source == "transformers":
         model = _load(run, asked.device)
-        online = OnlineFeatures(model, boundaries)
-        yield online, probe(model, online.documents, tokens) if asked.probe else None
+        yield OnlineFeatures(model, boundaries).documents, reference_states(model, tokens) if asked.probe else None
         return
     from forerun.training.features.vllm_source import FinalNorm, VllmFeatures, require_vllm
 
     require_vllm()
     # The reference is computed and forgotten before vLLM takes the device.
-    reference = reference_states(_load(run, "cpu"), tokens[0]) if asked.probe else None
+    reference = reference_states(_load(run, "cpu"), tokens) if asked.probe else None
     engine = VllmFeatures(
         str(run.directory),
         boundaries,
@@ -192,8 +187,10 @@ def _source(run: _Run) -> Iterator[tuple[Source, ProbeReport | None]]:
         batch_tokens=asked.batch_tokens,
         engine_options={"dtype": asked.target_dtype},
     )
-    with closing(engine):
-        yield engine, None if reference is None else compare(engine.documents(tokens), [reference])
+    try:
+        yield engine.documents, reference
+    finally:
+        engine.close()
 
 
 def _load(run: _Run, device: str | None) -> Any:

@@ -53,8 +53,7 @@ def generate(
         output = llm.generate([{**given, **expected}], params)[0]
         console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
-    chunks = llm.stream({**given, **expected}, params)
-    finished = session.Printer(console.out(), show_draft=show_draft).run(chunks)
+    finished = session.print_stream(llm.stream({**given, **expected}, params), show_draft=show_draft)
     log = console.log()
     if show_draft:
         log.print(session.legend(log))

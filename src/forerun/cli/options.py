@@ -51,13 +51,8 @@ class SpeculationOptions:
     def config(self) -> dict[str, Any] | None:
         """The `speculative_config` of the Python API, None where nothing was asked for."""
         config = _json_object(self.speculative_config) if self.speculative_config else {}
-        short = {
-            "method": self.drafter,
-            "model": self.drafter_model,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "rule": self.rule,
-            "adaptive": self.adaptive,
-        }
+        short: dict[str, Any] = {"method": self.drafter, "model": self.drafter_model}
+        short |= {name: getattr(self, name) for name in ("num_speculative_tokens", "rule", "adaptive")}
         config.update({key: value for key, value in short.items() if value is not None})
         config.update(key_value(pair) for pair in self.drafter_option)
         if config and not (config.get("method") or config.get("model")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import assumptions, theory
 from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
-from forerun.plan.planner import MOST_BATCH, Line, Load, Plan, Verdict, judge, plan_tree
+from forerun.plan.planner import MOST_BATCH, Line, Load, judge, plan_tree
 from forerun.plan.planner import plan as make_plan
 from forerun.plan.plot import check_plot, draw_plan
 
@@ -167,14 +167,7 @@ def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
     if asked.draft_cost is None and asked.draft_params is None:
         notes.append("drafting counts as free; --draft-cost says what it costs")
     load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
-    return _shown(asked, load, [*assumed, *notes])
-
-
-def _shown(asked: PlanOptions, load: Load, notes: Sequence[str], **more: Any) -> Shown:
-    found, measured, ranks = make_plan(load, k=asked.k), more.get("measured"), asked.ranks
-    tree = None if ranks is None else plan_tree(load, ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
-    verdict = judge(found, load, drafter=measured.name if measured is not None else None, text=asked.text)
-    return Shown(plan=found, load=load, verdict=verdict, notes=[*notes, *verdict.notes], tree=tree, **more)
+    return Shown(asked, load, [*assumed, *notes])
 
 
 def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
@@ -282,28 +275,26 @@ def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown
     assert asked.prompts is not None
     how: dict[str, Any] = {"temperature": asked.temperature, "max_tokens": asked.max_tokens, "limit": asked.limit}
     answers = measured.Answers.of(llm, measured.read_prompts(asked.prompts), **how)
-    if not asked.choose_draft:
+    ranking: list[tuple[Measured, Line]] = []
+    refused: dict[str, str] = {}
+    if asked.choose_draft:
+        options = {} if asked.k is None else {"num_speculative_tokens": asked.k}
+        able, refused = measured.rank_models(llm, asked.choose_draft, answers, tell, options=options)
+        if not able:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
+        ranking = [(one, make_plan(one.load(cost, rows=asked.batch)).best) for one in able]
+        ranking.sort(key=lambda pair: -pair[1].speedup)
+        found = ranking[0][0]
+    else:
         config = SpeculativeConfig.parse(asked.speculation.config())
         assert config is not None
         found = measured.measure_drafter(llm, config, answers, tell)
         measured.save_draft_cost(llm, cost, config, found.draft)
-        return _from_measured(asked, cost, found, [])
-    options = {} if asked.k is None else {"num_speculative_tokens": asked.k}
-    able, refused = measured.rank_models(llm, asked.choose_draft, answers, tell, options=options)
-    if not able:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
-    ranking = [(one, make_plan(one.load(cost, rows=asked.batch)).best) for one in able]
-    ranking.sort(key=lambda pair: -pair[1].speedup)
-    notes = [f"{name} cannot draft here: {reason}" for name, reason in refused.items()]
-    return _from_measured(asked, cost, ranking[0][0], notes, ranking=ranking)
-
-
-def _from_measured(asked: PlanOptions, cost: CostModel, found: Measured, notes: list[str], **more: Any) -> Shown:
+    notes = [f"{name} cannot draft here: {reason}" for name, reason in refused.items()] + _batch_note(asked)
     if found.trial.coverage < 1:
         notes.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
-    notes += _batch_note(asked)
-    return _shown(asked, found.load(cost, rows=asked.batch), notes, measured=found, **more)
+    return Shown(asked, found.load(cost, rows=asked.batch), notes, measured=found, ranking=ranking)
 
 
 def _batch_note(asked: PlanOptions) -> list[str]:
@@ -314,18 +305,25 @@ def _batch_note(asked: PlanOptions) -> list[str]:
     return [note] if asked.batch > 1 else []
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
     """A plan with everything that is printed about it."""
 
-    plan: Plan
-    load: Load
-    verdict: Verdict
-    notes: list[str]  # Assumptions and limits, one sentence each
-    measured: Measured | None = None
-    tree: theory.TreeChoice | None = None
-    ranking: list[tuple[Measured, Line]] = field(default_factory=list)
-    """Candidate draft models with their best lines, the fastest first."""
+    def __init__(
+        self,
+        asked: PlanOptions,
+        load: Load,
+        notes: Sequence[str],
+        *,
+        measured: Measured | None = None,
+        ranking: Sequence[tuple[Measured, Line]] = (),
+    ) -> None:
+        """`notes`: assumptions and limits, in sentences; `ranking`: candidates with their best lines, fastest first."""
+        ranks = asked.ranks
+        self.load, self.measured, self.ranking = load, measured, ranking
+        self.plan = make_plan(load, k=asked.k)
+        self.tree = None if ranks is None else plan_tree(load, ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
+        self.verdict = judge(self.plan, load, drafter=measured.name if measured else None, text=asked.text)
+        self.notes = [*notes, *self.verdict.notes]
 
     @property
     def roofline(self) -> Roofline | None:

@@ -136,24 +136,19 @@ def loading_arguments(options: LoadOptions) -> dict[str, Any]:
     return arguments
 
 
-class Printer:
-    """Prints a stream of chunks as they come: byte for byte, or in a terminal with `show_draft` coloured by source."""
-
-    def __init__(self, stdout: Console, *, show_draft: bool) -> None:
-        self.stdout, self.coloured = stdout, show_draft and stdout.is_terminal
-
-    def run(self, chunks: Iterable[StreamChunk]) -> RequestOutput | None:
-        """Print everything and end the line, also when interrupted; None where the stream ended without an output."""
-        output = None
-        try:
-            for chunk in chunks:
-                if self.coloured:
-                    self.stdout.print(coloured(chunk.tokens, self.stdout), end="")
-                else:
-                    self.stdout.file.write(chunk.text)
-                self.stdout.file.flush()
-                output = chunk.output or output
-        finally:
-            self.stdout.print()
-            self.stdout.file.flush()
-        return output
+def print_stream(chunks: Iterable[StreamChunk], *, show_draft: bool) -> RequestOutput | None:
+    """Print chunks as they come, byte for byte, or in a terminal with `show_draft` coloured by source, and end the
+    line, also when interrupted; None where the stream ended without an output."""
+    stdout, output = console.out(), None
+    try:
+        for chunk in chunks:
+            if show_draft and stdout.is_terminal:
+                stdout.print(coloured(chunk.tokens, stdout), end="")
+            else:
+                stdout.file.write(chunk.text)
+            stdout.file.flush()
+            output = chunk.output or output
+    finally:
+        stdout.print()
+        stdout.file.flush()
+    return output

@@ -66,15 +66,15 @@ def train(
     """
     from forerun.training.loop.distributed import Parallel
     from forerun.training.recipe import read_recipe
-    from forerun.training.run import assemble, train_head
+    from forerun.training.run import Run
 
     file, assignments = _split(words)
     flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features}
     recipe = read_recipe(kind, file, assignments, flags)
     processes = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:
-        run = assemble(recipe, processes)
-        outcome = run.plan(processes) if dry_run else train_head(run, processes, allow_changes=allow_changes)
+        run = Run(recipe, processes)
+        outcome = run.plan() if dry_run else run.train(allow_changes=allow_changes)
         if processes.first:
             if outcome.get("reason") == "already_finished":
                 console.warn(_FINISHED.format(recipe.output, outcome["steps"]))

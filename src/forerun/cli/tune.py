@@ -70,9 +70,14 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
         )
     from forerun.cli import session
     from forerun.drafters.self_drafting import tuning
+    from forerun.training.data.prepare import BadRecords, read_records
     from forerun.types import SamplingParams
 
-    questions = [] if asked.prompts is None else _questions(asked.prompts, asked.limit)
+    questions: list[Record] = []
+    if asked.prompts is not None:
+        questions = list(itertools.islice(read_records(asked.prompts, BadRecords(skip=False)), asked.limit))
+        if not questions:
+            raise DataError(f"{asked.prompts} holds no prompt")
     llm = session.load(model, loading, None, max_num_seqs=len(questions) or asked.limit)
     params = SamplingParams(temperature=asked.temperature, seed=asked.seed, top_k=0)
     found = _tokens(llm, questions, asked)
@@ -89,15 +94,6 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
     file.write(asked.output)
     _show(file, tuned, asked.output, json=json)
     return 130 if tuned.interrupted else 0
-
-
-def _questions(prompts: Path, limit: int) -> list[Record]:
-    from forerun.training.data.prepare import BadRecords, read_records
-
-    found = list(itertools.islice(read_records(prompts, BadRecords(skip=False)), limit))
-    if not found:
-        raise DataError(f"{prompts} holds no prompt")
-    return found
 
 
 def _tokens(llm: LLM, questions: list[Record], asked: SearchOptions) -> list[list[int]]:

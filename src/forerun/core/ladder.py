@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ from forerun.devices import fetched, sent, widest
 from forerun.errors import ArgumentError
 from forerun.types import Drawn, TokenLogprob
 
+Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
+"""Of tokens, and of the likeliest in the place of each."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LadderInput:
@@ -52,26 +56,6 @@ class LadderInput:
     draft_probs: bool = False  # Whether each node's probability under what it was drawn from is wanted
 
 
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """Nodes whose ladders are formed together: those of one depth where weights come from the level above, else all."""
-
-    nodes: list[int]  # Flat, those with the most children to reject first
-    rungs: list[list[tuple[int, int]]] = field(default_factory=list)
-    """By rung: of the first nodes, the (flat child, token) that is rejected."""
-    given: list[list[int]] = field(default_factory=list)  # By rung: 1 where that child is deterministic
-    removed: list[list[int]] = field(default_factory=list)
-    """By rung: 1 where the child's token leaves the distribution that its next sibling was drawn from."""
-
-    def ints(self) -> list[Tensor]:
-        """What the device has to know: the nodes, then children, tokens, given and removed of each rung."""
-        found = [torch.tensor(self.nodes, dtype=torch.int64)]
-        for children, given, removed in zip(self.rungs, self.given, self.removed, strict=True):
-            columns = [[child for child, _ in children], [token for _, token in children], given, removed]
-            found += [torch.tensor(column, dtype=torch.int64) for column in columns]
-        return found
-
-
 class Ladder:
     """Of a step's B rows of N nodes; node n of row b is flat node b N + n.
 
@@ -81,13 +65,7 @@ class Ladder:
         top: so many of the likeliest tokens at every node, by raw logits, are read, too.
     """
 
-    def __init__(
-        self,
-        raw: Tensor,
-        rows: Sequence[LadderInput],
-        *,
-        top: int = 0,
-    ) -> None:
+    def __init__(self, raw: Tensor, rows: Sequence[LadderInput], *, top: int = 0) -> None:
         self.rows, self._raw, self.nodes = rows, raw, raw.shape[1]
         values, self.failed = process_rows(raw, [row.edits for row in rows])
         self._wide = widest(raw.device)
@@ -126,7 +104,6 @@ class Ladder:
     # --- on the device ------------------------------------------------------------------------------------------------
 
     def _climb(self, values: Tensor) -> None:
-        """Form every ladder from processed logits (B, N, V)."""
         device, size = values.device, values.shape[-1]
         levels = self._levels()
         height = max((len(level.rungs) for level in levels), default=0)
@@ -136,7 +113,9 @@ class Ladder:
         weighted = [row.reads.weighted for row in self.rows for _ in range(self.nodes)]
         host = [settings, times, torch.tensor(entries), torch.tensor(parents), torch.tensor(tokens)]
         drafts, draft_entries = self._drafts(size)
-        host += [torch.tensor(weighted), draft_entries, *(part for level in levels for part in level.ints())]
+        columns = [column for level in levels for column in (level.nodes, *chain.from_iterable(level.rungs))]
+        host += [torch.tensor(weighted), draft_entries]
+        host += [torch.tensor(column, dtype=torch.int64) for column in columns]
         settings, times, time_at, parent_at, token_at, is_weighted, draft_at, *ints = sent(host, device)
 
         def drawn_from(at: Tensor) -> Tensor | None:
@@ -179,26 +158,27 @@ class Ladder:
                         self._vectors[node, rung] = state.left[position]
         self._made |= {"steps": steps, "drawn": drawn}
 
-    def _levels(self) -> list[Level]:
+    def _levels(self) -> list[_Level]:
         weighted, found = any(row.reads.weighted for row in self.rows), dict[int, list[int]]()
         for index, row in enumerate(self.rows):
             for node in range(0 if row.reads.argmax else row.tree.size + 1):
                 found.setdefault(row.tree.depths[node] if weighted else 0, []).append(index * self.nodes + node)
         return [self._level(found[depth]) for depth in sorted(found)]
 
-    def _level(self, nodes: list[int]) -> Level:
+    def _level(self, nodes: list[int]) -> _Level:
         asked = {flat: self.asked(flat) for flat in nodes}
-        level = Level(nodes=sorted(nodes, key=lambda flat: -len(asked[flat])))
+        level = _Level(nodes=sorted(nodes, key=lambda flat: -len(asked[flat])), rungs=[])
         for rung in range(max(map(len, asked.values()), default=0)):
-            rejected, kinds = list[tuple[int, int]](), list[Drawn]()
+            children, tokens, given, removed = list[int](), list[int](), list[int](), list[int]()
             for flat in level.nodes:
                 if len(asked[flat]) > rung:
                     row, child = flat // self.nodes, asked[flat][rung]
-                    rejected.append((row * self.nodes + child, self.rows[row].tree.tokens[child]))
-                    kinds.append(self.rows[row].tree.drawn[child])
-            level.rungs.append(rejected)
-            level.given.append([int(kind is Drawn.DETERMINISTIC) for kind in kinds])
-            level.removed.append([int(kind is Drawn.WITHOUT_REPLACEMENT) for kind in kinds])
+                    tree = self.rows[row].tree
+                    children.append(row * self.nodes + child)
+                    tokens.append(tree.tokens[child])
+                    given.append(tree.drawn[child] is Drawn.DETERMINISTIC)
+                    removed.append(tree.drawn[child] is Drawn.WITHOUT_REPLACEMENT)
+            level.rungs.append((children, tokens, given, removed))
         return level
 
     def asked(self, flat: int) -> Sequence[int]:
@@ -304,6 +284,15 @@ class Ladder:
         return chosen, {token: TokenLogprob(logprob=value, rank=rank) for rank, (token, value) in best}
 
 
+class _Level(NamedTuple):
+    """Nodes whose ladders are formed together: those of one depth where weights come from the level above, else all."""
+
+    nodes: list[int]  # Flat, those with the most children to reject first
+    rungs: list[tuple[list[int], list[int], list[int], list[int]]]
+    """Of the first nodes: the flat child that is rejected, its token, whether that was drawn deterministically, and
+    whether it leaves the distribution that its next sibling was drawn from."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rungs:
     """The same rung of M nodes; the arithmetic is that of `HostProbs`."""
@@ -322,29 +311,21 @@ class _Rungs:
 
     def first(self, count: int) -> _Rungs:
         """Of the first nodes."""
+        left, mass, weights = self.left[:count], self.mass[:count], self.weights[:count]
         draft = None if self.draft is None else self.draft[:count]
-        return _Rungs(
-            left=self.left[:count],
-            mass=self.mass[:count],
-            draft=draft,
-            draft_mass=self.draft_mass[:count],
-            weights=self.weights[:count],
-        )
+        return _Rungs(left=left, mass=mass, draft=draft, draft_mass=self.draft_mass[:count], weights=weights)
 
     def rejected(
         self, tokens: Tensor, given: Tensor, removed: Tensor, weighted: Tensor
     ) -> tuple[Tensor, Tensor, _Rungs]:
-        """What is left without one child of each node.
+        """What is left without one child of each node: (3, M) whether it may be asked at all, its ratio, and the mass
+        that is left; (M,) its weight; and the next rung.
 
         Args:
             tokens: (M,) of the children.
             given: (M,) bool, whether they are deterministic.
             removed: (M,) bool, whether the token leaves what the next sibling was drawn from.
             weighted: (M,) bool, whether the row's rule weighs its nodes.
-
-        Returns:
-            (3, M) whether the child may be asked at all, its ratio, and the mass that is left; (M,) the weights of the
-            children; and the next rung.
         """
         at, none = tokens.unsqueeze(1), torch.zeros_like(self.mass)
         own = self.left.gather(1, at).squeeze(1).to(self.mass.dtype)
@@ -408,9 +389,7 @@ class LadderRow:
         """Of a sampled node, under what its parent's children were drawn from."""
         return float(self._ladder.number("draft_prob", self._first + node))
 
-    def logprobs(
-        self, nodes: Sequence[int], tokens: Sequence[int]
-    ) -> list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]:
+    def logprobs(self, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
         """Of each token after its node, and of the likeliest there."""
         return [self._ladder.logprobs(self._index, *pair) for pair in zip(nodes, tokens, strict=True)]
 

@@ -1,7 +1,7 @@
 """What a rule may ask about a node: the ladder from the target's distribution down, a rung for each rejected child.
 
 The vectors of a ladder do not depend on what a rule draws: draws only say where it stops. So `HostProbs` forms a rung
-when a rule asks for it, and `verify.ladder` forms all rungs of all nodes on their device, before any rule is asked.
+when a rule asks for it, and `core.ladder` forms all rungs of all nodes on their device, before any rule is asked.
 Vectors keep their dtype (float32 or better: a residual is a difference of nearly equal numbers); masses, ratios and
 weights are float64 (sums on a device without it are float32).
 """
@@ -36,12 +36,10 @@ class Probs(Protocol):
         A sampled child to which its distribution gives no mass is left out: its draw has probability zero, and leaving
         a child out never biases a rule.
         """
-        ...
 
     @property
     def ratio(self) -> float:
         """target(x) / draft(x) for the token x of `child`; draft is what it was drawn from given its elder siblings."""
-        ...
 
     def rejected(self, weight: float = 1.0) -> tuple[Self, float]:
         """norm[weight * target - draft]_+, without `child`, and its mass before it was normalised.
@@ -49,20 +47,16 @@ class Probs(Protocol):
         Positive only where the target is; at mass zero it is the target. A rule asks once per child, with the weight
         that its paper gives the node there.
         """
-        ...
 
     def draw(self, rng: Rng) -> int:
         """A token from it, for the position after the node."""
-        ...
 
     def of_child(self, child: int) -> float:
         """The target's probability of the token of any child."""
-        ...
 
     @property
     def entropy(self) -> float:
         """Of the target's distribution, in nats."""
-        ...
 
 
 class NodeProbs(Protocol):
@@ -70,11 +64,9 @@ class NodeProbs(Protocol):
 
     def probs(self, node: int) -> Probs:
         """The distribution of the token after `node`, nothing rejected yet. At temperature 0 a point mass."""
-        ...
 
     def argmax(self, node: int) -> int:
         """The token of largest processed logit after `node`."""
-        ...
 
 
 class HostProbs:
@@ -96,7 +88,6 @@ class HostProbs:
 
     @cached_property
     def mass(self) -> float:
-        """Sum of the values."""
         return _sum(self.values)
 
     @cached_property
@@ -142,16 +133,13 @@ class HostProbs:
         return rest, mass * weight / self.mass
 
     def draw(self, rng: Rng) -> int:
-        """A token from the values."""
         return rng.draw(self.values, self._tree.depths[self.node])
 
     def of_child(self, child: int) -> float:
-        """The probability of a child's token."""
         return float(self.values[self._tree.tokens[child]])
 
     @property
     def entropy(self) -> float:
-        """In nats."""
         return float(torch.special.entr(self.values).sum(dtype=widest(self.values.device)))
 
     def _asked(self) -> int:

@@ -28,8 +28,7 @@ class Row:
     adapt: bool = True  # Whether online adaptation may learn from it
     steps: int = 0  # Steps done so far
     drafter_errors: int = 0  # Times that a drafter failed it
-    error: ForerunError | None = None
-    """Why it cannot go on and has to end; see `errors.Isolation`. The others are not concerned."""
+    error: ForerunError | None = None  # Why it cannot go on; the others are not concerned (`errors.Isolation`)
 
     def __post_init__(self) -> None:
         self.tokens, self.prediction = CommittedTokens(self.tokens), tuple(self.prediction)

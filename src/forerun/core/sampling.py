@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.devices import sent, widest
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
-from forerun.types import LogitsProcessor, SamplingParams
+from forerun.types import SamplingParams
 
 TOLERANCE = 1e-3  # How far from 1 the probabilities of a distribution may add up to
 _HINT = "check logit_bias, the processors and the checkpoint"
@@ -62,12 +62,9 @@ class Rng:
 
         Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same
         distribution, and almost always from two that differ in their last bits: blocks of tokens race each other, then
-        the tokens of the block that won (the smallest of exponential times, probabilities as rates). Drawn from
-        cumulated probabilities, a change in that of the first token would move the borders of all others.
-
-        Raises:
-            NumericError: `probs` is no distribution: NaN, infinite, negative where it was drawn, or above 1 together.
-                Less is a residual, which nobody normalises.
+        the tokens of the block that won (the smallest of exponential times, probabilities as rates). Cumulated
+        probabilities would let the first token's last bit move the borders of all others. NumericError: `probs` is no
+        distribution (NaN, infinite, negative where it was drawn, above 1 together); less is a residual.
         """
         padded = torch.nn.functional.pad(probs, (0, -len(probs) % _BLOCK)).view(-1, _BLOCK)
         masses = padded.sum(1, dtype=widest(probs.device)).cpu().double().numpy()
@@ -83,12 +80,16 @@ class Rng:
         return self.exponentials(depth, vocabulary) if type(self).draw is Rng.draw else None
 
     def exponentials(self, depth: int, vocabulary: int) -> NDArray[np.float64]:
-        """(T,) one time per token of a block, and one per block."""
-        return self._times(self.position + depth, _BLOCK + -(-vocabulary // _BLOCK))
+        """(T,) one time per token of a block, and one per block; none is zero: over a rate of zero that would be
+        NaN."""
+        generator = np.random.Generator(self._bits(self.position + depth, Stream.TARGET, 0))
+        times = generator.standard_exponential(_BLOCK + -(-vocabulary // _BLOCK), method="inv")
+        return times + np.finfo(np.float64).tiny
 
     def drafted(self, probs: Tensor, node: int, index: int = 0) -> int:
         """A token from `probs` (V,) as child number `index` of `node`: a drafter's draw."""
-        return _inverse(probs, float(self._drafts([(node, index)])[0]))
+        uniform = torch.from_numpy(self._drafts([(node, index)])).to(widest(probs.device)).to(probs.device)
+        return int(quantiles(probs, uniform))
 
     def uniforms(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64] | None:
         """(N,) the numbers in (0, 1) of `drafted` for children (node, index), before any distribution is known: the
@@ -96,13 +97,8 @@ class Rng:
         return self._drafts(children) if type(self).drafted is Rng.drafted else None
 
     def _drafts(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
-        word = self._bits(self.position, self.draft_stream, 0).random_raw()
-        return _uniforms(word, np.array([(node << 16) | index for node, index in children], dtype=np.uint64))
-
-    def _times(self, position: int, count: int) -> NDArray[np.float64]:
-        """(count,) independent exponential times, none of them zero: over a rate of zero that would be NaN."""
-        generator = np.random.Generator(self._bits(position, Stream.TARGET, 0))
-        return generator.standard_exponential(count, method="inv") + np.finfo(np.float64).tiny
+        counters = np.array([(node << 16) | index for node, index in children], dtype=np.uint64)
+        return _uniforms(self._bits(self.position, self.draft_stream, 0).random_raw(), counters)
 
     def _uniform(self, position: int, stream: int, index: int) -> float:
         return float(np.random.Generator(self._bits(position, stream, index)).random())
@@ -146,16 +142,10 @@ def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
     return uniforms
 
 
-def _inverse(probs: Tensor, uniform: float) -> int:
-    return int(quantiles(probs, torch.tensor([uniform], dtype=widest(probs.device), device=probs.device)))
-
-
 def quantiles(distributions: Tensor, uniforms: Tensor) -> Tensor:
-    """(.., C) int64, tokens at `uniforms` (.., C) of the cumulated `distributions` (.., V), which need not sum to 1.
-
-    In the device's widest float type, in which `uniforms` are; never a token of probability zero where there is
-    another. Reads no value on the host.
-    """
+    """(.., C) int64, tokens at `uniforms` (.., C), in the device's widest float type, of the cumulated `distributions`
+    (.., V), which need not sum to 1; never one of probability zero where there is another. Reads no value on the
+    host."""
     cumulated = distributions.to(widest(distributions.device)).cumsum(-1)
     total = cumulated[..., -1:]
     below = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -199,7 +189,11 @@ class Sampler:
         self._allowed = torch.as_tensor(params.allowed_token_ids or (), dtype=torch.int64)
         self._biased = torch.as_tensor(list(params.logit_bias or ()), dtype=torch.int64)
         self._bias = torch.as_tensor(list((params.logit_bias or {}).values()), dtype=torch.float64)
-        self._unwanted = BadWords(self.bad_words)
+        self.bad_tokens = tuple([word[0] for word in self.bad_words if len(word) == 1])
+        self._longer_words = defaultdict[int, list[tuple[int, ...]]](list)  # By their last token but one
+        for word in self.bad_words:
+            if len(word) > 1:
+                self._longer_words[word[-2]].append(word)
         self._fitting = set[int]()  # Sizes of vocabularies that hold all token ids among the parameters
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -211,11 +205,6 @@ class Sampler:
     def greedy(self) -> bool:
         return self.params.greedy
 
-    @property
-    def always_banned(self) -> Sequence[int]:
-        """Bad words of one token."""
-        return self._unwanted.always
-
     def fits(self, vocabulary: int) -> bool:
         """Whether `Processing` does all of it without the host: what it does at a node depends on how often tokens came
         before and not on their order (no processor of the user's own, no bad word of several tokens), and its token
@@ -226,15 +215,14 @@ class Sampler:
             self._check_ids(vocabulary)
         except ArgumentError:
             return False
-        return max((*self._unwanted.always, *self.banned_until_min), default=0) < vocabulary
+        return max((*self.bad_tokens, *self.banned_until_min), default=0) < vocabulary
 
     def edits(self, vocabulary: int, output: Sequence[int], paths: Sequence[Sequence[int]]) -> Edits | None:
         """What `process` does at nodes behind `paths`; None: nothing. ArgumentError as `process`."""
         if self.neutral:
             return None
         self._check_ids(vocabulary)
-        ended = (self._unwanted.ends(self.prompt, [*output, *path]) for path in paths)
-        banned = [(node, token) for node, tokens in enumerate(ended) for token in tokens]
+        banned = [(node, token) for node, path in enumerate(paths) for token in self._word_ends([*output, *path])]
         return Edits(sampler=self, output=output, paths=paths, banned=banned)
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
@@ -252,7 +240,6 @@ class Sampler:
         return self._process(logits, output)[0]
 
     def _process(self, logits: Tensor, output: Sequence[int]) -> tuple[Tensor, float]:
-        """`process`, and the largest of what it gives."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         highest = float(logits.max())
         check_raw(highest)
@@ -264,18 +251,31 @@ class Sampler:
             allowed = torch.full_like(logits, -torch.inf)
             ids = self._allowed.to(logits.device)
             logits = allowed.index_copy_(0, ids, logits[ids])
-        banned = self._banned(output)
+        banned = self._word_ends(output)
+        if len(output) < p.min_tokens:
+            banned += self.banned_until_min
         if banned:
             logits[torch.as_tensor(banned, device=logits.device)] = -torch.inf
         if p.logit_bias:
             logits.index_add_(0, self._biased.to(logits.device), self._bias.to(logits.dtype).to(logits.device))
         self._penalise(logits, output)
-        for processor in p.logits_processors:
-            logits = _checked(processor, processor([*self.prompt, *output], logits), logits)
+        logits = self.custom(logits, output)
         return logits, check_highest(float(logits.max()))
 
+    def custom(self, logits: Tensor, output: Sequence[int]) -> Tensor:
+        """What the user's own processors make of the logits (V,) behind an output."""
+        for processor in self.params.logits_processors:
+            found: object = processor([*self.prompt, *output], logits)
+            if not (isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point()):
+                named = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise ArgumentError(
+                    f"the logits processor {getattr(processor, '__name__', processor)} returned {named}; expected a "
+                    f"tensor of floating-point numbers of shape {tuple(logits.shape)}, one for each token"
+                )
+            logits = found
+        return logits
+
     def _check_ids(self, vocabulary: int) -> None:
-        """Refuse token ids outside the vocabulary, once."""
         if vocabulary in self._fitting:
             return
         named = {"allowed_token_ids": self.params.allowed_token_ids or (), "logit_bias": self.params.logit_bias or ()}
@@ -284,19 +284,12 @@ class Sampler:
         self._fitting.add(vocabulary)
 
     def probs(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """(V,) float32, of the next token; at temperature 0 a point mass on the largest processed logit.
-
-        Raises:
-            NumericError, NoTokenLeftError, ArgumentError: as `process`; or what came out is no distribution.
-        """
+        """(V,) float32, of the next token; at temperature 0 a point mass on the largest processed logit. Raises as
+        `process`, and a NumericError where what came out is no distribution."""
         processed, highest = self._process(logits, output)
         probs = distribution_of(processed, self.params, highest)
         _check_distribution(probs, None if self.neutral else processed)
         return probs
-
-    def _banned(self, output: Sequence[int]) -> list[int]:
-        banned = list(self.banned_until_min) if len(output) < self.params.min_tokens else []
-        return banned + self._unwanted.ends(self.prompt, output)
 
     def _penalise(self, logits: Tensor, output: Sequence[int]) -> None:
         p = self.params
@@ -310,26 +303,10 @@ class Sampler:
             times = torch.as_tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
             logits[ids] -= p.presence_penalty + p.frequency_penalty * times
 
-
-class BadWords:
-    """Token sequences that may not be produced, by the token before their last: a position in a text looks only at
-    those that may end there.
-
-    Args:
-        words: token ids, none of them empty.
-    """
-
-    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        self.always = [word[0] for word in words if len(word) == 1]  # Words of one token
-        self._after = defaultdict[int, list[tuple[int, ...]]](list)
-        for word in words:
-            if len(word) > 1:
-                self._after[word[-2]].append(word)
-
-    def ends(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
-        """The tokens that would end a word behind a prompt and an output."""
-        found = list(self.always)
-        for word in self._after.get((output or prompt or (-1,))[-1], ()):
+    def _word_ends(self, output: Sequence[int]) -> list[int]:
+        """The tokens that would end a bad word behind the prompt and an output."""
+        prompt, found = self.prompt, list(self.bad_tokens)
+        for word in self._longer_words.get((output or prompt or (-1,))[-1], ()):
             missing = max(len(word) - 1 - len(output), 0)
             tail = (*prompt[max(len(prompt) - missing, 0) :], *output[len(output) - len(word) + 1 + missing :])
             if tail == word[:-1]:
@@ -354,26 +331,22 @@ class Processing:
 
     outside: Tensor | None = None  # (B, V) bool, tokens that are never allowed
     bias: Tensor | None = None  # (B, V)
-    early: tuple[Tensor, Tensor] | None = None
-    """(B, V) bool, tokens that may not come before `min_tokens`; (B,) how many tokens are missing until then."""
-    penalties: tuple[Tensor, Tensor, Tensor] | None = None
-    """(B, 3) repetition, presence and frequency; (B, V) bool, what the prompt holds, where repetition counts; (B, V)
-    how often each token was output."""
+    early: Tensor | None = None  # (B, V) bool, tokens that may not come before `min_tokens`
+    missing: Tensor | None = None  # (B,) how many tokens are missing until then
+    penalties: Tensor | None = None  # (B, 3) repetition, presence and frequency
+    prompt: Tensor | None = None  # (B, V) bool, what the prompt holds, where repetition counts
+    output: Tensor | None = None  # (B, V) how often each token was output
 
     @classmethod
     def of(
-        cls,
-        edits: Sequence[Edits | None],
-        vocabulary: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
+        cls, edits: Sequence[Edits | None], vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Processing | None:
         """Sent in one copy that nobody waits for. What depends on a node's path is not in it. None: nothing is done."""
         if not any(edits):
             return None
         rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
         params = [_NEUTRAL if edit is None else edit.sampler.params for edit in edits]
-        banned = [(row, token) for row, edit in rows for token in edit.sampler.always_banned]
+        banned = [(row, token) for row, edit in rows for token in edit.sampler.bad_tokens]
         allowed = [(row, token) for row, _ in rows for token in params[row].allowed_token_ids or ()]
         limited = sorted({row for row, _ in allowed})
         biased = [(row, token, bias) for row, _ in rows for token, bias in (params[row].logit_bias or {}).items()]
@@ -386,12 +359,10 @@ class Processing:
         def flat(pairs: Iterable[Sequence[Any]]) -> Tensor:
             return torch.tensor([pair[0] * vocabulary + pair[1] for pair in pairs], dtype=torch.int64)
 
-        def floats(values: Iterable[Any]) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype)
-
         host = [flat(pairs) for pairs in (banned, allowed, biased, early, counted, prompts)]
         host += [torch.tensor(limited, dtype=torch.int64), torch.tensor(missing, dtype=torch.int64)]
-        host += [floats(bias for *_, bias in biased), floats(n for *_, n in counted), floats(penalties)]
+        floats = [bias for *_, bias in biased], [n for *_, n in counted], penalties
+        host += [torch.tensor(values, dtype=dtype) for values in floats]
         banned_at, allowed_at, biased_at, early_at, counted_at, prompt_at, limits, until, bias, counts, table = sent(
             host, device
         )
@@ -404,18 +375,19 @@ class Processing:
             return marks
 
         def added(at: Tensor, values: Tensor) -> Tensor:
-            return (
-                torch.zeros(len(edits) * vocabulary, dtype=dtype, device=device)
-                .index_add_(0, at, values)
-                .view(len(edits), vocabulary)
-            )
+            sums = torch.zeros(len(edits), vocabulary, dtype=dtype, device=device)
+            sums.view(-1).index_add_(0, at, values)
+            return sums
 
         penalised = any(row != (1.0, 0.0, 0.0) for row in penalties)
         return cls(
             outside=marked(banned_at, allowed_at) if allowed or banned else None,
             bias=added(biased_at, bias) if biased else None,
-            early=(marked(early_at), until) if early else None,
-            penalties=(table, marked(prompt_at), added(counted_at, counts)) if penalised else None,
+            early=marked(early_at) if early else None,
+            missing=until if early else None,
+            penalties=table if penalised else None,
+            prompt=marked(prompt_at) if penalised else None,
+            output=added(counted_at, counts) if penalised else None,
         )
 
     def apply(self, values: Tensor, drafted: Tensor, depths: Tensor, banned: Tensor | None = None) -> Tensor:
@@ -429,56 +401,41 @@ class Processing:
         """
         if self.outside is not None:
             values = values.masked_fill(self.outside.unsqueeze(1), -torch.inf)
-        if self.early is not None:
-            stops, missing = self.early
-            early = stops.unsqueeze(1) & (depths < missing.unsqueeze(1)).unsqueeze(-1)
+        if self.early is not None and self.missing is not None:
+            early = self.early.unsqueeze(1) & (depths < self.missing.unsqueeze(1)).unsqueeze(-1)
             values = values.masked_fill(early, -torch.inf)
         if banned is not None:
             values = values.flatten().index_fill(0, banned, -torch.inf).view_as(values)
         if self.bias is not None:
             values = values + self.bias.unsqueeze(1)
-        if self.penalties is not None:
-            table, prompt, output = self.penalties
-            repetition, presence, frequency = table.unsqueeze(-1).unsqueeze(-1).unbind(1)
-            times = output.unsqueeze(1).expand_as(values).flatten()
+        if self.penalties is not None and self.prompt is not None and self.output is not None:
+            repetition, presence, frequency = self.penalties.unsqueeze(-1).unsqueeze(-1).unbind(1)
+            times = self.output.unsqueeze(1).expand_as(values).flatten()
             times = times.index_add(0, drafted, torch.ones_like(drafted, dtype=times.dtype)).view_as(values)
-            seen = prompt.unsqueeze(1) | (times > 0)
+            seen = self.prompt.unsqueeze(1) | (times > 0)
             values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
             values = values - (presence * (times > 0) + frequency * times)
         return values
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of it, for `with_tensors`."""
-        single = [part for part in (self.outside, self.bias) if part is not None]
-        return (*single, *(self.early or ()), *(self.penalties or ()))
+    def key(self) -> tuple[str, ...]:
+        """The names of what is there."""
+        return tuple([name for name in self.__slots__ if getattr(self, name) is not None])
 
     @property
-    def key(self) -> Hashable:
-        """Tells what is there."""
-        return tuple(part is not None for part in (self.outside, self.bias, self.early, self.penalties))
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it, for `with_tensors`."""
+        return tuple([getattr(self, name) for name in self.key])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Processing:
         """The same with other numbers."""
-        left = iter(tensors)
-        return Processing(
-            outside=None if self.outside is None else next(left),
-            bias=None if self.bias is None else next(left),
-            early=None if self.early is None else (next(left), next(left)),
-            penalties=None if self.penalties is None else (next(left), next(left), next(left)),
-        )
+        return Processing(**dict(zip(self.key, tensors, strict=True)))
 
 
 def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
-    """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw ones.
-
-    Args:
-        logits: (B, N, V) raw.
-        edits: (B,) what `Sampler.edits` says; None for a row whose logits stay as they are.
-
-    Returns:
-        the processed logits, and what a user's own processors raised: (row, node) -> error. These run node by node.
-    """
+    """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw `logits`
+    (B, N, V), and what a user's own processors raised, which run node by node: (row, node) -> error. `edits` (B,) are
+    those of `Sampler.edits`; None for a row whose logits stay as they are."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     if not rows:
@@ -497,12 +454,9 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     if any(edit.sampler.params.logits_processors for _, edit in rows):
         values = values.clone()  # what they return is written into it
     for row, edit in rows:
-        params = edit.sampler.params
-        for node, path in enumerate(edit.paths if params.logits_processors else ()):
+        for node, path in enumerate(edit.paths if edit.sampler.params.logits_processors else ()):
             try:
-                for processor in params.logits_processors:
-                    found = processor([*edit.sampler.prompt, *edit.output, *path], values[row, node])
-                    values[row, node] = _checked(processor, found, values[row, node])
+                values[row, node] = edit.sampler.custom(values[row, node], [*edit.output, *path])
             except BaseException as error:
                 if of_the_process(error):
                     raise
@@ -524,10 +478,8 @@ def has_filters(params: SamplingParams) -> bool:
 
 
 def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
-    """(B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5); NaN where it refuses.
-
-    Rows at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host.
-    """
+    """(B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5); NaN where it refuses. Rows
+    at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
     scaled = (values - values.amax(-1, keepdim=True)) / temperature.to(values.dtype)
@@ -553,13 +505,7 @@ def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
 
 def distribution_of(logits: Tensor, params: SamplingParams, highest: float | None = None) -> Tensor:
     """Temperature, min-p, top-k and top-p: (V,) distribution from processed logits (V,), in the logits' own precision.
-
-    `highest` is the largest of them, where that is known.
-
-    Raises:
-        NumericError: the largest logit is NaN or infinite.
-        NoTokenLeftError: every token is banned.
-    """
+    `highest` is the largest of them, where that is known; raises as `check_highest`."""
     highest = check_highest(float(logits.max())) if highest is None else highest
     if params.greedy:
         probs = torch.zeros_like(logits)
@@ -574,7 +520,9 @@ def distribution_of(logits: Tensor, params: SamplingParams, highest: float | Non
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
     probs = scaled.softmax(-1)
     if params.top_p is not None and params.top_p < 1:
-        probs = _nucleus(probs, params.top_p)
+        nucleus = _classed_nucleus if probs.device.type == "cpu" else _sorted_nucleus
+        probs = probs * nucleus(probs, params.top_p)
+        probs /= probs.sum()
     return probs
 
 
@@ -595,17 +543,6 @@ def check_sums(total: float, least: float, outside: float) -> None:
         raise NumericError(f"the probabilities are no distribution: {found}; {_HINT}")
 
 
-def _checked(processor: LogitsProcessor, found: object, given: Tensor) -> Tensor:
-    """What a user's processor made of the logits (V,) it was `given`."""
-    if isinstance(found, Tensor) and found.shape == given.shape and found.is_floating_point():
-        return found
-    named = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-    raise ArgumentError(
-        f"the logits processor {getattr(processor, '__name__', processor)} returned {named}; expected a tensor of "
-        f"floating-point numbers of shape {tuple(given.shape)}, one for each token"
-    )
-
-
 def check_raw(highest: float) -> None:
     """Refuse (NumericError) raw logits of which the largest is NaN, and so any."""
     if math.isnan(highest):
@@ -613,12 +550,7 @@ def check_raw(highest: float) -> None:
 
 
 def check_highest(highest: float) -> float:
-    """The largest processed logit, refused where no distribution can be made of it.
-
-    Raises:
-        NumericError: it is NaN or infinite.
-        NoTokenLeftError: every token is banned.
-    """
+    """The largest processed logit. NumericError: it is NaN or infinite; NoTokenLeftError: every token is banned."""
     if highest == -math.inf:
         raise NoTokenLeftError(
             "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"
@@ -628,18 +560,11 @@ def check_highest(highest: float) -> float:
     return highest
 
 
-_COARSE = 20
-"""Bits of a float32 that do not count when likely tokens are told from unlikely ones: eight classes an octave."""
-
-
-def _nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """The smallest likeliest set whose mass reaches `top_p`, renormalised; a tie at its border goes to the lower id."""
-    kept = probs * (_sorted_nucleus(probs, top_p) if probs.device.type != "cpu" else _classed_nucleus(probs, top_p))
-    return kept / kept.sum()
+_COARSE = 20  # Bits of a float32 that do not count when tokens are classed by probability: eight classes an octave
 
 
 def _sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """(V,) bool: the tokens of the nucleus."""
+    """(V,) bool: the smallest likeliest set whose mass reaches `top_p`; a tie at its border goes to the lower id."""
     ordered, order = probs.sort(descending=True, stable=True)
     before = ordered.cumsum(0, dtype=widest(probs.device)) - ordered
     return torch.zeros_like(probs, dtype=torch.bool).index_copy_(0, order, before < top_p)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.core.ladder import Ladder, LadderInput, LadderRow
+from forerun.core.ladder import Ladder, LadderInput, LadderRow, Logprobs
 from forerun.core.probs import HostProbs
 from forerun.core.row import Row
 from forerun.core.rules import rule_named
@@ -18,11 +18,9 @@ from forerun.core.sampling import Edits, Sampler
 from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
+from forerun.model import largest
 from forerun.types import TokenLogprob
 
-Largest = Callable[[Tensor], list[list[int]]]
-"""Ids of the largest of (B, N, V) on a CPU, the first of equals; `NONE` where there is NaN."""
-NONE = -1  # Stands for the largest of logits that hold NaN
 _BLOCK = 64  # Logits of which the largest is taken before any are sorted
 
 
@@ -37,21 +35,12 @@ class Scores:
         rows: B sequences.
         row_trees: of each.
         rules: of each, by name.
-        largest: finds the ids of the largest logits on a CPU.
         top: so many ids a node `top_ids` will be asked for; 0: none.
     """
 
     def __init__(
-        self,
-        logits: Tensor,
-        rows: Sequence[Row],
-        row_trees: Sequence[TokenTree],
-        rules: Sequence[str],
-        *,
-        largest: Largest,
-        top: int = 0,
+        self, logits: Tensor, rows: Sequence[Row], row_trees: Sequence[TokenTree], rules: Sequence[str], *, top: int = 0
     ) -> None:
-        self._largest = largest
         self.logits = logits  # (B, N, V), raw
         self.trees = tuple(row_trees)
         self._rows = rows
@@ -96,9 +85,9 @@ class Scores:
         """Argmax of the raw logits, for the whole batch at the first call."""
         if self._argmax is None:
             ladder = self._ladder
-            self._argmax = self._largest(self.logits) if ladder is None else ladder.raw_argmax(self._indices)
+            self._argmax = largest(self.logits) if ladder is None else ladder.raw_argmax(self._indices)
         found = self._argmax[index][node]
-        if found == NONE:
+        if found < 0:
             raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
         return found
 
@@ -158,9 +147,7 @@ class HostRow:
         tree = self._scores.trees[self._index]
         return float(tree.draft_probs[tree.parents[node]][tree.tokens[node]])
 
-    def logprobs(
-        self, nodes: Sequence[int], tokens: Sequence[int]
-    ) -> list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]:
+    def logprobs(self, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
         """Of each token after its node, and of the likeliest there."""
         params = self._scores.sampler(self._index).params
         processed = params.logprobs_mode == "processed_logprobs"
@@ -188,9 +175,7 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
     return ids.gather(-1, best)
 
 
-def logprobs_of(
-    logits: Tensor, tokens: Sequence[int], top: int
-) -> list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]:
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
     """Log-probability of each token (M) and of the `top` likeliest in its place, under softmax(logits (M, V))."""
     values = logits.float().log_softmax(-1)
     own = values.gather(-1, torch.tensor(tokens, device=values.device).unsqueeze(-1))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from forerun.core.ladder import LadderRow
+from forerun.core.ladder import LadderRow, Logprobs
 from forerun.core.row import Row
 from forerun.core.rules import default_rule, rule_named
 from forerun.core.sampling import TOLERANCE
@@ -19,21 +20,8 @@ from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
-from forerun.model import Scored, Target, largest
-from forerun.types import (
-    Boundary,
-    Budget,
-    DraftKind,
-    Drawn,
-    Source,
-    StepTrace,
-    TokenLogprob,
-    TracedNode,
-    Verdict,
-)
-
-Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
-"""Of each emitted token, and of the likeliest at its position."""
+from forerun.model import Scored, Target
+from forerun.types import Boundary, Budget, DraftKind, Drawn, Source, StepTrace, TracedNode, Verdict
 
 
 class Verified(NamedTuple):
@@ -75,19 +63,6 @@ class Emitted:
     trace: StepTrace
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Wall times of the phases of a step, ms."""
-
-    marks: list[float] = field(default_factory=lambda: [time.perf_counter()])
-
-    def lap(self) -> None:
-        self.marks.append(time.perf_counter())
-
-    def ms(self, phase: int) -> float:
-        return 1e3 * (self.marks[phase + 1] - self.marks[phase])
-
-
 @torch.inference_mode()
 def step(
     target: Target,
@@ -110,50 +85,48 @@ def step(
         since: when the step began, `time.perf_counter`, where work was done for it before this call.
         isolate: a row that fails gets a `Row.error`, and the others go on; else the error is raised.
     """
-    clock = _Clock() if since is None else _Clock([since])
+    marks = [time.perf_counter() if since is None else since]
     rules = _rules(rows, groups)
     trees = _propose(rows, groups, check)
     if admit is not None:
         trees = admit(trees)
     names = {index: group.name for group in groups for index in group.members}
     trees = _without_impossible(trees, rows, names)
-    clock.lap()
+    marks.append(time.perf_counter())
     boundaries = frozenset[Boundary]().union(*(group.drafter.requires for group in groups))
     scored = target.score([row.cache_row for row in rows], trees, boundaries=boundaries)
     top = max((group.drafter.top_ids for group in groups), default=0)
-    scores = Scores(scored.logits, rows, trees, rules, largest=largest, top=top)
+    scores = Scores(scored.logits, rows, trees, rules, top=top)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
-    lost = score_roots_again(target, rows, scored, trees)
+    lost = _score_roots_again(target, rows, scored, trees)
     if lost:
-        scores = Scores(scored.logits, rows, trees, rules, largest=largest, top=top)
+        scores = Scores(scored.logits, rows, trees, rules, top=top)
     for index, error in lost.items():
         if index in names:
             _failed(rows[index], names[index], "to draft what can be scored", error)
         verified[index] = verify(rows[index], scores, index, rules[index])
-    raise_unless(isolate, rows)
+    _raise_unless(isolate, rows)
     verdicts = [result.verdict for result in verified]
-    clock.lap()
+    marks.append(time.perf_counter())
     target.commit([row.cache_row for row in rows], [verdict.path for verdict in verdicts])
     for row, result in zip(rows, verified, strict=True):
         row.commit(result.tokens)
     _teach(rows, groups, verdicts, scores, scored.hidden_states)
-    clock.lap()
-    return [_emitted(row, scores, index, verified[index], clock, names.get(index)) for index, row in enumerate(rows)]
+    marks.append(time.perf_counter())
+    return [_emitted(row, trees[index], verified[index], marks, names.get(index)) for index, row in enumerate(rows)]
 
 
 def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) -> list[Emitted]:
     """Append the tokens after the prompts, from `logits` (B, 1, V) of their last tokens; nothing is drafted. `isolate`
     is that of `step`."""
-    clock = _Clock()
-    rules = _rules(rows, [])
-    scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules, largest=largest)
+    began, rules = time.perf_counter(), _rules(rows, [])
+    scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
-    raise_unless(isolate, rows)
-    for _ in range(3):
-        clock.lap()
+    _raise_unless(isolate, rows)
+    marks = [began, *[time.perf_counter()] * 3]
     for row, result in zip(rows, verified, strict=True):
         row.commit(result.tokens)
-    return [_emitted(row, scores, index, verified[index], clock, None) for index, row in enumerate(rows)]
+    return [_emitted(row, scores.trees[index], verified[index], marks, None) for index, row in enumerate(rows)]
 
 
 def context_for(
@@ -177,14 +150,9 @@ def context_for(
 
 def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     """The rule that verifies each row, by what its drafter may draft: known before anything is drawn."""
-    kinds = [DraftKind()] * len(rows)
-    for group in groups:
-        for index in group.members:
-            kinds[index] = group.drafter.kind(rows[index].sampler)
-    return [
-        row.rule if row.rule is not None else default_rule(kind, greedy=row.sampler.greedy)
-        for row, kind in zip(rows, kinds, strict=True)
-    ]
+    kinds = dict.fromkeys(range(len(rows)), DraftKind())
+    kinds |= {index: group.drafter.kind(rows[index].sampler) for group in groups for index in group.members}
+    return [row.rule or default_rule(kinds[index], greedy=row.sampler.greedy) for index, row in enumerate(rows)]
 
 
 def _propose(rows: Sequence[Row], groups: Sequence[Group], check: bool) -> list[TokenTree]:
@@ -275,8 +243,9 @@ def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verd
     return states[chosen.unsqueeze(1), index]
 
 
-def _emitted(row: Row, scores: Scores, index: int, result: Verified, clock: _Clock, drafter: str | None) -> Emitted:
-    verdict, tree = result.verdict, scores.trees[index]
+def _emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[float], drafter: str | None) -> Emitted:
+    """`marks`: when drafting, verifying and committing began, and when the step ended."""
+    verdict, (draft_ms, verify_ms, commit_ms) = result.verdict, [1e3 * (end - start) for start, end in pairwise(marks)]
     trace = StepTrace(
         step=row.steps,
         position=len(row.tokens) - len(result.tokens),
@@ -286,9 +255,9 @@ def _emitted(row: Row, scores: Scores, index: int, result: Verified, clock: _Clo
         path=verdict.path,
         next_token=verdict.next_token,
         kind=verdict.kind,
-        draft_ms=clock.ms(0),
-        verify_ms=clock.ms(1),
-        commit_ms=clock.ms(2),
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
+        commit_ms=commit_ms,
     )
     row.steps += 1
     return Emitted(
@@ -301,18 +270,15 @@ def _emitted(row: Row, scores: Scores, index: int, result: Verified, clock: _Clo
     )
 
 
-def score_roots_again(
+def _score_roots_again(
     target: Target, rows: Sequence[Row], scored: Scored, row_trees: list[TokenTree]
 ) -> dict[int, NumericError]:
-    """Let rows that failed for their numbers, and had more in their slots than the root, decode plainly in this step.
+    """Let rows that failed for their numbers, and had more in their slots than the root, decode plainly in this step;
+    the errors that they had, by index into `rows`.
 
     A token's keys and values reach all others of its row, whether or not these see it: a drafted token whose numbers
     overflow takes the row's root with it, and so does what was left behind the root by a draft that was never scored.
-    What stood behind their roots is gone, their trees are empty, the scores at their roots are new, and they have no
-    error any longer.
-
-    Returns:
-        the errors that they had, by index into `rows`.
+    What stood behind their roots is gone, their trees are empty, the scores at their roots are new.
     """
     numeric = {index: row.error for index, row in enumerate(rows) if isinstance(row.error, NumericError)}
     lost = {index: error for index, error in numeric.items() if target.clear(rows[index].cache_row) > 1}
@@ -332,9 +298,9 @@ def score_roots_again(
 def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:
     """The verdict of the rule `name` on row `index` of `scores`, cut at a stop token: nothing is committed behind it.
 
-    All that is done for this row alone in a step is done here. Nothing is raised. Why it failed is left in
-    ``row.error``: a `NumericError` where the model's logits, or what processors made of them, are not finite, a
-    `NoTokenLeftError` where what the request asked for bans every token, a `RequestError` for anything else.
+    All that is done for this row alone in a step is done here. Nothing is raised: why it failed is left in
+    ``row.error``, a `NumericError` where numbers are not finite, a `NoTokenLeftError` where every token is banned, a
+    `RequestError` for anything else.
     """
     tree = scores.trees[index]
     with Isolation(row):
@@ -343,7 +309,7 @@ def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:
     return Verified(Verdict(path=(), next_token=tree.tokens[0], kind=Source.TARGET), [tree.tokens[0]], name)
 
 
-def raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
+def _raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
     """Where rows are not isolated, the error of the first that failed is everybody's."""
     error = None if isolate else next((row.error for row in rows if row.error is not None), None)
     if error is not None:
@@ -369,17 +335,11 @@ def _traced_nodes(tree: TokenTree, target: HostRow | LadderRow, accepted: set[in
         TracedNode(
             token=tree.tokens[node],
             parent=tree.parents[node],
-            draft_prob=_draft_prob(tree, target, node),
+            draft_prob=tree.confidence[node] if drawn is Drawn.DETERMINISTIC else target.draft_prob(node),
             target_prob=target.target_prob(node),
             accepted=node in accepted,
             probe=node in tree.probes,
         )
-        for node in range(1, tree.size + 1)
+        for node, drawn in enumerate(tree.drawn)
+        if node
     )
-
-
-def _draft_prob(tree: TokenTree, target: HostRow | LadderRow, node: int) -> float | None:
-    """Under what it was drawn from, else the drafter's confidence."""
-    if tree.drawn[node] is not Drawn.DETERMINISTIC:
-        return target.draft_prob(node)
-    return tree.confidence[node]

@@ -49,8 +49,7 @@ class TokenTree:
         self.probes: set[int] = set()  # Nodes that are scored for the drafter's own use and never accepted
         self.draft_probs: dict[int, Tensor] = {}
         """node -> (V,) float32: what its sampled children were drawn from; V is at most the target's vocabulary."""
-        self.masses: dict[int, float] = {}
-        """node -> the sum of its `draft_probs`, where that is known already; see `masses_of`."""
+        self.masses: dict[int, float] = {}  # node -> the sum of its `draft_probs`, where known; see `masses_of`
         self.resume: Resume | None = None  # What the first nodes have already run through in this step
         self._twins: dict[tuple[int, int], int] | None = {}
 

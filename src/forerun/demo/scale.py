@@ -8,8 +8,7 @@ additions of zero are added, so logits differ from the source's by the order of 
 
 A head grows with its target: boundaries move with the layers that they stood behind, and the projections of queries and
 keys that are normed per head shrink by the same square root. It gets the large target's hidden size, heads and MLP
-width and keeps its own layers and draft vocabulary, so a pass costs what that of a head trained for a target of this
-size does; only its acceptance is that of the small head on the small target.
+width and keeps its own layers and draft vocabulary, so a pass costs what that of a head for such a target does.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.caching import cache_root
@@ -35,9 +33,10 @@ from forerun.checkpoints.formats import parse, read_files
 from forerun.demo import resolve
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.model.load import weight_files
 from forerun.writing import written_folder
 
-RECORD = "scale.json"  # Written beside the weights: the plan, and the hash of what it was made from
+CACHE = "scaled"  # Folder below `cache_root`
 SHARD_BYTES = 2**31
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 FORMAT = 1  # Raise it when the written weights change, so that caches are made anew
@@ -55,63 +54,29 @@ class ScalePlan:
     parameters: int  # Of the scale model, embeddings counted once if tied
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledModel:
-    """A scale model on disk."""
-
-    path: Path  # An ordinary transformers checkpoint
-    source: Path
-    plan: ScalePlan
-    source_layers: int
-    source_parameters: int
-
-    @property
-    def note(self) -> str:
-        """One line for every report that shows figures of this model."""
-        return (
-            f"{self.path.name}: {self.source.name} ({self.source_parameters / 1e6:.1f} M parameters) enlarged to "
-            f"{self.plan.parameters / 1e6:.0f} M without changing its function; its text is that of the small model"
-        )
-
-
-def scale_model(
-    source: str | Path,
-    destination: Path | None = None,
-    *,
-    billions: float,
-    dtype: str = "bfloat16",
-    layers: int | None = None,
-) -> ScaledModel:
-    """Enlarge the Llama checkpoint `source` to about `billions` x 1e9 parameters; reuses what it wrote before.
-
-    Args:
-        source: a folder with ``config.json`` and safetensors.
-        destination: the folder to write; by default one below `cache_folder`, named after size and content.
-        billions: parameters of the result in units of 1e9, embeddings included.
-        dtype: of the written weights: ``bfloat16``, ``float16`` or ``float32``.
-        layers: of the result; by default a multiple of the source's that grows slowly with the size.
+    """The Llama checkpoint `source`, a folder, enlarged to about `billions` x 1e9 parameters, embeddings included, with
+    weights of this `dtype`; it stays in the cache. `layers` None: a multiple of the source's that grows with the size.
     """
-    if dtype not in _DTYPES:
-        raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    folder = Path(source)
-    config = _read_config(folder)
-    plan = plan_scale(config, billions=billions, layers=layers)
-    fingerprint = content_hash(folder, asdict(plan), dtype)
-    if destination is None:
-        destination = cache_folder() / f"{folder.name}-{billions:g}B-{fingerprint[:12]}"
-    size, layers = _parameters(config), config["num_hidden_layers"]
-    scaled = ScaledModel(path=destination, source=folder, plan=plan, source_layers=layers, source_parameters=size)
-    recorded = _recorded_fingerprint(destination)
-    if recorded is None and destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ArgumentError(f"{destination} exists and is no scale model; name an empty or new folder")
-    if recorded != fingerprint:
-        _write(scaled, config, fingerprint, dtype)
-    return scaled
 
-
-def cache_folder() -> Path:
-    """Where scale models are kept: below `cache_root`."""
-    return cache_root() / "scaled"
+    def __init__(
+        self, source: str | Path, *, billions: float, dtype: str = "bfloat16", layers: int | None = None
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        self.source = Path(source)
+        config = _read_config(self.source)
+        self.source_layers: int = config["num_hidden_layers"]
+        self.plan = plan = plan_scale(config, billions=billions, layers=layers)
+        made = content_hash(self.source, asdict(plan), dtype)[:12]
+        self.path = cache_root() / CACHE / f"{self.source.name}-{billions:g}B-{made}"  # A transformers checkpoint
+        # One line for every report that shows figures of this model.
+        self.note = (
+            f"{self.path.name}: {self.source.name} ({_parameters(config) / 1e6:.1f} M parameters) enlarged to "
+            f"{plan.parameters / 1e6:.0f} M without changing its function; its text is that of the small model"
+        )
+        if not self.path.is_dir():
+            _write(self, config, dtype)
 
 
 def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
@@ -199,12 +164,7 @@ def content_hash(folder: Path, *made: Any) -> str:
     return digest.hexdigest()
 
 
-def _recorded_fingerprint(destination: Path) -> str | None:
-    record = destination / RECORD
-    return json.loads(record.read_text())["fingerprint"] if record.is_file() else None
-
-
-def _write(scaled: ScaledModel, config: dict[str, Any], fingerprint: str, dtype: str) -> None:
+def _write(scaled: ScaledModel, config: dict[str, Any], dtype: str) -> None:
     """Write the scale model; a reader never finds half of it."""
     try:
         with written_folder(scaled.path) as folder:
@@ -215,10 +175,8 @@ def _write(scaled: ScaledModel, config: dict[str, Any], fingerprint: str, dtype:
             for name in (*COMPANIONS, "generation_config.json"):
                 if (scaled.source / name).is_file():
                     shutil.copy(scaled.source / name, folder / name)
-            record = {"fingerprint": fingerprint, "note": scaled.note, "plan": asdict(scaled.plan)}
-            (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     except OSError:
-        if _recorded_fingerprint(scaled.path) != fingerprint:  # else another process was as busy and quicker
+        if not scaled.path.is_dir():  # else another process was as busy and quicker
             raise
 
 
@@ -246,7 +204,9 @@ def _write_weights(folder: Path, scaled: ScaledModel, config: dict[str, Any], dt
 
 
 def _scaled_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    weights = _Source(scaled.source)
+    weights = _Weights()
+    for path in weight_files(scaled.source):
+        weights |= load_file(path)
     plan, hidden = scaled.plan, config["hidden_size"] * scaled.plan.hidden_factor
     norm_factor = 1 / math.isqrt(plan.hidden_factor)
     table = (config["vocab_size"], hidden)
@@ -302,22 +262,9 @@ def _norm(old: Tensor, hidden: int, factor: float, dtype: torch.dtype) -> Tensor
     return new
 
 
-class _Source:
-    """The tensors of a checkpoint folder, read when asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self.files.update(dict.fromkeys(file.keys(), path))
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.files:
-            raise CheckpointError(f"{self.folder} has no tensor {name!r}: its weights are missing or of another model")
-        with safe_open(self.files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+class _Weights(dict[str, Tensor]):
+    def __missing__(self, name: str) -> Tensor:
+        raise CheckpointError(f"the source has no tensor {name!r}: its weights are missing or of another model")
 
 
 _WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")  # Write into the hidden state: their padding is zero
@@ -338,7 +285,7 @@ def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
     before. CheckpointError: `source` is missing, or no head."""
     stored = read_files(resolve(source))
     made = content_hash(stored.directory, asdict(scaled.plan), scaled.source_layers)
-    folder = cache_folder() / f"{scaled.path.name}-head-{made[:12]}"
+    folder = cache_root() / CACHE / f"{scaled.path.name}-head-{made[:12]}"
     if not folder.is_dir():
         head = scale_head(parse(stored, num_layers=scaled.source_layers), scaled)
         write_head(head, folder, format_of(stored.config).name, TargetFacts.read(scaled.path))

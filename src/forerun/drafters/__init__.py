@@ -23,8 +23,7 @@ class Entry:
     needs_training: bool = False
     lossless: bool = True
     adapts: bool = False  # Its weights can be trained while it serves: `Drafter.trainable`
-    copies: bool = False
-    """Proposals are deterministic nodes that were looked up, without a forward pass: `auto` asks at every step."""
+    copies: bool = False  # It looks deterministic nodes up, without a forward pass: `auto` asks it at every step
 
 
 DRAFTERS: dict[str, Entry] = {
@@ -106,12 +105,10 @@ DRAFTERS: dict[str, Entry] = {
 }
 
 AUTO = "auto"
+# Methods that the engine carries out with several drafters; none is a `Drafter` of its own.
 CHOOSERS: dict[str, Entry] = {
-    AUTO: Entry(
-        path="", summary="chooses among the drafters there are, how much to draft, or not at all, by measured cost"
-    )
+    AUTO: Entry(path="", summary="chooses among the drafters, how much to draft, or not at all, by measured cost")
 }
-"""Methods that the engine carries out with several drafters; none is a `Drafter` of its own."""
 
 
 def methods() -> dict[str, Entry]:
@@ -152,9 +149,8 @@ def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter
     known = [field.name for field in fields]
     for option in options:
         if option not in known:
-            raise ArgumentError(
-                f"drafter {name!r} has no option {option!r}; it has {', '.join(known)}.{nearest(option, known)}"
-            )
+            hint = nearest(option, known)
+            raise ArgumentError(f"drafter {name!r} has no option {option!r}; it has {', '.join(known)}.{hint}")
     unset = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [f.name for f in fields if (f.default, f.default_factory) == unset and f.name not in options]
     if missing:
@@ -162,7 +158,5 @@ def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter
     try:
         config = cls.Config(**options)
     except TypeError as error:
-        raise ArgumentError(
-            f"drafter {name!r}: an option has the wrong type ({error}); given {dict(options)}"
-        ) from error
+        raise ArgumentError(f"drafter {name!r}: an option has a wrong type ({error}); given {dict(options)}") from error
     return cls(config, setup)  # type: ignore[call-arg]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from forerun.core.acceptance import Acceptance, Evidence, Proposal
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
     from forerun.core.scores import Scores
     from forerun.model import Target
 
-
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,19 +33,16 @@ class DraftContext:
     """Everything a drafter may look at, for the B rows that share it."""
 
     rows: Sequence[int]  # (B,) cache row of each sequence; stays the same while a sequence lives
-    tokens: Sequence[Sequence[int]]
-    """(B,) all committed tokens of each row, prompt included; the last one is the root. They grow with the text."""
+    tokens: Sequence[Sequence[int]]  # (B,) committed tokens, the prompt first, the root last; they grow with the text
     prompt_lengths: Sequence[int]  # (B,) how many of the tokens are the prompt's
-    fresh: Sequence[int]
-    """(B,) how many of the last tokens this drafter has not been shown before. Zero in `Drafter.propose`."""
+    fresh: Sequence[int]  # (B,) how many of the last tokens this drafter has not been shown; 0 in `Drafter.propose`
     samplers: Sequence[Sampler]  # (B,) the sampling parameters of each row, as makers of distributions
     rng: Sequence[Rng]  # (B,) the only source of randomness
     hidden_states: Mapping[Boundary, Tensor]
     """What the drafter required, (B, F, H), left aligned: one state for each fresh token but a sequence's very first:
     that of the token *before* it. So entry i belongs to token ``len(tokens) - 1 - count + i``, where count is
     ``min(fresh, len(tokens) - 1)``, and the last one to the token before the root."""
-    predictions: Sequence[Sequence[int]] = ()
-    """(B,) the answer that each row's client predicted, token ids; empty where there is none, or for all rows."""
+    predictions: Sequence[Sequence[int]] = ()  # (B,) token ids that each client predicted as the answer, if it did
     cache_salts: Sequence[str | None] = ()
     """(B,) the isolation domain of each row; None, or empty for all rows: the one that requests without a salt share.
     What is learned from a row may change drafts for rows of its own domain and of no other, see `PerDomain`."""
@@ -79,31 +74,29 @@ class DraftContext:
         picked: dict[str, Any] = {name: pick(getattr(self, name)) for name in _BY_ROW}
         return replace(self, hidden_states=hidden_states, **picked)
 
+    def repeatable(self) -> DraftContext:
+        """The context as it is shown where text must not depend on what was learned, see `repeatable`."""
+        seen = [repeatable(sampler) for sampler in self.samplers]
+        same = all(one is other for one, other in zip(seen, self.samplers, strict=True))
+        return self if same else replace(self, samplers=seen)
+
 
 _BY_ROW = ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "predictions", "cache_salts", "adapt")
 
 
-@dataclass(kw_only=True, slots=True)
 class Drafted(Proposal):
-    """A draft that its drafter adds nodes to, each with its estimated acceptance."""
+    """A draft that its drafter adds nodes to, each with its estimated acceptance: a tree of its root alone, or made of
+    what `evidence` will say."""
 
-    tree: TokenTree
-    start: int  # Committed tokens when it was made
-
-    @classmethod
-    def below(cls, tree: TokenTree, start: int, acceptance: Acceptance) -> Drafted:
-        """A draft in `tree`, which is of its root alone or made of what `evidence` will say."""
-        return cls(tree=tree, start=start, acceptance=acceptance, tokens=tree.tokens, parents=tree.parents)
+    def __init__(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        super().__init__(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
+        self.tree = tree
 
     def add(self, token: int, parent: int, evidence: Evidence, drawn: Drawn = Drawn.DETERMINISTIC) -> int:
         """Add a token below `parent` and return its node; a deterministic one that is there already stays as it is."""
         node = self.tree.add(token, parent, drawn=drawn, confidence=self.acceptance.estimate(*evidence))
         self.evidence.setdefault(node, evidence)
         return node
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Compare the draft with `tokens`, the whole text by now."""
-        self.learn(tokens[self.start :])
 
 
 def check_least(method: str, config: object, **least: int) -> None:
@@ -129,22 +122,6 @@ def warn_drafter(method: str, task: str, error: str) -> None:
     log.debug("drafter %r", method, exc_info=True)
 
 
-class Failures:
-    """Times that drafters failed, by cache row, until somebody asks. The drafters of an engine share one, those that
-    are members of others too."""
-
-    def __init__(self) -> None:
-        self._counts = Counter[int]()
-
-    def add(self, rows: Sequence[int]) -> None:
-        """A drafter failed each of these rows."""
-        self._counts.update(rows)
-
-    def take(self, row: int) -> int:
-        """How often a row was failed since this was last asked."""
-        return self._counts.pop(row, 0)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterSetup:
     """What a drafter is built from, besides its own configuration."""
@@ -156,12 +133,7 @@ class DrafterSetup:
     pass_ms: Callable[[int], float] | None = None
     """Milliseconds of the target's pass over one row with so many drafted nodes, measured at the first call; None: not
     known, and no reason to draft less."""
-    failures: Failures = field(default_factory=Failures)
-    """Where failures of the drafter, and of drafters in it, are counted."""
-
-    def device_for(self, model: Any) -> torch.device | None:
-        """Where a draft model goes: beside the target; None for one that is loaded, which stays where it is."""
-        return self.target.device if isinstance(model, str | Path) else None
+    failures: Counter[int] = field(default_factory=Counter)  # By cache row: how often drafters, members too, failed it
 
 
 class Drafter:
@@ -198,11 +170,9 @@ class Drafter:
 
     @property
     def remembers(self) -> bool:
-        """Whether a row's state is kept when its answer has ended, for the next prompt that begins like it.
-
-        The row is then not freed but, later, truncated: to the common beginning, or to 0. Worth it where reading a text
-        is dear; where hidden states are read, a prefix that the target does not run again can be had in no other way.
-        """
+        """Whether a row's state is kept when its answer has ended, for the next prompt that begins like it. The row is
+        then not freed but, later, truncated: to the common beginning, or to 0. Worth it where reading a text is dear;
+        where hidden states are read, a prefix that the target does not run again can be had in no other way."""
         return bool(self.requires)
 
     @property
@@ -230,81 +200,54 @@ class Drafter:
         return 0
 
 
-class Wrapper(Drafter):
-    """A drafter around another one: what it does not override, it passes on."""
-
-    drafter: Drafter
-
-    def kind(self, sampler: Sampler) -> DraftKind:
-        return self.drafter.kind(sampler)
-
-    @property
-    def depth(self) -> int | None:
-        return self.drafter.depth
-
-    @property
-    def requires(self) -> frozenset[Boundary]:
-        return self.drafter.requires
-
-    @property
-    def watches(self) -> bool:
-        return self.drafter.watches
-
-    @property
-    def top_ids(self) -> int:
-        return self.drafter.top_ids
-
-    @property
-    def remembers(self) -> bool:
-        return self.drafter.remembers
-
-    def extend(self, context: DraftContext) -> None:
-        self.drafter.extend(context)
-
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        return self.drafter.propose(context, budget)
-
-    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        self.drafter.observe(context, verdicts, scores)
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self.drafter.truncate(rows, lengths)
-
-    def memory_bytes(self) -> int:
-        return self.drafter.memory_bytes()
+_CHANGED = WeakKeyDictionary[Sampler, dict[tuple[Any, ...], Sampler]]()
 
 
 def changed(sampler: Sampler, **params: Any) -> Sampler:
-    """The sampler with some other sampling parameters."""
-    words = sampler.bad_words
-    return Sampler(
-        replace(sampler.params, **params), sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=words
-    )
+    """The sampler with some other sampling parameters; the same object whenever the same is asked for."""
+    made, key = _CHANGED.setdefault(sampler, {}), tuple(params.items())
+    if key not in made:
+        banned, words, other = sampler.banned_until_min, sampler.bad_words, replace(sampler.params, **params)
+        made[key] = Sampler(other, sampler.prompt, banned_until_min=banned, bad_words=words)
+    return made[key]
 
 
-class Seeds:
-    """Shows sampled requests that have a seed as if they were greedy: what is drafted for them is deterministic.
+def repeatable(sampler: Sampler) -> Sampler:
+    """How a drafter is shown a sampled request that has a seed: as if it were greedy; any other as it is. What drafters
+    learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show that in the
+    text; deterministic ones are walked, and the text for a seed is plain decoding's."""
+    seeded = not sampler.greedy and sampler.params.seed is not None
+    return changed(sampler, temperature=0.0) if seeded else sampler
 
-    What drafters learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show
-    that in the text; deterministic ones are walked, and the text for a seed is plain decoding's. Without `hide` every
-    context is shown as it is.
+
+class PerDomain(Generic[T]):
+    """What is learned from text, apart for each isolation domain (cache salt): a draft shows what its drafter has read,
+    through a trace, the number of accepted tokens, or time. So all that is learned, counts included, is one of these.
+
+    One memory for each domain, from `make`, and at most `most`: the least recently used is forgotten, since a request
+    with a salt of its own makes one. All together have at most `most_size` by `size`; the last one used always stays.
     """
 
-    def __init__(self, *, hide: bool) -> None:
-        self._hide = hide
-        self._greedy = WeakKeyDictionary[Sampler, Sampler]()
+    def __init__(
+        self, make: Callable[[], T], *, most: int = 256, size: Callable[[T], int] = lambda _: 0, most_size: int = 0
+    ) -> None:
+        self._make, self._most, self._size, self._most_size = make, most, size, most_size
+        self._kept = OrderedDict[str | None, T]()
 
-    def hidden(self, context: DraftContext) -> DraftContext:
-        """The context as a drafter is to see it when it proposes."""
-        seen = [self.seen(sampler) for sampler in context.samplers]
-        same = all(one is other for one, other in zip(seen, context.samplers, strict=True))
-        return context if same else replace(context, samplers=seen)
+    def of(self, salt: str | None) -> T:
+        """The memory of a domain, which is now the last one used."""
+        if salt in self._kept:
+            self._kept.move_to_end(salt)
+        else:
+            self._kept[salt] = self._make()
+            self.trim()
+        return self._kept[salt]
 
-    def seen(self, sampler: Sampler) -> Sampler:
-        """The sampler as a drafter is to see it."""
-        # Nobody asked for the same text again, or it is the same whatever is drafted.
-        if not self._hide or sampler.greedy or sampler.params.seed is None:
-            return sampler
-        if sampler not in self._greedy:
-            self._greedy[sampler] = changed(sampler, temperature=0.0)
-        return self._greedy[sampler]
+    def trim(self) -> None:
+        """Forget what is too much. For whoever made a memory grow; a new one is seen to by `of`."""
+        kept = self._kept
+        while len(kept) > 1 and (len(kept) > self._most or sum(map(self._size, kept.values())) > self._most_size):
+            kept.popitem(last=False)
+
+    def all(self) -> Iterable[T]:
+        return self._kept.values()

@@ -215,8 +215,7 @@ def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = N
     return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, probs=None)
 
 
-Pick = Callable[[Tensor, range], Tensor]
-"""(distributions (B, F, V), which of their children) -> tokens (B, F, n) drawn from them."""
+Pick = Callable[[Tensor, range], Tensor]  # (distributions (B, F, V), which children) -> tokens drawn (B, F, n)
 
 
 def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
@@ -244,8 +243,7 @@ def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
     return _packed(parts, rest)
 
 
-_Drawn = tuple[Tensor, Tensor, Tensor, Drawn]
-"""Tokens, confidence and validity (B, F, C) of children that came about in one way."""
+_Drawn = tuple[Tensor, Tensor, Tensor, Drawn]  # Tokens, confidence, validity (B, F, C) of children, and their kind
 
 
 def _packed(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
@@ -349,8 +347,7 @@ class Draws:
     numbers: tuple[Tensor, ...]
     """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
     settings (B, 5), see `sampling.settings_of`."""
-    processing: Processing | None
-    """What penalties, biases and bans do to the logits, if anything; calls of one `key` differ in it and `numbers`."""
+    processing: Processing | None  # Penalties, biases and bans; calls of one `key` differ in it and `numbers`
 
     @classmethod
     def of(
@@ -387,12 +384,7 @@ class Draws:
     def key(self) -> Hashable:
         """Tells courses of one shape apart."""
         processing = None if self.processing is None else self.processing.key
-        return self.draw, self.greedy, self.sampled, self.filters, processing
-
-    @property
-    def sampled(self) -> bool:
-        """Whether there are rows above temperature 0."""
-        return bool(self.numbers)
+        return self.draw, self.greedy, bool(self.numbers), self.filters, processing
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -428,7 +420,7 @@ class Draws:
 
     def _children(self, logits: Tensor, depth: int, vocabulary: DraftVocabulary | None) -> Children:
         count = self.shape.widths[depth]
-        if not self.sampled:
+        if not self.numbers:
             return likeliest(logits, count, vocabulary)
         drawn = self._drawn(logits if vocabulary is None else vocabulary.spread(logits), depth, count)
         if not self.greedy:

@@ -14,16 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import build
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, Seeds, Wrapper, warn_drafter
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, repeatable, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
 from forerun.model.layers import check_boundaries
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
@@ -40,6 +41,10 @@ class Guarded(Drafter):
     says of itself (`depth`, `requires`, `watches`, ...) is asked once; `method` is its name in messages."""
 
     name = "guarded"
+    depth: int | None = None
+    requires: frozenset[Boundary] = frozenset()
+    top_ids: int = 0
+    remembers: bool = False
 
     def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup) -> None:
         self.drafter, self.method = drafter, method
@@ -48,42 +53,26 @@ class Guarded(Drafter):
         self._closed = set[int]()
         self._useless = False  # It cannot say what it needs: it is asked for nothing
         self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
-        self._depth: int | None = self._told("depth", _DEPTH, None)
-        self._requires = self._told("requires", self._boundaries, frozenset[Boundary]())
+        self.depth = self._told("depth", _DEPTH, None)
+        self.requires = self._told("requires", self._boundaries, frozenset[Boundary]())
         self._watches = self._told("watches", _FLAG, otherwise=False)
-        self._top_ids = self._told("top_ids", int, 0)
-        self._remembers = self._told("remembers", _FLAG, otherwise=False)
+        self.top_ids = self._told("top_ids", int, 0)
+        self.remembers = self._told("remembers", _FLAG, otherwise=False)
 
     @classmethod
-    def built(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup) -> Guarded:
+    def built(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup, **own: Any) -> Self:
         """A registered drafter with these options; errors as `forerun.drafters.build`."""
-        return cls(build(method, options, setup), method, setup)
-
-    @property
-    def depth(self) -> int | None:
-        return self._depth
-
-    @property
-    def requires(self) -> frozenset[Boundary]:
-        return self._requires
+        return cls(build(method, options, setup), method, setup, **own)
 
     @property
     def watches(self) -> bool:
         return self._watches
 
-    @property
-    def top_ids(self) -> int:
-        return self._top_ids
-
-    @property
-    def remembers(self) -> bool:
-        return self._remembers
-
     def extend(self, context: DraftContext) -> None:
         """Show it committed tokens, with the hidden states that it reads and no others. A closed row may begin anew."""
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             if row in self._closed and fresh >= len(tokens):
-                self.truncate([row], [0])  # which failed when the row became free, or was not asked for
+                Guarded.truncate(self, [row], [0])  # which failed when the row became free, or was not asked for
         if places := self._open(context):
             part = self._seen(context, places)
             with self._guarding(part.rows, "to read committed tokens"):
@@ -94,19 +83,16 @@ class Guarded(Drafter):
         trees, places = [tree.seal() for tree in context.trees()], self._open(context)
         if not places:
             return trees
-        limits = Budget(
-            nodes=tuple([budget.nodes[place] for place in places]),
-            depth=tuple([budget.depth[place] for place in places]),
-        )
+        nodes, depths = (tuple([values[place] for place in places]) for values in (budget.nodes, budget.depth))
         part = self._seen(context, places)
         with self._guarding(part.rows, "to propose"):
-            found = self.drafter.propose(part, limits)
+            found = self.drafter.propose(part, Budget(nodes=nodes, depth=depths))
             if not isinstance(found, list | tuple) or len(found) != len(places):
                 got = f"{len(found)}" if isinstance(found, list | tuple) else type(found).__name__
                 raise InvalidDraftError(f"a drafter proposes a list of {len(places)} TokenTrees, one a row; got {got}")
             for row, error in part.failures.items():
                 self._fail([row], "to propose", error)
-            for place, tree, most, deepest in zip(places, found, limits.nodes, limits.depth, strict=True):
+            for place, tree, most, deepest in zip(places, found, nodes, depths, strict=True):
                 checked = check(tree, context.tokens[place][-1], most, deepest, self._target)
                 trees[place] = checked.tree
                 if checked.error is not None:
@@ -141,7 +127,7 @@ class Guarded(Drafter):
         """Places of the context's rows that are not closed to it."""
         places = [place for place, row in enumerate(context.rows) if row not in self._closed]
         if places and self._owed:
-            self._failures.add([context.rows[places[0]]] * self._owed)
+            self._failures[context.rows[places[0]]] += self._owed
             self._owed = 0
         if places and self._useless:
             self._close([context.rows[place] for place in places])
@@ -150,9 +136,7 @@ class Guarded(Drafter):
 
     def _seen(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
         part = context.of(places)
-        hidden_states = {
-            boundary: part.hidden_states[boundary] for boundary in self._requires if boundary in part.hidden_states
-        }
+        hidden_states = {key: states for key, states in part.hidden_states.items() if key in self.requires}
         return replace(part, hidden_states=hidden_states, failures={})
 
     @contextmanager
@@ -182,7 +166,7 @@ class Guarded(Drafter):
     def _close(self, rows: Sequence[int]) -> None:
         self.failed = True
         self._closed.update(rows)
-        self._failures.add(rows)
+        self._failures.update(rows)
 
     def _told(self, name: str, read: Callable[[Any], T], otherwise: T) -> T:
         """What it says of itself. Where that is nonsense nobody knows what to show it, and it is asked for nothing."""
@@ -218,35 +202,31 @@ _KIND = _expecting("a DraftKind", lambda told: isinstance(told, DraftKind))
 _MOST_STATES = 512  # Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded
 
 
-class Deferred(Wrapper):
-    """A drafter whose `extend` waits until it is asked for a proposal: one that is not asked costs next to nothing.
-
-    A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows gained is
-    put aside, hidden states included, and shown in one go before the next proposal for them.
-    """
+class Deferred(Guarded):
+    """A guarded drafter whose `extend` waits until it is asked for a proposal: one that is not asked costs next to
+    nothing. A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows
+    gained is put aside, hidden states included, and shown in one go before the next proposal for them."""
 
     name = "deferred"
-    drafter: Guarded
 
-    def __init__(self, drafter: Guarded, *, reproducible: bool = False) -> None:
-        """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `Seeds`."""
-        self.drafter = drafter
-        self._seeds = Seeds(hide=reproducible)
+    def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup, *, reproducible: bool = False) -> None:
+        """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `repeatable`."""
+        super().__init__(drafter, method, setup)
+        self._reproducible = reproducible
         self.idle = False  # It is not asked for the time being, and does not watch
         self._rows: dict[int, _Row] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        return self.drafter.kind(self._seeds.seen(sampler))
+        return super().kind(repeatable(sampler) if self._reproducible else sampler)
 
     @property
     def watches(self) -> bool:
-        return self.drafter.watches and not self.idle
+        return self._watches and not self.idle
 
     def extend(self, context: DraftContext) -> None:
         now = list[int]()
-        for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):
+        for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
-            fresh = context.fresh[index]
             at_once = row.asked or (bool(context.hidden_states) and fresh + row.held() > _MOST_STATES)
             if at_once and row.shown == len(tokens) - fresh and not row.states:
                 now.append(index)
@@ -257,7 +237,7 @@ class Deferred(Wrapper):
                 self._show([index], context)
         if now:
             self._mark_shown(context, now)
-            self.drafter.extend(context.of(now))
+            super().extend(context.of(now))
 
     def unread(self, row: int, length: int) -> int:
         """Tokens of a row's `length` that the drafter must be shown before its next proposal."""
@@ -267,16 +247,13 @@ class Deferred(Wrapper):
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
         wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
-        late = [
-            index
-            for index in wanted
-            if self._rows.setdefault(context.rows[index], _Row()).shown < len(context.tokens[index])
-        ]
+        rows = [self._rows.setdefault(context.rows[index], _Row()) for index in wanted]
+        late = [index for index, row in zip(wanted, rows, strict=True) if row.shown < len(context.tokens[index])]
         if late:
             self._show(late, context)
-        for index in wanted:
-            self._rows[context.rows[index]].asked = True
-        return self.drafter.propose(self._seeds.hidden(context), budget)
+        for row in rows:
+            row.asked = True
+        return super().propose(context.repeatable() if self._reproducible else context, budget)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
@@ -284,25 +261,24 @@ class Deferred(Wrapper):
                 self._rows.pop(row_id, None)
             elif (row := self._rows.get(row_id)) is not None:
                 keep = max(0, length - row.shown - (row.shown == 0))
-                row.states = (
-                    {boundary: [torch.cat(parts)[:keep]] for boundary, parts in row.states.items()} if keep else {}
-                )
+                states = row.states.items() if keep else ()
+                row.states = {boundary: [torch.cat(parts)[:keep]] for boundary, parts in states}
                 row.shown, row.asked = min(row.shown, length), False
-        self.drafter.truncate(rows, lengths)
+        super().truncate(rows, lengths)
 
     def _show(self, late: Sequence[int], context: DraftContext) -> None:
         """Everything that was put aside for these rows of the context."""
         rows = [self._rows[context.rows[index]] for index in late]
         fresh = [len(context.tokens[index]) - row.shown for index, row in zip(late, rows, strict=True)]
         hidden_states = {
-            boundary: _padded([torch.cat(row.states[boundary]) for row in rows])
+            boundary: pad_sequence([torch.cat(row.states[boundary]) for row in rows], batch_first=True)
             for boundary in self.requires
             if all(boundary in row.states for row in rows)
         }
         for row in rows:
             row.states.clear()
         self._mark_shown(context, late)
-        self.drafter.extend(replace(context.of(late), fresh=fresh, hidden_states=hidden_states))
+        super().extend(replace(context.of(late), fresh=fresh, hidden_states=hidden_states))
 
     def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
         for index in indices:
@@ -321,11 +297,6 @@ class _Row:
         return max((sum(len(part) for part in parts) for parts in self.states.values()), default=0)
 
 
-def _padded(parts: Sequence[Tensor]) -> Tensor:
-    """(B, F, H), left aligned, from one (F', H) per row."""
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-
-
 # --- what may be submitted --------------------------------------------------------------------------------------------
 
 _ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in float32, may exceed 1
@@ -340,11 +311,8 @@ class Checked(NamedTuple):
 
 def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
     """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
-
     Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
-    neither what a node holds decides whether it is among them, nor what was drawn after it, which would bias sampled
-    ones.
-    """
+    neither what a node holds nor what was drawn after it decides that, which would bias sampled ones."""
     try:
         sound = _sound(tree, root, target)
     except Exception as broken:

@@ -15,19 +15,15 @@ from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, masses_of
 from forerun.devices import fetched
-from forerun.drafters.base import DraftContext, changed, check_choice, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, PerDomain, changed, check_choice, check_least
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, resolve
 from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.types import Budget, DraftKind, Drawn
 
-Descend = Callable[[Tensor, range], Tensor]
-"""(ids (B, K) of all nodes so far, node ids of the last level) -> raw logits (B, F, V) of that level's nodes."""
-Enough = Callable[[int, Children], bool]
-"""(depth of the parents, their children) -> whether no further level is wanted. No node that it saw is taken back."""
-Expand = Callable[[Tensor, Tensor], Tensor]
-"""(tokens (B, F), index of each one's parent in the level before (B, F)) -> raw logits (B, F, V'), or (B, 1, V')."""
+Descend = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, the last level) -> its raw logits (B, F, V)
+Enough = Callable[[int, Children], bool]  # (depth of the parents, children) -> whether to stop; no node is taken back
+Expand = Callable[[Tensor, Tensor], Tensor]  # (tokens, parents in the level before (B, F)) -> logits (B, F or 1, V')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +96,9 @@ class FixedTree:
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
     ) -> list[tuple[TokenTree, Submitted]]:
-        """The active rows' share of the tree: the first `nodes` (B,) that the budget allows, whatever they hold.
-
-        A row for which the model's logits are not finite has none: the drafter failed it. Below a node where they are
-        not there is nothing, since what was drawn above is submitted whatever follows from it.
-        """
+        """The active rows' share of the tree: the first `nodes` (B,) that the budget allows, whatever they hold. A row
+        for which the model's logits are not finite has none: the drafter failed it. Below a node where they are not
+        there is nothing, since what was drawn above is submitted whatever follows from it."""
         cuts = []
         for entry, (index, row) in enumerate(zip(active, grown.fetch(), strict=True)):
             failed = math.isnan(row.confidence[0])
@@ -114,9 +108,7 @@ class FixedTree:
             cuts.append((tree, self._cut(tree, grown, entry, row, 0 if failed else nodes[entry], acceptance)))
         return cuts
 
-    def _cut(
-        self, tree: TokenTree, grown: Grown, entry: int, row: _Row, nodes: int, acceptance: Acceptance
-    ) -> Submitted:
+    def _cut(self, tree: TokenTree, grown: Grown, at: int, row: _Row, nodes: int, acceptance: Acceptance) -> Submitted:
         tokens, parents = [tree.tokens[0], *row.tokens], self.shape.parents
         submitted = Submitted(tokens=tokens, parents=parents, run=grown.run, acceptance=acceptance)
         ids = {0: 0}
@@ -129,7 +121,7 @@ class FixedTree:
             ids[node] = tree.add(tokens[node], ids[parent], drawn=kind, confidence=acceptance.estimate(*evidence))
             if kind is not Drawn.DETERMINISTIC:
                 assert grown.probs is not None
-                tree.set_probs(ids[parent], grown.probs[entry, parent], row.masses[parent])
+                tree.set_probs(ids[parent], grown.probs[at, parent], row.masses[parent])
         return submitted
 
     def _grower(self, context: DraftContext, index: int) -> Grower:
@@ -180,17 +172,14 @@ class DynamicTree:
 
     def cut(
         self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
-    ) -> tuple[TokenTree, Submitted]:
+    ) -> tuple[TokenTree, Drafted]:
         """One row's tree, in the isolation domain `salt`: the likeliest of its candidates that its budget allows."""
-        tree, acceptance, ids = TokenTree(root), self.estimates.of(salt), {0: 0}
-        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
+        drafted, ids = Drafted(TokenTree(root), self.estimates.of(salt)), {0: 0}
         for found in sorted([found for found in grown if found.depth <= depth][:nodes]):
-            if found.parent not in ids:  # only where rounding gave a child its parent's score
-                continue
-            evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
-            node = tree.add(found.token, ids[found.parent], confidence=acceptance.estimate(*evidence))
-            ids[found.entry + 1], submitted.evidence[node] = node, evidence
-        return tree, submitted
+            if found.parent in ids:  # if not, rounding gave it its parent's score
+                evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
+                ids[found.entry + 1] = drafted.add(found.token, ids[found.parent], evidence)
+        return drafted.tree, drafted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,8 +188,7 @@ class TreeOptions:
 
     num_speculative_tokens: int = 8  # Length of the chain, tokens; a tree's depth is that of `shape`
     shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...; None drafts a chain
-    tree: Sequence[int] | None = None
-    """Any tree instead: the parent of node 1, 2, ..., 0 the root, level by level. `forerun plan` finds the best."""
+    tree: Sequence[int] | None = None  # Any tree instead: parents of node 1, 2, ..., 0 the root; see `forerun plan`
     draw: str = "auto"  # ``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``
     temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
 

@@ -65,27 +65,21 @@ def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
         raise VocabularyMismatchError(f"the special tokens of {found} differ. {_REMEDY}")
 
 
-def draft_tokenizer(method: str, option: Any, model: Any) -> PreTrainedTokenizerBase:
-    """The draft model's tokenizer: the option (a directory, a hub id or an object), else what lies beside the model.
-    ArgumentError: there is none."""
-    source = option if option is not None else model
-    if option is None and not isinstance(model, str | Path):
-        source = getattr(model, "name_or_path", "")
-    found = _loaded(source)
-    if found is None:
+def tokenizers(method: str, config: Any, setup: DrafterSetup) -> list[PreTrainedTokenizerBase]:
+    """Of target and draft model: the options `target_tokenizer` and `tokenizer` (a directory, a hub id or an object),
+    else the engine's and what lies beside the model. ArgumentError: there is none."""
+    given, own, model = config.target_tokenizer, config.tokenizer, config.model
+    target = setup.tokenizer if given is None else _loaded(given)
+    if target is None:
+        where = "the engine has none" if given is None else f"there is none in {str(given)!r}"
+        raise ArgumentError(f"{method} needs the target's tokenizer, and {where}; pass target_tokenizer=DIRECTORY")
+    beside = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
+    source = beside if own is None else own
+    draft = _loaded(source)
+    if draft is None:
         where = f"no tokenizer was found for the draft model in {str(source)!r}"
         raise ArgumentError(f"{method}: {where}; pass tokenizer=DIRECTORY, a hub id or an object")
-    return found
-
-
-def target_tokenizer(method: str, option: Any, setup: DrafterSetup) -> PreTrainedTokenizerBase:
-    """The target's tokenizer: the option, else the engine's. ArgumentError: the engine works on token ids alone and the
-    option is missing, or no tokenizer lies there."""
-    found = setup.tokenizer if option is None else _loaded(option)
-    if found is None:
-        where = "the engine has none" if option is None else f"there is none in {str(option)!r}"
-        raise ArgumentError(f"{method} needs the target's tokenizer, and {where}; pass target_tokenizer=DIRECTORY")
-    return found
+    return [target, draft]
 
 
 def _loaded(source: Any) -> PreTrainedTokenizerBase | None:

@@ -17,13 +17,198 @@ from typing import Any, TypeVar
 from forerun.engine.completion import Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM, Speculative
-from forerun.engine.prompts import Lanes, Prompt, as_list, as_params
+from forerun.engine.prompts import Lanes, Prompt, paired
 from forerun.errors import EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 T = TypeVar("T")
 
 _LOOK_S = 0.2  # How often the worker looks whether the event loop that it waits for is still there
+
+
+class AsyncLLM:
+    """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
+
+    Use as ``async with AsyncLLM(...) as llm`` or call `close` at the end.
+    """
+
+    def __init__(self, model: Any, **keywords: Any) -> None:
+        # The worker loads the model, too: OpenMP keeps threads of its own for every thread that computed something,
+        # and once there are more of them than cores it puts each to sleep between any two operations.
+        self._worker = _Worker()
+        try:
+            self.llm: LLM = self._worker.submit(partial(LLM, model, **keywords)).result()
+        except BaseException:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+            raise
+        self._lanes = Lanes("forerun-prepare")
+        self._queues: dict[str, _Inbox] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # Where the requests are waited for
+        self._handover = _Handover()
+        self._stepping = self._closed = False
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the engine has been at its present step (a long prompt is read in many), or at taking in a
+        request; 0 while it does neither."""
+        return self._worker.busy_s
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """`LLM.generate`; cancelling the task aborts its requests."""
+        stream = partial(self.stream, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
+        requests = paired(prompts, sampling_params)
+        return await all_or_none(whole_output(stream(prompt, params)) for prompt, params in requests)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
+    ) -> list[RequestOutput]:
+        """`LLM.chat`."""
+        return await self.generate(self.llm.chat_prompt(messages), sampling_params, **keywords)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
+        client: str | None = None,
+        user: str | None = None,
+        priority: int = 0,
+        adapt: bool = True,
+        max_unread: int | None = None,
+    ) -> AsyncGenerator[StreamChunk]:
+        """`LLM.stream`; leaving the loop early aborts the request.
+
+        Args:
+            timeout_s, cache_salt: see `LLM.generate`.
+            client, user, priority, adapt: see `LLM.submit`.
+            max_unread: chunks kept for a caller who does not read; with one more the request is aborted and the
+                stream ends with an error. None keeps them all.
+
+        Raises:
+            EngineError: a step failed, for all requests.
+            NumericError, RequestError: this request's numbers, or something else of it, failed; the others go on.
+            SlowReaderError: more than `max_unread` chunks were waiting.
+        """
+        params = sampling_params or SamplingParams()
+        number = self.llm.next_number()
+        options: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **options))
+        self._loop = asyncio.get_running_loop()
+        request = await self._lanes.run(self.llm.lane(prompt, params), work)
+        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
+        submitted = self._loop.run_in_executor(
+            self._worker, partial(_raisable, partial(self._submit, request, max_unread))
+        )
+        try:
+            request_id = await asyncio.shield(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(self._abandon)
+            raise
+        finally:
+            # Else an error would hold this frame, and the frame the error: with them the prompt would stay, until
+            # Python looks for such circles.
+            del submitted
+        queue = self._queues[request_id]
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    try:
+                        raise item
+                    finally:
+                        del item
+                yield item
+                if item.output is not None:
+                    return
+        finally:
+            self._release(request_id)
+
+    def offer(self, speculative: Mapping[str, Any]) -> None:
+        """Build a drafter before any request asks for it; blocks until it is there or a ForerunError says why not."""
+        self._worker.submit(self.llm.engine.drafting.ensure, SpeculativeConfig.parse(speculative)).result()
+
+    async def close(self) -> None:
+        """Finish the step in progress and stop the worker; running requests end with an error."""
+        self._closed = True
+        self._lanes.close()
+        self._fail(self._queues, RuntimeError("the engine was closed"))
+        await asyncio.to_thread(self._worker.shutdown)
+        if self.llm.adaptation is not None:
+            await asyncio.to_thread(self.llm.adaptation.close)
+
+    def _submit(self, request: Request, max_unread: int | None) -> str:
+        """In the worker. The request's queue is there before any step can answer: one thing is done after the other."""
+        request_id = self.llm.queue(request)
+        self._queues[request_id] = _Inbox(max_unread)
+        self._go_on()
+        return request_id
+
+    def _release(self, request_id: str) -> None:
+        del self._queues[request_id]
+        self._worker.submit(self.llm.abort, request_id)
+
+    def _abandon(self, submitted: asyncio.Future[str]) -> None:
+        """Nobody waits any longer for a request that has just been queued."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._release(submitted.result())
+
+    def _go_on(self) -> None:
+        """In the worker: from now on step while there is work."""
+        if not self._stepping:
+            self._stepping = True
+            self._worker.submit(self._step)
+
+    def _step(self) -> None:
+        """In the worker: one step. The next one waits its turn behind what was asked of the worker meanwhile."""
+        self._stepping = False
+        try:
+            chunks = self.llm.engine.step() if self.llm.engine.busy else []
+        except BaseException as error:  # nobody looks at what the worker raises: all would wait for ever
+            failure = EngineError(f"a step of the engine failed: {error}")
+            failure.__cause__ = error
+            self._hand_over(partial(self._fail, dict(self._queues), failure))
+            return
+        if chunks:
+            self._hand_over(partial(self._deliver, chunks))
+        if self.llm.engine.busy and not self._closed:
+            self._go_on()
+
+    def _hand_over(self, task: Callable[[], None]) -> None:
+        assert self._loop is not None, "a request came from a loop"
+        self._handover.give(self._loop, task)
+
+    def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
+        """In the loop: hand each chunk to whoever waits for it."""
+        for chunk in chunks:
+            queue = self._queues.get(chunk.request_id)
+            if queue is not None and chunk.error is not None:
+                queue.put_nowait(chunk.error)
+            elif queue is not None and not queue.deliver(chunk):
+                self._worker.submit(self.llm.abort, chunk.request_id)
+
+    @staticmethod
+    def _fail(queues: Mapping[str, _Inbox], error: BaseException) -> None:
+        for queue in list(queues.values()):
+            queue.put_nowait(error)
 
 
 class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
@@ -126,194 +311,3 @@ async def whole_output(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
         output = chunk.output or output
     assert output is not None, "a stream ends with its output"
     return output
-
-
-class AsyncLLM:
-    """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
-
-    Use as ``async with AsyncLLM(...) as llm`` or call `close` at the end.
-    """
-
-    def __init__(self, model: Any, **keywords: Any) -> None:
-        # The worker loads the model, too: OpenMP keeps threads of its own for every thread that computed something,
-        # and once there are more of them than cores it puts each to sleep between any two operations.
-        self._worker = _Worker()
-        try:
-            self.llm: LLM = self._worker.submit(partial(LLM, model, **keywords)).result()
-        except BaseException:
-            self._worker.shutdown(wait=False, cancel_futures=True)
-            raise
-        self._lanes = Lanes("forerun-prepare")
-        self._queues: dict[str, _Inbox] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None  # Where the requests are waited for
-        self._handover = _Handover()
-        self._stepping = self._closed = False
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that the engine has been at its present step (a long prompt is read in many), or at taking in a
-        request; 0 while it does neither."""
-        return self._worker.busy_s
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        speculative: Speculative = None,
-        trace: bool = False,
-        timeout_s: float | None = None,
-        cache_salt: str | None = None,
-    ) -> list[RequestOutput]:
-        """`LLM.generate`; cancelling the task aborts its requests."""
-        many = as_list(prompts)
-        params = as_params(sampling_params, len(many))
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        return await all_or_none(
-            whole_output(self.stream(prompt, own, cache_salt=cache_salt, **keywords))
-            for prompt, own in zip(many, params, strict=True)
-        )
-
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
-    ) -> list[RequestOutput]:
-        """`LLM.chat`."""
-        return await self.generate(self.llm.chat_prompt(messages), sampling_params, **keywords)
-
-    async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        speculative: Speculative = None,
-        trace: bool = False,
-        timeout_s: float | None = None,
-        cache_salt: str | None = None,
-        client: str | None = None,
-        user: str | None = None,
-        priority: int = 0,
-        adapt: bool = True,
-        max_unread: int | None = None,
-    ) -> AsyncGenerator[StreamChunk]:
-        """`LLM.stream`; leaving the loop early aborts the request.
-
-        Args:
-            timeout_s, cache_salt: see `LLM.generate`.
-            client, user, priority, adapt: see `LLM.submit`.
-            max_unread: chunks kept for a caller who does not read; with one more the request is aborted and the
-                stream ends with an error. None keeps them all.
-
-        Raises:
-            EngineError: a step failed, for all requests.
-            NumericError: this request cannot go on, since its numbers failed; the others do.
-            RequestError: something else of this request failed; the others go on.
-            SlowReaderError: more than `max_unread` chunks were waiting.
-        """
-        params = sampling_params or SamplingParams()
-        number = self.llm.next_number()
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **keywords))
-        self._loop = asyncio.get_running_loop()
-        request = await self._lanes.run(self.llm.lane(prompt, params), work)
-        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
-        submitted = self._loop.run_in_executor(
-            self._worker, partial(_raisable, partial(self._submit, request, max_unread))
-        )
-        try:
-            request_id = await asyncio.shield(submitted)
-        except asyncio.CancelledError:
-            submitted.add_done_callback(self._abandon)
-            raise
-        finally:
-            # Else an error would hold this frame, and the frame the error: with them the prompt would stay, until
-            # Python looks for such circles.
-            del submitted
-        queue = self._queues[request_id]
-        try:
-            while True:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    try:
-                        raise item
-                    finally:
-                        del item
-                yield item
-                if item.output is not None:
-                    return
-        finally:
-            self._release(request_id)
-
-    def offer(self, speculative: Mapping[str, Any]) -> None:
-        """Build a drafter before any request asks for it; blocks until it is there or a ForerunError says why not."""
-        self._worker.submit(self.llm.engine.drafting.ensure, SpeculativeConfig.parse(speculative)).result()
-
-    async def close(self) -> None:
-        """Finish the step in progress and stop the worker; running requests end with an error."""
-        self._closed = True
-        self._lanes.close()
-        self._fail(self._queues, RuntimeError("the engine was closed"))
-        await asyncio.to_thread(self._worker.shutdown)
-        if self.llm.adaptation is not None:
-            await asyncio.to_thread(self.llm.adaptation.close)
-
-    def _submit(self, request: Request, max_unread: int | None) -> str:
-        """In the worker. The request's queue is there before any step can answer: one thing is done after the other."""
-        request_id = self.llm.queue(request)
-        self._queues[request_id] = _Inbox(max_unread)
-        self._go_on()
-        return request_id
-
-    def _release(self, request_id: str) -> None:
-        del self._queues[request_id]
-        self._worker.submit(self.llm.abort, request_id)
-
-    def _abandon(self, submitted: asyncio.Future[str]) -> None:
-        """Nobody waits any longer for a request that has just been queued."""
-        if not submitted.cancelled() and submitted.exception() is None:
-            self._release(submitted.result())
-
-    def _go_on(self) -> None:
-        """In the worker: from now on step while there is work."""
-        if not self._stepping:
-            self._stepping = True
-            self._worker.submit(self._step)
-
-    def _step(self) -> None:
-        """In the worker: one step. The next one waits its turn behind what was asked of the worker meanwhile."""
-        self._stepping = False
-        try:
-            chunks = self.llm.engine.step() if self.llm.engine.busy else []
-        except BaseException as error:  # nobody looks at what the worker raises: all would wait for ever
-            failure = EngineError(f"a step of the engine failed: {error}")
-            failure.__cause__ = error
-            self._hand_over(partial(self._fail, dict(self._queues), failure))
-            return
-        if chunks:
-            self._hand_over(partial(self._deliver, chunks))
-        if self.llm.engine.busy and not self._closed:
-            self._go_on()
-
-    def _hand_over(self, task: Callable[[], None]) -> None:
-        """In the worker: let the loop do something."""
-        assert self._loop is not None, "a request came from a loop"
-        self._handover.give(self._loop, task)
-
-    def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
-        """In the loop: hand each chunk to whoever waits for it."""
-        for chunk in chunks:
-            queue = self._queues.get(chunk.request_id)
-            if queue is not None and chunk.error is not None:
-                queue.put_nowait(chunk.error)
-            elif queue is not None and not queue.deliver(chunk):
-                self._worker.submit(self.llm.abort, chunk.request_id)
-
-    @staticmethod
-    def _fail(queues: Mapping[str, _Inbox], error: BaseException) -> None:
-        for queue in list(queues.values()):
-            queue.put_nowait(error)

@@ -29,96 +29,6 @@ if TYPE_CHECKING:
 _INCOMPLETE = "\ufffd"
 
 
-class Detokenizer:
-    """Turns output ids into text as they come; a character that spans tokens appears with its last token.
-
-    Decodes a short window with every token and takes the difference to the text before, so it holds for every
-    tokenizer.
-    """
-
-    _WINDOW = 5  # Tokens of the prompt, or before an incomplete character, that are decoded with what follows
-    _LONGEST = 12
-    """Tokens of a window after which it begins anew with the last piece, which takes a decoding of its own."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], *, skip_special: bool) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._ids = list(prompt[-self._WINDOW :])
-        self._start = 0
-        self._read = len(self._ids)
-        self._text: str | None = None  # Of the window up to what was read; None before it is needed
-
-    def add(self, token: int) -> str:
-        """The text that `token` adds; empty while a character is incomplete."""
-        self._ids.append(token)
-        return self._advance(final=False)
-
-    def flush(self) -> str:
-        """What is left of an incomplete character at the end of the answer."""
-        return self._advance(final=True)
-
-    def _advance(self, *, final: bool) -> str:
-        if self._tokenizer is None or self._read == len(self._ids):
-            return ""
-        if self._text is None:
-            self._text = self._decode(self._ids[self._start : self._read])
-        before, after = self._text, self._decode(self._ids[self._start :])
-        if not final and after.endswith(_INCOMPLETE):
-            return ""
-        last, self._read, self._text = self._read, len(self._ids), after
-        if final:
-            self._start, self._text = max(0, self._read - self._WINDOW), None
-        elif self._read - self._start > self._LONGEST:
-            self._start, self._text = last, None
-        return after[len(before) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
-        )
-        return text
-
-
-@dataclass(slots=True)
-class AnswerText:
-    """The text of one answer as it grows: finds stop strings and holds back what may become one."""
-
-    stops: tuple[str, ...]
-    include_stop: bool
-    text: str = ""
-    sent: int = 0  # Characters already handed out by `release`
-
-    def add(self, piece: str, *, search: bool = False) -> str | None:
-        """Append; with `search`, the stop string that this completed (the text is then cut), or None."""
-        start = len(self.text)
-        self.text += piece
-        hits = []
-        for stop in self.stops if search else ():
-            at = self.text.find(stop, max(0, start - len(stop) + 1))
-            if at >= 0:
-                hits.append((at, stop))
-        if not hits:
-            return None
-        at, stop = min(hits)
-        self.text = self.text[: at + len(stop) if self.include_stop else at]
-        return stop
-
-    def release(self, *, final: bool) -> str:
-        """New text that can no longer be taken back; everything if `final`."""
-        held = 0 if final else max((_overlap(self.text, stop) for stop in self.stops), default=0)
-        end = max(self.sent, len(self.text) - held)
-        piece, self.sent = self.text[self.sent : end], end
-        return piece
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
-
-
 @dataclass(kw_only=True, eq=False, slots=True)
 class Request:
     """One prompt and how to answer it."""
@@ -226,27 +136,17 @@ class Completion:
                 break
         if surplus := len(emitted.tokens) - len(new):
             self.row.shorten(surplus)  # what was committed behind the end of the answer
-        first = self.request if not self.tokens else None
+        first = not self.tokens
         self._count(emitted, new)
-        return StreamChunk(
-            request_id=self.request.id,
-            index=self.index,
-            text=self.text.release(final=self.finish_reason is not None),
-            tokens=new,
-            trace=emitted.trace if self.request.trace else None,
-            finish_reason=self.finish_reason,
-            prompt_token_ids=None if first is None else first.prompt_tokens,
-            prompt_logprobs=None if first is None else first.prompt_logprobs,
-        )
+        text = self.text.release(final=self.finish_reason is not None)
+        return self._chunk(text, new, emitted.trace if self.request.trace else None, first=first)
 
     def end_unbegun(self) -> StreamChunk:
         """End an answer of no tokens, whose prompt has been read; it is its first chunk, too."""
         if self.row.error is not None:
             return self._fail()
         self.finish_reason = "length"
-        request = self.request
-        last = self._last("")
-        return replace(last, prompt_token_ids=request.prompt_tokens, prompt_logprobs=request.prompt_logprobs)
+        return self._chunk("", [], first=True)
 
     def abort(self) -> None:
         """End the answer where it stands."""
@@ -257,7 +157,7 @@ class Completion:
         self.abort()
         with Isolation(self.row):
             self.text.add(self.detokenizer.flush())
-            return self._last(self.text.release(final=True))
+            return self._chunk(self.text.release(final=True), [])
         return self._fail()
 
     def _fail(self) -> StreamChunk:
@@ -265,16 +165,21 @@ class Completion:
         for answer in self.request.answers:
             answer.abort()
         self.failed = True
-        return self._last("")
+        return self._chunk("", [])
 
-    def _last(self, text: str) -> StreamChunk:
+    def _chunk(
+        self, text: str, tokens: list[OutputToken], trace: StepTrace | None = None, *, first: bool = False
+    ) -> StreamChunk:
+        """`first`: the answer's first one, which tells about the prompt."""
         return StreamChunk(
             request_id=self.request.id,
             index=self.index,
             text=text,
-            tokens=[],
-            trace=None,
+            tokens=tokens,
+            trace=trace,
             finish_reason=self.finish_reason,
+            prompt_token_ids=self.request.prompt_tokens if first else None,
+            prompt_logprobs=self.request.prompt_logprobs if first else None,
             error=self.row.error,
         )
 
@@ -330,3 +235,85 @@ class Completion:
         self.stats.drafter_errors = self.row.drafter_errors
         if self.request.trace:
             self.traces.append(emitted.trace)
+
+
+class Detokenizer:
+    """Turns output ids into text as they come; a character that spans tokens appears with its last token.
+
+    Decodes a short window with every token and takes the difference to the text before, so it holds for every
+    tokenizer.
+    """
+
+    _WINDOW = 5  # Tokens of the prompt, or before an incomplete character, that are decoded with what follows
+    _LONGEST = 12
+    """Tokens of a window after which it begins anew with the last piece, which takes a decoding of its own."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], *, skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._ids = list(prompt[-self._WINDOW :])
+        self._start = 0
+        self._read = len(self._ids)
+        self._text: str | None = None  # Of the window up to what was read; None before it is needed
+
+    def add(self, token: int) -> str:
+        """The text that `token` adds; empty while a character is incomplete."""
+        self._ids.append(token)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """What is left of an incomplete character at the end of the answer."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        if self._tokenizer is None or self._read == len(self._ids):
+            return ""
+        if self._text is None:
+            self._text = self._decode(self._ids[self._start : self._read])
+        before, after = self._text, self._decode(self._ids[self._start :])
+        if not final and after.endswith(_INCOMPLETE):
+            return ""
+        last, self._read, self._text = self._read, len(self._ids), after
+        if final:
+            self._start, self._text = max(0, self._read - self._WINDOW), None
+        elif self._read - self._start > self._LONGEST:
+            self._start, self._text = last, None
+        return after[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        skip = self._skip_special
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+
+
+@dataclass(slots=True)
+class AnswerText:
+    """The text of one answer as it grows: finds stop strings and holds back what may become one."""
+
+    stops: tuple[str, ...]
+    include_stop: bool
+    text: str = ""
+    sent: int = 0  # Characters already handed out by `release`
+
+    def add(self, piece: str, *, search: bool = False) -> str | None:
+        """Append; with `search`, the stop string that this completed (the text is then cut), or None."""
+        start = len(self.text)
+        self.text += piece
+        hits = [(self.text.find(stop, max(0, start - len(stop) + 1)), stop) for stop in self.stops if search]
+        at, stop = min((hit for hit in hits if hit[0] >= 0), default=(0, None))
+        if stop is None:
+            return None
+        self.text = self.text[: at + len(stop) if self.include_stop else at]
+        return stop
+
+    def release(self, *, final: bool) -> str:
+        """New text that can no longer be taken back; everything if `final`."""
+        held = 0 if final else max((_overlap(self.text, stop) for stop in self.stops), default=0)
+        end = max(self.sent, len(self.text) - held)
+        piece, self.sent = self.text[self.sent : end], end
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,14 +62,13 @@ class SpeculativeConfig:
             raise ArgumentError(
                 f"num_speculative_tokens must be a whole number from 1 to {MAX_SPECULATIVE_TOKENS}, got {tokens!r}"
             )
-        rule = values.pop("rule", None)
-        return cls(
-            method=method,
-            num_speculative_tokens=tokens,
-            rule=_RULE_ALIASES.get(rule, rule),
-            adaptive=_adaptive(values.pop("adaptive", True), method),
-            options=values,
-        )
+        adaptive, rule = values.pop("adaptive", True), values.pop("rule", None)
+        if not isinstance(adaptive, bool):
+            raise ArgumentError(f"adaptive is true or false, got {adaptive!r}")
+        if not adaptive and method == AUTO:
+            raise ArgumentError(f"{AUTO} is adaptive by nature; name a drafter to draft the same at every step")
+        rule = _RULE_ALIASES.get(rule, rule)
+        return cls(method=method, num_speculative_tokens=tokens, rule=rule, adaptive=adaptive, options=values)
 
     @property
     def drafter_options(self) -> dict[str, Any]:
@@ -83,20 +83,8 @@ class SpeculativeConfig:
         return f"{self.method}:{json.dumps(options, sort_keys=True)}"
 
 
-def _adaptive(value: Any, method: str) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"adaptive is true or false, got {value!r}")
-    if value is False and method == AUTO:
-        raise ArgumentError(f"{AUTO} is adaptive by nature; name a drafter to draft the same at every step")
-    return value
-
-
 def from_old_keywords(keywords: dict[str, Any]) -> dict[str, Any] | None:
-    """The keywords of older vLLM tutorials as a ``speculative_config``; takes them out of `keywords`.
-
-    ``speculative_model="[ngram]"`` or a model directory, ``num_speculative_tokens``, ``ngram_prompt_lookup_max`` and
-    ``ngram_prompt_lookup_min``.
-    """
+    """The keywords of older vLLM tutorials as a ``speculative_config``; takes them out of `keywords`."""
     old = ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min")
     found = {name: keywords.pop(name) for name in old if keywords.get(name) is not None}
     if not found:
@@ -121,13 +109,11 @@ def _from_json(text: str) -> dict[str, Any]:
 
 
 def _method(values: dict[str, Any]) -> str:
-    method = values.pop("method", None)
-    model = values.get("model")
-    if method is None and model in ("ngram", "[ngram]"):
+    method, model = values.pop("method", None), values.get("model")
+    if model in ("ngram", "[ngram]") and method in (None, "ngram"):
         method = "ngram"
-    if method == "ngram" and model in ("ngram", "[ngram]"):
         del values["model"]
-    if method is None and model is not None:
+    elif method is None and model is not None:
         method = "draft_model"
     if method is None:
         raise ArgumentError(f"the speculative configuration names no method; there are {', '.join(methods())}")
@@ -155,10 +141,7 @@ def arms_of(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
     `auto` takes every drafter that copies and needs no option of its own, `prediction` and `suffix` among them; those
     in option ``drafters``, a list of configurations, which replace the ones of the same name; and option ``model``, a
-    draft model or head. Option ``reproducible`` is read by `repeats`.
-
-    Raises:
-        ArgumentError: an option that `auto` does not have, or `auto` within `auto`.
+    draft model or head. ArgumentError: an option that `auto` does not have, or `auto` within `auto`.
     """
     if config.method != AUTO:
         return [config]
@@ -175,15 +158,9 @@ def arms_of(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
 
 def repeats(config: SpeculativeConfig) -> bool:
-    """Whether what the policy's drafters draft for sampled requests that have a seed is deterministic, so that their
-    text repeats.
-
-    So it is unless option ``reproducible`` is false: how much is drafted, and by whom, depends on what other requests
-    showed and on the clock.
-
-    Raises:
-        ArgumentError: ``reproducible`` is neither true nor false.
-    """
+    """Whether the policy's drafters draft deterministically for sampled requests that have a seed, so that their text
+    repeats: unless option ``reproducible`` is false. How much is drafted, and by whom, depends on what other requests
+    showed and on the clock. ArgumentError: it is neither true nor false."""
     wanted = config.options.get("reproducible", True)
     if config.method == AUTO and not isinstance(wanted, bool):
         raise ArgumentError(f"{AUTO}: reproducible is true or false, got {wanted!r}")
@@ -215,31 +192,25 @@ def _like(config: SpeculativeConfig, values: Mapping[str, Any]) -> SpeculativeCo
 
 
 def _copies_as_it_is(name: str) -> bool:
-    """Whether the drafter copies and can be built without options."""
     if not entry_named(name).copies:
         return False
-    missing = dataclasses.MISSING
-    fields = dataclasses.fields(drafter_class(name).Config)
-    return all(field.default is not missing or field.default_factory is not missing for field in fields)
+    needed = inspect.signature(drafter_class(name).Config).parameters.values()
+    return all(parameter.default is not parameter.empty for parameter in needed)
 
 
 def method_of(model: Any) -> str:
     """``eagle3`` or ``eagle`` for a head, else ``draft_model``: from the object, its directory, or a hub id's name."""
-    generation = getattr(getattr(model, "config", None), "generation", None)
     if not isinstance(model, str | Path):
-        return {1: "eagle", 3: "eagle3"}.get(generation, "draft_model") if generation else "draft_model"
+        generation = getattr(getattr(model, "config", None), "generation", 0)
+        return {1: "eagle", 3: "eagle3"}.get(generation, "draft_model")
     from forerun import demo
 
-    file = Path(demo.resolve(model)).expanduser() / "config.json"
-    if not file.is_file():
+    folder = Path(demo.resolve(model)).expanduser()
+    if not (folder / "config.json").is_file():
         name = str(model).lower().replace("-", "").replace("_", "")
         return "eagle3" if "eagle3" in name else "eagle" if "eagle" in name else "draft_model"
-    return _method_in(file)
-
-
-def _method_in(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = (folder / "config.json").read_text(encoding="utf-8")
         config = json.loads(text)
     except (OSError, ValueError):
         return "draft_model"  # whose loader says what is wrong with the directory
@@ -247,7 +218,7 @@ def _method_in(file: Path) -> str:
         return "draft_model"
     from forerun.checkpoints import read_head
 
-    return "eagle3" if read_head(file.parent, num_layers=64).config.generation == 3 else "eagle"
+    return "eagle3" if read_head(folder, num_layers=64).config.generation == 3 else "eagle"
 
 
 def drafter_bytes(config: SpeculativeConfig | None) -> int:

@@ -18,27 +18,18 @@ from forerun.core.tree import TokenTree
 from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import permitted
-from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills, youngest
+from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import StreamChunk
 
 
 class Engine:
-    """Continuous batching over a target's cache rows. Not thread-safe: one caller steps it.
+    """Continuous batching over a target's cache rows, which bound how many answers run at once. Not thread-safe: one
+    caller steps it. `check` verifies the step's invariants (debug mode)."""
 
-    Args:
-        target: its `rows` bound how many answers run at once.
-        drafting: the drafters of this engine.
-        check: verify the step's invariants (debug mode).
-        scheduling: limits; default: `Scheduling()`.
-    """
-
-    def __init__(
-        self, target: Target, drafting: DrafterPool, *, check: bool = False, scheduling: Scheduling | None = None
-    ) -> None:
-        self.target, self.drafting, self._check = target, drafting, check
-        self.scheduling = Scheduling() if scheduling is None else scheduling
+    def __init__(self, target: Target, drafting: DrafterPool, scheduling: Scheduling, *, check: bool = False) -> None:
+        self.target, self.drafting, self.scheduling, self._check = target, drafting, scheduling, check
         self.preemptions = 0  # Times that a running answer had to give its row back
         self.prefix_queries = 0  # Prompt tokens that were looked up
         self.prefix_hits = 0  # Prompt tokens that were found in the cache
@@ -92,11 +83,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
-        """One pass: over prompts, or over the next tokens of all that have been read. One chunk an answer.
-
-        While there are both, they take turns: a long prompt delays the others by a chunk, and never its own first
-        token by a decoding step. Answers whose time is up end first, with what there is of them.
-        """
+        """One pass: over prompts, or over the next tokens of all that have been read; one chunk an answer. While there
+        are both, they take turns: a long prompt delays the others by a chunk, and never its own first token by a
+        decoding step. Answers whose time is up end first, with what there is of them."""
         chunks = self._expire()
         self._preempt()
         self._admit()
@@ -129,15 +118,14 @@ class Engine:
         same = [text for text in self._prefilling if text.begins and text.answers[0].request is request]
         if same and not answer.tokens:
             same[0].answers.append(answer)
-            answer.row.cache_row = self._take(PrefixQuery(tokens=(), salt=answer.row.cache_salt)).row
+            answer.row.cache_row = self._take((), answer).row
             return
         requires = self.drafting.requires(answer.drafter)
-        text = Prefill.of(answer, requires)
+        lacking = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
+        text = Prefill(answers=[answer], tokens=lacking, requires=requires)
         # Who wants to see the whole prompt scored or timed, or to hand its hidden states on, reads all of it.
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
-        wanted = () if whole else text.tokens
-        salt, drafter = answer.row.cache_salt, answer.drafter
-        found = self._take(PrefixQuery(tokens=wanted, salt=salt, drafter=drafter, needs_drafter=bool(requires)))
+        found = self._take(() if whole else text.tokens, answer, needs_drafter=bool(requires))
         answer.row.cache_row, text.done, text.known = found.row, found.shared, found.known
         self._prefilling.append(text)
         if self.scheduling.enable_prefix_caching and not answer.preemptions:
@@ -145,8 +133,10 @@ class Engine:
             self.prefix_hits += found.shared
             request.cached_tokens = max(request.cached_tokens, found.shared)
 
-    def _take(self, query: PrefixQuery) -> Allocation:
-        found = self._prefixes.acquire(query, {answer.row.cache_row: self._held(answer) for answer in self._running})
+    def _take(self, wanted: Sequence[int], answer: Completion, *, needs_drafter: bool = False) -> Allocation:
+        busy = {other.row.cache_row: self._held(other) for other in self._running}
+        salt, drafter = answer.row.cache_salt, answer.drafter
+        found = self._prefixes.acquire(wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter)
         if found.drafter is not None:
             self.drafting.forget(found.drafter, [found.row], [found.known])
         return found
@@ -173,7 +163,6 @@ class Engine:
         answer.introduced, row.cache_row = False, -1
 
     def _retire(self) -> None:
-        """Free the rows of answers that ended."""
         self._waiting = [answer for answer in self._waiting if answer.finish_reason is None]
         for answer in [answer for answer in self._running if answer.finish_reason is not None]:
             self._release(answer, keep=not answer.failed)
@@ -181,7 +170,6 @@ class Engine:
                 self.drafting.watch(answer.drafter, answer.stats)
 
     def _expire(self) -> list[StreamChunk]:
-        """End the answers whose time is up."""
         now = time.perf_counter()
         chunks = [answer.expire() for answer in [*self._waiting, *self._running] if answer.request.late(now)]
         if chunks:
@@ -193,7 +181,7 @@ class Engine:
     def _preempt(self) -> None:
         """Before a pass: what the running answers may hold after it fits, or the youngest is preempted."""
         while not self._fits(self._running):
-            answer = youngest(self._running)
+            answer = max(self._running, key=lambda answer: answer.order)
             self._release(answer, keep=False)
             answer.preemptions += 1
             self.preemptions += 1
@@ -224,11 +212,10 @@ class Engine:
         limits = self.scheduling
         texts = pass_of(self._prefilling, limits.chunk, limits.max_num_batched_tokens)
         logits = run_prefills(self.target, texts, limits.chunk)
-        done = [text for text in texts if text.finished]
         self._prefilling = [text for text in self._prefilling if not text.finished]
-        self._prefilled += done
-        beginning = [(index, answer) for index, text in enumerate(texts) if text in done for answer in text.answers]
-        beginning = [(index, answer) for index, answer in beginning if not answer.tokens]
+        self._prefilled += [text for text in texts if text.finished]
+        finished = ((index, text) for index, text in enumerate(texts) if text.finished)
+        beginning = [(index, answer) for index, text in finished for answer in text.answers if not answer.tokens]
         ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.room]
         beginning = [(index, answer) for index, answer in beginning if answer.row.room]
         if not beginning:
@@ -291,17 +278,6 @@ CachedText = tuple[Sequence[int], str | None]  # What a row's slots hold, and th
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixQuery:
-    """What is to be prefilled, and whose rows may serve it."""
-
-    tokens: Sequence[int]
-    salt: str | None = None  # Isolation domain: what rows of another hold is as good as unknown
-    drafter: str | None = None  # Key of the drafter that will work for the row
-    needs_drafter: bool = False
-    """Without the drafter's own state of the prefix, the target's is of no use: it reads hidden states."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
     """A row of the cache for a sequence."""
 
@@ -345,11 +321,7 @@ class PrefixCache:
         self._clock += 1
         self._target.truncate([row], [0])
         self._free[row] = _FreeRow(
-            tokens=list(held[0]),
-            salt=held[1],
-            drafter=drafter,
-            writes=self._target.writes[row],
-            used=self._clock,
+            tokens=list(held[0]), salt=held[1], drafter=drafter, writes=self._target.writes[row], used=self._clock
         )
 
     def drop(self, most: int) -> list[tuple[int, str]]:
@@ -363,26 +335,43 @@ class PrefixCache:
                 forgotten.append((row, kept.drafter))
         return forgotten
 
-    def acquire(self, query: PrefixQuery, running: Mapping[int, CachedText]) -> Allocation:
+    def acquire(
+        self,
+        wanted: Sequence[int],
+        running: Mapping[int, CachedText],
+        *,
+        salt: str | None = None,
+        drafter: str | None = None,
+        needs_drafter: bool = False,
+    ) -> Allocation:
         """Take a row: the one that holds most of the wanted text or, if a running row holds more, a copy of that.
 
         Without either, the row that keeps the busy ones side by side (the cache reads neighbours without a copy), and
         of several such rows the one that was used least recently.
 
         Args:
-            query: at least one token of it is left to be read.
+            wanted: tokens, of which at least one is left to be read.
             running: what the busy rows hold.
+            salt: isolation domain: what rows of another hold is as good as unknown.
+            drafter: key of the one that will work for the row.
+            needs_drafter: it reads hidden states: without its own state of the prefix, the target's is of no use.
         """
-        shared = {row: self._shared(row, query) for row in self._free}
+        shared = dict[int, int]()
+        for row, kept in self._free.items():
+            lost = kept.writes != self._target.writes[row] or (needs_drafter and kept.drafter != drafter)
+            shared[row] = 0 if lost or kept.salt != salt else _common(kept.tokens, wanted)
         best = max(shared, key=lambda row: shared[row])
         copied = {
-            row: _common(tokens, query.tokens)
-            for row, (tokens, salt) in running.items()
-            if self.enabled and salt == query.salt and not query.needs_drafter
+            row: _common(tokens, wanted)
+            for row, (tokens, domain) in running.items()
+            if self.enabled and domain == salt and not needs_drafter
         }
         source = max(copied, key=lambda row: copied[row], default=-1)
         lent = copied.get(source, 0)
-        row = best if shared[best] >= max(1, lent) else self._between(running)
+        row = best
+        if shared[best] < max(1, lent):  # one that keeps the busy ones side by side
+            width = {row: max((*running, row)) - min((*running, row)) for row in self._free}
+            row = min(self._free, key=lambda row: (width[row], self._free[row].used, row))
         length = shared[best] if row == best and shared[best] >= lent else 0
         kept = self._free.pop(row)
         self._target.lengths[row] = length  # its slots still hold them: see `_FreeRow.writes`
@@ -390,17 +379,8 @@ class PrefixCache:
         if lent > length:
             self._target.copy_row(source, row, lent)
             return Allocation(row=row, shared=lent, drafter=kept.drafter)
-        known = length + 1 if length and kept.drafter == query.drafter else 0
+        known = length + 1 if length and kept.drafter == drafter else 0
         return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
-
-    def _shared(self, row: int, query: PrefixQuery) -> int:
-        kept = self._free[row]
-        lost = kept.writes != self._target.writes[row] or (query.needs_drafter and kept.drafter != query.drafter)
-        return 0 if lost or kept.salt != query.salt else _common(kept.tokens, query.tokens)
-
-    def _between(self, busy: Mapping[int, object]) -> int:
-        """The free row that keeps the busy ones side by side."""
-        return min(self._free, key=lambda row: (max((*busy, row)) - min((*busy, row)), self._free[row].used, row))
 
 
 def _common(held: Sequence[int], wanted: Sequence[int]) -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
@@ -47,18 +47,15 @@ class PassCost(Protocol):
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """Wall time of one pass over `nodes` nodes in each of `rows` rows behind `context` tokens, ms."""
-        ...
 
 
+@dataclass(frozen=True)
 class Nominal:
     """A pass cost for where none could be measured. In plain passes; ratios seen while running make milliseconds."""
 
-    def __init__(self, slope: float = 0.04) -> None:
-        """`slope`: what each node adds, in passes over one."""
-        self.slope = slope
+    slope: float = 0.04  # What each node adds, in passes over one
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """In passes of a single node."""
         return 1.0 + self.slope * (nodes * rows - 1)
 
 
@@ -90,12 +87,9 @@ class CostModel:
             raise ArgumentError("pass_times_ms must be positive")
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """Wall time of one pass, ms.
-
-        Sizes between the measured ones are rounded up (`stairs`) or interpolated; rows and contexts are interpolated.
-        Above the grid costs go on linearly; where only one row count was measured, a pass over B rows of N nodes
-        counts as one of B * N nodes. Contexts below the grid cost what its first one does.
-        """
+        """Wall time of one pass, ms. Sizes between the measured ones are rounded up (`stairs`) or interpolated; rows
+        and contexts are interpolated. Above the grid costs go on linearly; where only one row count was measured, B
+        rows of N nodes count as B * N nodes. Contexts below the grid cost what its first one does."""
         if nodes < 1 or rows < 1 or context < 0:
             raise ArgumentError(f"a pass has at least one node and one row, got {nodes} nodes, {rows} rows, {context}")
         if len(self.rows) == 1 and rows > self.rows[0]:
@@ -113,10 +107,6 @@ class CostModel:
     def with_draft(self, key: str, draft: DraftCost) -> CostModel:
         """The same with a drafter's cost added or replaced."""
         return replace(self, drafts={**self.drafts, key: draft})
-
-    def record(self) -> dict[str, Any]:
-        """As JSON knows it."""
-        return asdict(self)
 
 
 def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs: bool = False) -> float:
@@ -140,11 +130,8 @@ _LEAST_MS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """How the drafted nodes of several rows make up the size of one pass.
-
-    Where padding is computed like everything else, a pass is as wide as its widest row, and a size is a width; where it
-    is left out (see `Target.computes_padding`), a size counts the nodes of all rows together.
-    """
+    """How the drafted nodes of several rows make up the size of one pass: where padding is computed like everything
+    else, that of the widest row; where it is left out (see `Target.computes_padding`), the nodes of all rows."""
 
     padded: bool = False
 
@@ -162,10 +149,10 @@ class PassShape:
 
 
 class Times(dict[int, float]):
-    """Size of a pass -> the time of a step with it, ms; worked out when it is asked for."""
+    """Size of a pass -> the time of a step with it, ms, worked out by `time` when it is asked for; sizes above `most`
+    take as long as that."""
 
     def __init__(self, most: int, time: Callable[[int], float]) -> None:
-        """`most`: the largest size, larger ones take as long; `time` works one out."""
         self.most, self._time = most, time
 
     def __missing__(self, size: int) -> float:
@@ -177,9 +164,9 @@ class Correction:
     """Factors for predictions: the machine's pace of late, common to all sizes, times what each size has of its own.
 
     The pace is quick, so a size that was not seen for long follows when the machine becomes slower; what a size has of
-    its own is slow, and leans on its family's while it was seen seldom. A size that is new tells what it has of its own
-    and nothing of the pace: else one that is dearer than predicted would seem to say that all have become so. Medians,
-    so a garbage collection moves nothing. Sizes are tuples; those that begin with 0 (plain passes) are a family.
+    its own is slow, and leans on its family's (plain passes, whose size begins with 0, are one) while it was seen
+    seldom. A size that is new tells nothing of the pace: else one that is dearer than predicted would seem to say that
+    all have become so. Medians, so a garbage collection moves nothing.
     """
 
     def __init__(self) -> None:
@@ -225,10 +212,7 @@ class StepCosts:
     """
 
     def __init__(
-        self,
-        passes: PassCost,
-        drafts: Mapping[str, DraftCost] | None = None,
-        shape: PassShape = PassShape(),
+        self, passes: PassCost, drafts: Mapping[str, DraftCost] | None = None, shape: PassShape = PassShape()
     ) -> None:
         self._drafts, self.shape = dict(drafts or {}), shape
         self._calibrated = lru_cache(maxsize=8192)(
@@ -291,7 +275,6 @@ class StepCosts:
             self._seen["lookup", _about(rows)].append(max(1.0, (ms - self.host_ms(rows)) / lookup_ms))
 
     def _latest(self, key: Hashable, unseen: float) -> float:
-        """The median of what was seen of late; a garbage collection moves nothing."""
         seen = self._seen.get(key)
         return median(seen) if seen else unseen
 

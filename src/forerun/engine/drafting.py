@@ -17,7 +17,7 @@ from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters import AUTO
 from forerun.drafters.base import Drafter, DrafterSetup
-from forerun.drafters.guarded import Deferred, Guarded
+from forerun.drafters.guarded import Guarded
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from forerun.engine.costs import PassCost
 from forerun.engine.policy.policy import Policy, policy_for
@@ -28,36 +28,6 @@ log = logging.getLogger(__name__)
 _SAMPLED = Sampler(SamplingParams(temperature=1.0), ())  # Of a request for which a drafter may sample if it ever does
 _CHANCE_STEPS = 200
 _CHANCE_RATE = 0.02
-
-
-@dataclass(kw_only=True, slots=True)
-class _Active:
-    config: SpeculativeConfig
-    drafters: Sequence[tuple[str, Guarded | Deferred]]  # Name and drafter; several where a policy chooses among them
-    policy: Policy | None
-    depth: int  # Most tokens on one path
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
-    warned: bool = False
-
-    def guarded(self) -> list[Guarded]:
-        """The same, as they were built."""
-        return [drafter.drafter if isinstance(drafter, Deferred) else drafter for _, drafter in self.drafters]
-
-    @property
-    def drafter(self) -> Drafter:
-        """The one drafter, or the first."""
-        return self.drafters[0][1]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewSequence:
-    """A row whose text its drafter has not been shown."""
-
-    row: Row
-    known: int  # First tokens that the drafter still holds from before
-    states: Mapping[
-        Boundary, Tensor
-    ]  # (M, H) of the tokens before each of the others; M is one less where none is known
 
 
 class DrafterPool:
@@ -75,11 +45,11 @@ class DrafterPool:
         if config is None:
             return None
         if config.rule is not None:
-            rule_named(config.rule)
+            rule_named(config.rule)  # before anything is loaded
         key = self._wider(config) or _key(config)
         active = self._active.get(key) or self._built(config)
-        if config.rule is not None:
-            for name, drafter in active.drafters:
+        for name, drafter in active.drafters:
+            if config.rule is not None:
                 check_fits(config.rule, drafter.kind(_SAMPLED), name)
         self._active[key] = active
         return key
@@ -113,12 +83,7 @@ class DrafterPool:
         return frozenset[Boundary]().union(*(drafter.requires for _, drafter in drafters))
 
     def groups(
-        self,
-        rows: Sequence[Row],
-        keys: Sequence[str | None],
-        depths: Sequence[int | None],
-        *,
-        awaited: bool = False,
+        self, rows: Sequence[Row], keys: Sequence[str | None], depths: Sequence[int | None], *, awaited: bool = False
     ) -> list[Group]:
         """Who drafts for whom in a step of `rows`, by the `keys` and per-request depth limits (None: the drafter's);
         `awaited`: others wait for their first token."""
@@ -132,15 +97,8 @@ class DrafterPool:
                 groups += active.policy.plan(rows, members, limits, awaited=awaited)
                 self._planned.append(active.policy)
                 continue
-            groups.append(
-                Group(
-                    name=active.config.method,
-                    drafter=active.drafter,
-                    members=members,
-                    depths=limits,
-                    nodes=self._nodes,
-                )
-            )
+            name, drafter = active.config.method, active.drafter
+            groups.append(Group(name=name, drafter=drafter, members=members, depths=limits, nodes=self._nodes))
         return groups
 
     def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
@@ -165,10 +123,10 @@ class DrafterPool:
 
     def introduce(self, key: str, found: Sequence[NewSequence]) -> None:
         """Show drafters the texts (prompts and first tokens) of rows that are new to them."""
-        rows = [newcomer.row for newcomer in found]
-        fresh = [len(newcomer.row.tokens) - newcomer.known for newcomer in found]
+        rows = [new.row for new in found]
+        fresh = [len(new.row.tokens) - new.known for new in found]
         hidden_states = {
-            boundary: pad_sequence([newcomer.states[boundary] for newcomer in found], batch_first=True)
+            boundary: pad_sequence([new.states[boundary] for new in found], batch_first=True)
             for boundary in self.requires(key)
         }
         for _, drafter in self._active[key].drafters:
@@ -178,7 +136,7 @@ class DrafterPool:
     def count_failures(self, rows: Iterable[Row]) -> None:
         """Put down to these rows how often drafters have failed them since this was last asked."""
         for row in rows:
-            row.drafter_errors += self._setup.failures.take(row.cache_row)
+            row.drafter_errors += self._setup.failures.pop(row.cache_row, 0)
 
     def remembers(self, key: str | None) -> bool:
         """Whether what its drafters hold of a row is worth keeping when the answer has ended."""
@@ -191,12 +149,11 @@ class DrafterPool:
             active.policy.forget(rows, lengths)
         else:
             active.drafter.truncate(rows, lengths)
-        active.stats.drafter_errors += sum(self._setup.failures.take(row) for row in rows)  # of no running answer
+        active.stats.drafter_errors += sum(self._setup.failures.pop(row, 0) for row in rows)  # of no running answer
 
     def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
         """Put something around the drafters of a configuration; what they propose and are shown then passes through."""
-        active = self._active[key]
-        for guarded in active.guarded():
+        for _, guarded in self._active[key].drafters:
             guarded.drafter = around(guarded.drafter)
 
     @contextmanager
@@ -216,25 +173,42 @@ class DrafterPool:
         """Add a finished answer's counts; warn once where acceptance is at the level of chance."""
         active = self._active[key]
         active.stats.add(stats)
-        if active.config.method != AUTO and not active.warned and active.stats.num_spec_steps >= _CHANCE_STEPS:
-            rate = active.stats.acceptance_per_depth[0]
-            if rate < _CHANCE_RATE:
-                active.warned = True
-                log.warning(
-                    "drafter %r is at the level of chance: %.1f %% of its first drafted tokens were accepted in %d "
-                    "steps. Was it trained for this target and tokenizer? The output is right, but nothing is gained.",
-                    active.config.method,
-                    100 * rate,
-                    active.stats.num_spec_steps,
-                )
+        steps = active.stats.num_spec_steps
+        if active.config.method == AUTO or active.warned or steps < _CHANCE_STEPS:
+            return
+        rate = active.stats.acceptance_per_depth[0]
+        if rate < _CHANCE_RATE:
+            active.warned = True
+            log.warning(
+                f"drafter {active.config.method!r} is at the level of chance: {100 * rate:.1f} % of its first drafted "
+                f"tokens were accepted in {steps} steps. Was it trained for this target and tokenizer? The output is "
+                "right, but nothing is gained."
+            )
 
-    def memory_bytes(self) -> int:
-        """Bytes held by all drafters."""
-        return sum(drafter.memory_bytes() for active in self._active.values() for _, drafter in active.drafters)
 
-    def totals(self) -> Iterable[tuple[str, SpeculationStats]]:
-        """Method name and counts over all finished answers, per configuration."""
-        return [(active.config.method, active.stats) for active in self._active.values()]
+@dataclass(kw_only=True, slots=True)
+class _Active:
+    config: SpeculativeConfig
+    drafters: Sequence[tuple[str, Guarded]]  # Name and drafter; several where a policy chooses among them
+    policy: Policy | None
+    depth: int  # Most tokens on one path
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    warned: bool = False
+
+    @property
+    def drafter(self) -> Drafter:
+        """The one drafter, or the first."""
+        return self.drafters[0][1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewSequence:
+    """A row whose text its drafter has not been shown."""
+
+    row: Row
+    known: int  # First tokens that the drafter still holds from before
+    states: Mapping[Boundary, Tensor]
+    """(M, H) of the tokens before each of the others; M is one less where none is known."""
 
 
 def _key(config: SpeculativeConfig) -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property
@@ -54,85 +54,6 @@ def check(kind: str, text: str) -> None:
         )
 
 
-def check_choices(choices: Iterable[str]) -> None:
-    """Refuse (ArgumentError) a list of choices that is too long, or that holds one that is."""
-    for count, choice in enumerate(choices, start=1):
-        if count > MAX_CHOICES:
-            raise ArgumentError(f"structured outputs: there are more than {MAX_CHOICES} choices")
-        if len(choice) > MAX_CHOICE_CHARACTERS:
-            raise ArgumentError(f"structured outputs: a choice has more than {MAX_CHOICE_CHARACTERS} characters")
-
-
-# --- the process that tries grammars ----------------------------------------------------------------------------------
-
-TRIAL_S = 2.0  # Time to compile one grammar, seconds; ordinary schemas take some milliseconds
-START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy
-
-
-class Trials:
-    """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first needed, and again when a
-    grammar has ended it. `tokenizer`: what llguidance's tokenizer is made from, as keywords."""
-
-    def __init__(self, tokenizer: Mapping[str, Any]) -> None:
-        self._tokenizer = dict(tokenizer)
-        self._process: subprocess.Popen[str] | None = None
-        self._over: Callable[[], object] = lambda: None
-
-    def tried(self, kind: str, text: str) -> str:
-        """Why a grammar is refused; empty where it is not."""
-        process = self._started()
-        answer = _asked(process, {"kind": kind, "text": text}, TRIAL_S)
-        if answer is None:
-            return (
-                f"is too complex: compiling it took more than {TRIAL_S:g} s or more memory than there is, or its "
-                "references go too deep"
-            )
-        return answer
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
-            self._over()
-            # -P: the modules beside the script are not its own.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(grammar_trial.__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-            )
-            self._over = weakref.finalize(self, _ended, self._process)
-            if _asked(self._process, self._tokenizer, START_S) is None:
-                raise RuntimeError("the process that tries grammars does not start")
-        return self._process
-
-
-def _asked(process: subprocess.Popen[str], question: Mapping[str, Any], seconds: float) -> str | None:
-    """The process's answer; None, and its end, where there is none in so many seconds."""
-    assert process.stdin is not None and process.stdout is not None, "both are pipes"
-    timer = threading.Timer(seconds, process.kill)
-    timer.start()
-    try:
-        process.stdin.write(json.dumps(question) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-    except OSError:
-        answer = ""
-    finally:
-        timer.cancel()
-    if answer.endswith("\n"):
-        return str(json.loads(answer))
-    _ended(process)
-    return None
-
-
-def _ended(process: subprocess.Popen[str]) -> None:
-    """End the process and collect it."""
-    process.kill()
-    with suppress(OSError), process:  # closes its pipes, in which something may be left, and waits for it
-        pass
-
-
 # --- the processor ----------------------------------------------------------------------------------------------------
 
 GRACE_S = 0.1  # Time that the masks of one request may take together, seconds of the thread, and
@@ -160,10 +81,9 @@ class Budget:
 
     def _check(self) -> None:
         if self._spent_s > GRACE_S + MASK_S * self._asked:
-            raise ArgumentError(
-                f"structured outputs: the grammar took {self._spent_s:.1f} s for {self._asked} tokens; it is "
-                "ambiguous, or its expressions are too large"
-            )
+            took = f"{self._spent_s:.1f} s for {self._asked} tokens"
+            why = "it is ambiguous, or its expressions are too large"
+            raise ArgumentError(f"structured outputs: the grammar took {took}; {why}")
 
 
 class GrammarProcessor:
@@ -175,8 +95,6 @@ class GrammarProcessor:
     Args:
         beginning: a matcher at the beginning of the grammar; copied when the first mask is asked for.
         prompt_length: tokens of each call that are not the output.
-        end_ids: tokens that may end an answer.
-        budget: of the request.
     """
 
     def __init__(self, beginning: Any, prompt_length: int, end_ids: Sequence[int], budget: Budget) -> None:
@@ -221,11 +139,8 @@ class GrammarProcessor:
     def _follow(self, output: Sequence[int]) -> bool:
         """Bring the parser to the end of `output`; False where the grammar does not allow it that far: a parser that
         was made to read a forbidden token never recovers, so it is asked first."""
-        same = 0
-        for mine, theirs in zip(self._read, output, strict=False):
-            if mine != theirs:
-                break
-            same += 1
+        pairs = enumerate(zip(self._read, output, strict=False))
+        same = next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(self._read), len(output)))
         if same < len(self._read):
             self._matcher.rollback(len(self._read) - same)
             del self._read[same:]
@@ -238,16 +153,8 @@ class GrammarProcessor:
 
 
 class GrammarCompiler:
-    """Makes processors for one model's tokenizer.
-
-    Args:
-        tokenizer: of the model.
-        vocab_size: of the model, which may be larger.
-        end_ids: tokens that may end an answer.
-
-    Raises:
-        ArgumentError: llguidance is not installed.
-    """
+    """Makes processors for one model's tokenizer; `vocab_size` is the model's, which may be larger, `end_ids` may end
+    an answer. ArgumentError: llguidance is not installed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Sequence[int]) -> None:
         if importlib.util.find_spec("llguidance") is None:
@@ -327,7 +234,10 @@ def source(outputs: StructuredOutputs) -> tuple[str, str]:
     if outputs.regex is not None:
         return "regex", outputs.regex
     if outputs.choice is not None:
-        check_choices(outputs.choice)
+        if len(outputs.choice) > MAX_CHOICES:
+            raise ArgumentError(f"structured outputs: there are more than {MAX_CHOICES} choices")
+        if max(map(len, outputs.choice), default=0) > MAX_CHOICE_CHARACTERS:
+            raise ArgumentError(f"structured outputs: a choice has more than {MAX_CHOICE_CHARACTERS} characters")
         options = " | ".join(json.dumps(option) for option in outputs.choice)
         return "grammar", f"start: CHOICE\nCHOICE: {options}"
     assert outputs.grammar is not None, "checked when it was made"
@@ -349,10 +259,75 @@ def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
 
 
 def _allowed(grammar: GrammarProcessor, output: list[int], tree: TokenTree) -> list[int]:
-    """Node ids, parents first."""
     paths = {0: output}
     for node in range(1, tree.size + 1):
         parent, token = tree.parents[node], tree.tokens[node]
         if parent in paths and grammar.valid(paths[parent], [token]):
             paths[node] = [*paths[parent], token]
     return [node for node in paths if node]
+
+
+# --- the process that tries grammars ----------------------------------------------------------------------------------
+
+TRIAL_S = 2.0  # Time to compile one grammar, seconds; ordinary schemas take some milliseconds
+START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy
+
+
+class Trials:
+    """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first needed, and again when a
+    grammar has ended it. `tokenizer`: what llguidance's tokenizer is made from, as keywords."""
+
+    def __init__(self, tokenizer: Mapping[str, Any]) -> None:
+        self._tokenizer = dict(tokenizer)
+        self._process: subprocess.Popen[str] | None = None
+        self._over: Callable[[], object] = lambda: None
+
+    def tried(self, kind: str, text: str) -> str:
+        """Why a grammar is refused; empty where it is not."""
+        answer = _asked(self._started(), {"kind": kind, "text": text}, TRIAL_S)
+        if answer is not None:
+            return answer
+        taken = f"more than {TRIAL_S:g} s or more memory than there is"
+        return f"is too complex: compiling it took {taken}, or its references go too deep"
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._over()
+            # -P: the modules beside the script are not its own.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(grammar_trial.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+            )
+            self._over = weakref.finalize(self, _ended, self._process)
+            if _asked(self._process, self._tokenizer, START_S) is None:
+                raise RuntimeError("the process that tries grammars does not start")
+        return self._process
+
+
+def _asked(process: subprocess.Popen[str], question: Mapping[str, Any], seconds: float) -> str | None:
+    """The process's answer; None, and its end, where there is none in so many seconds."""
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    except OSError:
+        answer = ""
+    finally:
+        timer.cancel()
+    if answer.endswith("\n"):
+        return str(json.loads(answer))
+    _ended(process)
+    return None
+
+
+def _ended(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    with suppress(OSError), process:  # closes its pipes, in which something may be left, and waits for it
+        pass

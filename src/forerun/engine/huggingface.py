@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.engine.llm import LLM
+from forerun.engine.prompts import NEUTRAL
 from forerun.errors import ArgumentError
 from forerun.types import LogitsProcessor, SamplingParams
 
@@ -25,7 +26,7 @@ _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
 
 
 def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> HuggingFaceGenerate:
-    """A decoding loop for transformers' ``generate(custom_generate=...)``.
+    """A decoding loop for transformers: ``model.generate(**inputs, custom_generate=forerun.hf("ngram"))``.
 
     transformers 5 does not hand `generate`'s own ``streamer`` and ``tokenizer`` to a custom loop: give the streamer
     here, and stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
@@ -34,9 +35,6 @@ def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> Huggi
         drafter: a name from ``forerun drafters``.
         streamer: a transformers streamer that gets the tokens as they are accepted.
         options: as in ``speculative_config``: ``num_speculative_tokens``, ``model``, ``rule``, ...
-
-    Example:
-        ``model.generate(**inputs, max_new_tokens=64, custom_generate=forerun.hf("ngram"))``
     """
     return HuggingFaceGenerate({"method": drafter, **options}, streamer)
 
@@ -125,14 +123,10 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
             "forerun.hf numbers the prompt's tokens from 0, padding left out; generate() was given other position_ids: "
             "leave them out"
         )
-    wrong = {
-        "num_beams": (config.num_beams or 1) > 1,
-        "output_scores": config.return_dict_in_generate and config.output_scores,
-        "output_logits": config.return_dict_in_generate and config.output_logits,
-        "output_attentions": config.return_dict_in_generate and config.output_attentions,
-        "output_hidden_states": config.return_dict_in_generate and config.output_hidden_states,
-    }
-    found = [name for name, asked in wrong.items() if asked]
+    found = ["num_beams"] if (config.num_beams or 1) > 1 else []
+    if config.return_dict_in_generate:
+        outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        found += [name for name in outputs if getattr(config, name)]
     if found:
         raise ArgumentError(f"forerun.hf does not support {', '.join(found)} in generate(); leave it out")
 
@@ -140,16 +134,14 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
 def _params(config: Any, room: int, processors: tuple[LogitsProcessor, ...]) -> SamplingParams:
     """Everything that shapes the distribution comes from transformers' processors; the engine adds nothing."""
     ends = config.eos_token_id
-    neutral: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     return SamplingParams(
-        temperature=1.0 if config.do_sample else 0.0,
+        **{**NEUTRAL, "temperature": 1.0 if config.do_sample else 0.0},
         max_tokens=room,
         ignore_eos=True,
         stop_token_ids=[ends] if isinstance(ends, int) else list(ends or ()),
         seed=int(torch.randint(2**62, (1,))),
         detokenize=False,
         logits_processors=processors,
-        **neutral,
     )
 
 

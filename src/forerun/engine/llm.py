@@ -19,7 +19,7 @@ from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, dra
 from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.measuring import known_or_nominal
-from forerun.engine.prompts import Lane, Prompt, PromptReader, as_list, as_params, conversation
+from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, paired
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, nearest
 from forerun.model import Buckets, Target
@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
 """What drafts for a request: None as the engine is configured, False off, or a configuration of its own."""
 
-REPRODUCIBLE_NODES = 16
-"""Nodes of every pass in reproducible mode, the root included: where 16 rows still cost about what one costs."""
+REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
 
 _LOADING = (
     "device_map",
@@ -105,7 +104,10 @@ class LLM:
         old = from_old_keywords(loading)
         if old is not None and speculative_config is not None:
             raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
-        _refuse_unknown(loading)
+        for name in loading:
+            if name not in _LOADING:
+                known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
+                raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
         _check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         scheduling = Scheduling(
             max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
@@ -139,11 +141,18 @@ class LLM:
             context=self.max_model_len,
             default_seed=seed,
         )
-        setup = _setup(self.target, self.tokenizer, max_num_seqs)
+        cost = cache(partial(known_or_nominal, self.target))  # measured when a drafter asks
+        setup = DrafterSetup(
+            target=self.target,
+            tokenizer=self.tokenizer,
+            rows=max_num_seqs,
+            slots=self.target.slots,
+            pass_ms=lambda drafted: cost().pass_ms(drafted + 1),
+        )
         if reproducible:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
-        self.engine = Engine(self.target, DrafterPool(setup, nodes=most), check=check, scheduling=scheduling)
+        self.engine = Engine(self.target, DrafterPool(setup, nodes=most), scheduling, check=check)
         self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
         self._numbers = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)
@@ -170,13 +179,11 @@ class LLM:
             cache_salt: isolation domain: cached prefixes and what drafters have learned serve the requests of their own
                 domain only. None is a domain, too: all requests without a salt share it.
         """
-        many = as_list(prompts)
-        params = as_params(sampling_params, len(many))
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         ids: list[str] = []
         try:
-            for prompt, own in zip(many, params, strict=True):
-                ids.append(self.submit(prompt, own, **keywords, cache_salt=cache_salt))
+            for prompt, params in paired(prompts, sampling_params):
+                ids.append(submit(prompt, params))
             return [self._wait(request_id) for request_id in ids]
         except BaseException:
             for request_id in ids:
@@ -194,10 +201,8 @@ class LLM:
         cache_salt: str | None = None,
     ) -> Iterator[StreamChunk]:
         """Answer one prompt, a chunk per step; the last chunk carries the whole output. Closing the iterator aborts."""
-        params = sampling_params or SamplingParams()
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        request_id = self.submit(prompt, params, **keywords, cache_salt=cache_salt)
-        return self._chunks(request_id)
+        submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
+        return self._chunks(submit(prompt, sampling_params or SamplingParams()))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
@@ -216,21 +221,16 @@ class LLM:
         return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
     def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template: Any,
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
     ) -> dict[str, Any]:
         """The conversation as the model wants to read it: text and token ids, ending where the answer begins.
 
         Whatever messages and tools say is text: only the template writes control tokens, such as the marks of roles.
+        ArgumentError: no template, it refuses the conversation, or a control token in that cannot be read as text.
 
         Args:
             tools: functions that the model may call: ``[{"type": "function", "function": {"name": ..., ...}}]``.
             template: more variables, e.g. ``enable_thinking=False``; ``continue_final_message``, as in transformers.
-
-        Raises:
-            ArgumentError: no template, it refuses the conversation, or a control token in that cannot be read as text.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
@@ -256,7 +256,8 @@ class LLM:
         priority: int = 0,
         adapt: bool = True,
     ) -> str:
-        """Queue a request and return its id; `step` advances it.
+        """Queue a request and return its id; the engine's `step` advances it. ArgumentError: the prompt does not fit,
+        or an option is out of range.
 
         Args:
             cache_salt: isolation domain, see `generate`.
@@ -264,9 +265,6 @@ class LLM:
             user: of the client; its rows are shared evenly among its users, of whom None is one.
             priority: of the client's requests the lowest goes first.
             adapt: whether online adaptation may learn from it.
-
-        Raises:
-            ArgumentError: the prompt does not fit, or an option is out of range.
         """
         request = self.prepared(
             self.next_number(), prompt, sampling_params, speculative=speculative, trace=trace, timeout_s=timeout_s
@@ -314,7 +312,6 @@ class LLM:
         self._inbox.pop(request_id, None)
 
     def _adapt(self, config: AdaptConfig | None, key: str | None) -> Adaptation | None:
-        """What trains the configured drafter in the background; None where nobody asked for it."""
         if config is None or key is None:
             return None
         from forerun.engine.adapting.adaptation import Adaptation
@@ -350,25 +347,6 @@ class LLM:
             if chunk.output is not None:
                 return chunk.output
         raise AssertionError("a stream ends with its output")
-
-
-def _setup(target: Target, tokenizer: PreTrainedTokenizerBase | None, rows: int) -> DrafterSetup:
-    """What drafters are built from; what a pass costs is measured when one asks."""
-    cost = cache(partial(known_or_nominal, target))
-    return DrafterSetup(
-        target=target,
-        tokenizer=tokenizer,
-        rows=rows,
-        slots=target.slots,
-        pass_ms=lambda drafted: cost().pass_ms(drafted + 1),
-    )
-
-
-def _refuse_unknown(loading: Mapping[str, Any]) -> None:
-    known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
-    for name in loading:
-        if name not in _LOADING:
-            raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
 
 
 def _check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:

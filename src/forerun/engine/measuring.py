@@ -53,9 +53,10 @@ def load_or_measure(
     """What this target's passes cost here: read from disk, else measured on free rows and kept.
 
     One pass is what one step asks of the target: from token ids to the argmax of every node on the host, and the
-    commit. The rows are free again afterwards; what stands in their slots is overwritten. Contexts are only announced,
-    not prefilled: the cost of attention does not depend on what it reads. Where more sizes are wanted than a file
-    holds, both are measured together. A file that is corrupt, foreign or of another format is ignored with a warning.
+    commit. What stands in the rows' slots is overwritten. Contexts are only announced, not prefilled: the cost of
+    attention does not depend on what it reads. Where more sizes are wanted than a file holds, both are measured
+    together. A file that is corrupt, foreign or of another format is ignored with a warning. ArgumentError: a size is
+    out of range, or it must be measured and too few rows are free.
 
     Args:
         rows: how many rows a pass has; default 1, 4, 16, 64 and all rows, as far as they are there.
@@ -65,9 +66,6 @@ def load_or_measure(
         seconds: stop adding passes after this long; the smallest sizes are measured in any case.
         force: measure although there is a file; the drafters in it are forgotten.
         tell: told how far it is.
-
-    Raises:
-        ArgumentError: a size is out of range, or it must be measured and too few rows are free.
     """
     if rows is None:
         rows = sorted({*(count for count in ROWS if count < target.rows), target.rows})
@@ -172,16 +170,15 @@ def _fitted(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
     rows = [r for r in grid["rows"] if len(known[first, r]) >= least]
     contexts = [c for c in grid["contexts"] if all(len(known[c, r]) >= least for r in rows)]
     base = {(r, n): 0.0 for r in rows for n in nodes}
-    planes = list[list[list[float]]]()
+    planes = list[tuple[tuple[float, ...], ...]]()
     for c in contexts:
-        plane = list[list[float]]()
-        for r in rows:  # behind further contexts what they add to the first one's times is interpolated
-            added = [ms[c, r, n] - base[r, n] for n in known[c, r]]
-            plane.append(rising([base[r, n] + along(known[c, r], added, n) for n in nodes]))
-        planes.append(plane)
+        plane = list[tuple[float, ...]]()
+        for r in rows:  # behind further contexts what they add to the first one's times, if anything, is interpolated
+            added = [max(0.0, ms[c, r, n] - base[r, n]) for n in known[c, r]]
+            plane.append(tuple(rising([base[r, n] + along(known[c, r], added, n) for n in nodes])))
+        planes.append(tuple(plane))
         base = {(r, n): planes[0][i][j] for i, r in enumerate(rows) for j, n in enumerate(nodes)}
-    times = tuple(tuple(map(tuple, plane)) for plane in planes)
-    return CostModel(nodes=nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times_ms=times)
+    return CostModel(nodes=nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times_ms=tuple(planes))
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -250,9 +247,9 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return str(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _read(target: Target) -> tuple[Grid, CostModel] | None:
@@ -275,7 +272,7 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
 def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     """All or nothing. A cache that cannot be written is no reason to fail."""
     path = file_of(target)
-    body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": cost.record()}
+    body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": asdict(cost)}
     try:
         with written(path) as fresh:
             text = json.dumps({**body, "sha256": _hash(body)}, indent=1, default=str)

@@ -13,7 +13,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from forerun.core.row import Row
-from forerun.core.rules import rule_named
 from forerun.core.sampling import Sampler, check_token_ids, request_seed
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
@@ -39,7 +38,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a ``"prediction"`` of
 the answer, text or token ids, for the drafter of that name."""
 
-_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +63,8 @@ class PromptReader:
             ) from error
 
     def tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int]]:
-        """The prompt's text, where there is one that is read whole, and its token ids.
-
-        Args:
-            params: how it is to be answered; None: by at least one token.
-
-        Raises:
-            ArgumentError: empty, too long for the context, or ids outside the vocabulary.
-        """
+        """The prompt's text, where there is one that is read whole, and its token ids. `params` says how it is to be
+        answered; None: by at least one token. ArgumentError: empty, too long, or ids outside the vocabulary."""
         room = 1 if params is None or params.max_tokens is None else params.max_tokens
         kept = None if params is None else params.truncate_prompt_tokens
         text, ids = self._read(prompt, whole=kept is None)
@@ -92,13 +85,11 @@ class PromptReader:
         params = self.resolve(params)
         if params.seed is None and self.default_seed is not None:
             params = replace(params, seed=request_seed(self.default_seed, number))
+        rule = speculative.rule if speculative is not None else None
+        if rule == "argmax_walk" and not params.greedy:
+            raise ArgumentError(f"rule {rule!r} is lossless at temperature 0 only; leave the rule out to sample")
         request = Request(
-            id=f"request-{number}",
-            prompt=text,
-            prompt_tokens=ids,
-            params=params,
-            speculative=speculative,
-            trace=trace,
+            id=f"request-{number}", prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.end_ids())
@@ -112,11 +103,19 @@ class PromptReader:
                 seed=seed + index,
                 stop_ids=stop_ids,
                 room=min(self.context - len(ids), self.context if params.max_tokens is None else params.max_tokens),
-                rule=_checked_rule(request),
+                rule=rule,
                 traced=request.trace,
                 prediction=prediction,
             )
-            request.answers.append(self._answer(request, index, row))
+            tokenizer = self.tokenizer if params.detokenize else None
+            answer = Completion(
+                request=request,
+                index=index,
+                row=row,
+                detokenizer=Detokenizer(tokenizer, ids, skip_special=params.skip_special_tokens),
+                text=AnswerText(stops=params.stop_strings, include_stop=params.include_stop_str_in_output),
+            )
+            request.answers.append(answer)
         return request
 
     def lane(self, prompt: Prompt, params: SamplingParams) -> Lane:
@@ -169,7 +168,7 @@ class PromptReader:
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Fill what is None from the generation configuration, else with the neutral value; check token ids."""
         values: dict[str, Any] = {}
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in NEUTRAL.items():
             if getattr(params, name) is None:
                 configured = getattr(self.generation_config, name, None)
                 values[name] = neutral if configured is None else configured
@@ -214,57 +213,33 @@ class PromptReader:
         given: Any = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         return (given, self.encode("prompt", given, whole=whole)) if isinstance(given, str) else (None, given)
 
-    def _answer(self, request: Request, index: int, row: Row) -> Completion:
-        ids, params = request.prompt_tokens, request.params
-        return Completion(
-            request=request,
-            index=index,
-            row=row,
-            detokenizer=Detokenizer(
-                self.tokenizer if params.detokenize else None, ids, skip_special=params.skip_special_tokens
-            ),
-            text=AnswerText(stops=params.stop_strings, include_stop=params.include_stop_str_in_output),
-        )
-
-    def _bad_words(self, words: Iterable[str]) -> list[tuple[int, ...]]:
-        """Each word as token ids, at the start of a text and after a space."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            if self.tokenizer is None:
-                raise ArgumentError("bad_words needs a tokenizer; use logit_bias with token ids instead")
-            for text in (word, " " + word.lstrip()):
-                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        if not words:
+            return []
+        if self.tokenizer is None:
+            raise ArgumentError("bad_words needs a tokenizer; use logit_bias with token ids instead")
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        found = dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return [ids for ids in found if ids]
 
 
-def _checked_rule(request: Request) -> str | None:
-    """The rule that the request's configuration names, if it may verify at this temperature."""
-    name = request.speculative.rule if request.speculative is not None else None
-    if name is not None and rule_named(name).name == "argmax_walk" and not request.params.greedy:
-        raise ArgumentError("rule 'argmax_walk' is lossless at temperature 0 only; leave the rule out to sample")
-    return name
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Many prompts, whether one or many were given; a list of ints is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One set of parameters per prompt; an ArgumentError where the counts differ."""
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise ArgumentError(f"{len(given)} sampling parameters for {count} prompts; give one, or one for each")
-    return list(given)
+def paired(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters, one or many of both; a list of ints is one prompt of token ids. ArgumentError:
+    there are not as many parameters as prompts."""
+    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    many: list[Any] = [prompts] if one else list(prompts)
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(many)
+    if len(params) != len(many):
+        raise ArgumentError(f"{len(params)} sampling parameters for {len(many)} prompts; give one, or one for each")
+    return list(zip(many, params, strict=True))
 
 
 # --- the chat template ------------------------------------------------------------------------------------------------
 
-_SANITIZE = "sanitize_control_tokens"
-"""transformers' argument by which what stands in messages is text, whatever it says."""
+_SANITIZE = "sanitize_control_tokens"  # transformers' argument: what stands in messages is text
 _marks: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
 
 
@@ -289,34 +264,25 @@ def conversation(
         ArgumentError: a variable that is not the template's, a conversation that it refuses, the text of a control
             token where it cannot be read as text, or whatever `encode` refuses.
     """
-    text = _applied(tokenizer, messages, tools, variables, tokenize=False)
-    ids, mark = encode(text), _written_mark(tokenizer, [messages, tools, variables])
-    if mark is None:
-        return {"prompt": text, "prompt_token_ids": list(ids)}
-    if _SANITIZE not in inspect.signature(tokenizer.apply_chat_template).parameters:
-        raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
-    ids = _applied(tokenizer, messages, tools, variables, tokenize=True, return_dict=False, **{_SANITIZE: True})
-    return {"prompt": text, "prompt_token_ids": list(ids)}
-
-
-def _applied(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any],
-    **options: Any,
-) -> Any:
     ending = {"add_generation_prompt": True, "continue_final_message": False}
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - ending.keys()
-    reserved = sorted(taken & variables.keys())
-    if reserved:
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    if reserved := sorted((arguments - ending.keys()) & variables.keys()):
         raise ArgumentError(f"{', '.join(reserved)}: not a variable of the chat template; leave it out")
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=list(tools or ()) or None, **options, **{**ending, **variables}
-        )
-    except Exception as error:  # a template is a program that came with the checkpoint
-        raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
+    given = {"tools": list(tools or ()) or None, **ending, **variables}
+
+    def applied(**options: Any) -> Any:
+        try:
+            return tokenizer.apply_chat_template(list(messages), **given, **options)
+        except Exception as error:  # a template is a program that came with the checkpoint
+            raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
+
+    text = applied(tokenize=False)
+    ids, mark = encode(text), _written_mark(tokenizer, [messages, tools, variables])
+    if mark is not None:
+        if _SANITIZE not in arguments:
+            raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
+        ids = applied(tokenize=True, return_dict=False, **{_SANITIZE: True})
+    return {"prompt": text, "prompt_token_ids": list(ids)}
 
 
 def _written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:

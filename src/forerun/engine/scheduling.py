@@ -28,8 +28,7 @@ class Scheduling:
     """Most prompt tokens of a pass, tokens; such a pass and a decoding step take turns. More of them cost as much each,
     and all prompts of a pass wait for its end. Prompts are read in chunks that end at multiples of this, or of 512
     where it is more, whatever else runs."""
-    enable_prefix_caching: bool = True
-    """Whether a row that is free still serves the prompts that begin with what it held."""
+    enable_prefix_caching: bool = True  # Whether a free row still serves the prompts that begin with what it held
     kv_cache_tokens: int | None = None
     """Most tokens that all rows together hold, prefixes kept for reuse included; None: rows x slots. Drafted nodes come
     on top while a step runs. What is dropped can be held again, not given back: the cache has rows x slots from the
@@ -51,10 +50,9 @@ def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -
     """The answer that gets the next row.
 
     One that was preempted comes first. Otherwise the client with the fewest rows is next, of its users the one with the
-    fewest, of its requests likewise, and among equals the oldest. So a request of 64 answers, or a client's burst, gets
-    every row that nobody else wants and not one more; and whoever holds no row is served in the order of arrival. What
-    a client calls its users takes rows from its own users alone. When it is a client's turn, its own priorities decide
-    which of its requests goes first.
+    fewest, of its requests likewise, and among equals the oldest: a request of 64 answers, or a client's burst, gets
+    every row that nobody else wants and not one more. What a client calls its users takes rows from its own users
+    alone, and its priorities decide which of its requests goes first when it is its turn.
     """
     held = Counter(group for answer in running for group in _groups(answer.request))
 
@@ -62,12 +60,8 @@ def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -
         return answer.preemptions == 0, [held[group] for group in _groups(answer.request)], answer.order
 
     first = min(waiting, key=rank)
-    own = [answer for answer in waiting if _client(answer) == _client(first)]
+    own = [answer for answer in waiting if _groups(answer.request)[0] == _groups(first.request)[0]]
     return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *rank(answer)))
-
-
-def _client(answer: Completion) -> str:
-    return answer.request.client or answer.request.id
 
 
 def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
@@ -75,11 +69,6 @@ def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
     if request.client is None:
         return (("", request.id),) * 3
     return (request.client,), (request.client, request.user), ("", request.id)
-
-
-def youngest(running: Sequence[Completion]) -> Completion:
-    """The answer that is preempted: the one that came last."""
-    return max(running, key=lambda answer: answer.order)
 
 
 def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefill]:
@@ -94,10 +83,9 @@ def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefil
     return sorted(chosen, key=lambda prefill: prefill.row)
 
 
-# --- prefills ---
+# --- prefills ---------------------------------------------------------------------------------------------------------
 
-_SCORED_AT_ONCE = 64
-"""Positions of a prompt whose log-probabilities are computed together: float32 over the vocabulary for each."""
+_SCORED_AT_ONCE = 64  # Positions whose log-probabilities are computed together: each takes float32 over the vocabulary
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -112,15 +100,8 @@ class Prefill:
     known: int = 0  # Tokens that the drafter of the first answer still holds from before
     states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # (M, H) of each chunk that was run
 
-    @classmethod
-    def of(cls, answer: Completion, requires: frozenset[Boundary]) -> Prefill:
-        """What the answer's row lacks."""
-        text = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
-        return cls(answers=[answer], tokens=text, requires=requires)
-
     @property
     def row(self) -> int:
-        """The cache row that is filled."""
         return self.answers[0].row.cache_row
 
     @property

@@ -21,26 +21,19 @@ class _Window:
 
     flat: Tensor  # (M,) int64 index into (rows * slots): where each token is written
     rows: Tensor  # (B,) int64 rows to read
-    scattered: bool  # Else they are `count` rows from `first` on
+    span: tuple[int, int] | None  # Their first and their number where they follow each other; None: scattered
     select: bool  # Whether `read` selects scattered ones; else all rows are read
-    first: int
-    count: int
     width: int
     before: int  # Slots before the tokens of the pass, in the longest row
 
     def read(self, store: Tensor) -> Tensor:
         """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
         seen = store.narrow(1, 0, self.width)
-        if not self.scattered:
-            seen = seen.narrow(0, self.first, self.count)
+        if self.span is not None:
+            seen = seen.narrow(0, *self.span)
         elif self.select:
             seen = seen.index_select(0, self.rows)
         return seen.transpose(1, 2)
-
-
-def contiguous(rows: Sequence[int]) -> bool:
-    """Whether the rows follow each other, so that they are read where they lie."""
-    return list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
 
 class SlotCache:
@@ -56,7 +49,7 @@ class SlotCache:
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)
-        self._window = _Window(none, none, False, True, 0, 0, 0, 0)
+        self._window = _Window(none, none, (0, 0), True, 0, 0)
 
     def begin(
         self,
@@ -82,8 +75,9 @@ class SlotCache:
         places = self._places(index, slot_ids)
         flat = (places if real is None else real.flatten(places)).flatten()
         before = width - slot_ids.shape[1]
-        scattered = anywhere or not contiguous(rows)
-        self._window = _Window(flat, index, scattered, select, rows[0], len(rows), width, before)
+        first, count = rows[0], len(rows)
+        scattered = anywhere or list(rows) != list(range(first, first + count))
+        self._window = _Window(flat, index, None if scattered else (first, count), select, width, before)
         self._windows = {flat.device: self._window}
 
     def go_on(self, slot_ids: Tensor) -> None:
@@ -94,7 +88,7 @@ class SlotCache:
     @property
     def unselected(self) -> Tensor | None:
         """(B,) the rows of the pass among those that its layers are given; None where they are given no others."""
-        return self._window.rows if self._window.scattered and not self._window.select else None
+        return self._window.rows if self._window.span is None and not self._window.select else None
 
     def get_seq_length(self, _layer_idx: int = 0) -> int:
         """Tokens before those of the pass, as transformers counts them: one number for all rows, that of the longest. A
@@ -152,9 +146,8 @@ class SlotCache:
 
     @torch.inference_mode()
     def clear(self, row: int, start: int) -> int:
-        """Zero a row's slots from `start` on, so that nothing of them reaches whoever is given the row; returns how
-        many there were that a pass may have written to. A mask is added to scores, and what is multiplied with a weight
-        of zero is added, too: of a token that a query may not see, NaN and infinity reach it all the same."""
+        """Zero a row's slots from `start` on; returns how many there were that a pass may have written to. A mask is
+        added to scores: NaN and infinity of a token that a query may not see would reach it all the same."""
         count = max(0, self._touched[row] - start)
         if count:
             for store in self._tensors():
@@ -209,7 +202,6 @@ class SlotCache:
                 raise
             needed = like.element_size() * shape[0] * shape[1] * shape[2] * shape[3]
             raise OutOfMemoryError(
-                f"no room on {like.device} for the KV cache: {needed / 2**20:.0f} MiB more were needed for one half of "
-                f"one layer ({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} MiB are allocated. "
-                "Lower rows or slots."
+                f"no room on {like.device} for the KV cache: half a layer needs {needed / 2**20:.0f} MiB more "
+                f"({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} are there. Lower rows or slots."
             ) from error

@@ -1,8 +1,7 @@
 """The parts of a transformers causal LM, found without knowing its family: base, layers, norm, output head.
 
 Also the hidden states at layer boundaries (boundary b is the residual stream after b layers), and passes over some of
-the layers: a shallow copy of the base model gets a slice of them, stored states injected in front and a tap behind, so
-that embedding multipliers and learned positions are neither lost nor applied twice.
+the layers: a shallow copy of the base model gets a slice of them, stored states injected in front and a tap behind.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -62,8 +60,7 @@ def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
 
 
 def base_name(model: Any) -> str:
-    """The child of a causal LM that is the model without its output head: as its class says, else the one that embeds.
-    UnsupportedModelError: there is none, or there are several."""
+    """The child without the output head: as the class says, or what embeds. UnsupportedModelError: none, or several."""
     prefix = str(model.base_model_prefix)
     if isinstance(model._modules.get(prefix), nn.Module):
         return prefix
@@ -105,16 +102,14 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     depth = min((name.count(".") for name in lists), default=0)
     nearest = beside or [name for name in lists if name.count(".") == depth]
     if len(nearest) != 1:
-        raise UnsupportedModelError(
-            f"{type(base).__name__}: expected one list of as many decoder layers as its configuration counts "
-            f"({count}), found {', '.join(nearest) or 'none'}. {UNSERVED}"
-        )
+        found = ", ".join(nearest) or "none"
+        kind = type(base).__name__
+        raise UnsupportedModelError(f"{kind}: expected one list of {count} decoder layers, found {found}. {UNSERVED}")
     return nearest[0], lists[nearest[0]]
 
 
 def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
-    """Dotted name and module of the final norm: the one child behind the `count` layers whose weights are all vectors.
-    UnsupportedModelError: there is none, or there are several."""
+    """The one child behind the layers whose weights are all vectors, with its name; else UnsupportedModelError."""
     owner, _, last = layers_of(base, count)[0].rpartition(".")
     children = list(base.get_submodule(owner).named_children())
     after = children[[name for name, _ in children].index(last) + 1 :]
@@ -226,41 +221,40 @@ _PARTS = {
 }
 
 
-class _Probe(nn.Module):
-    """Stands among the layers of a slice."""
-
-    states: Tensor
+class _Inject(nn.Module):
+    """A layer that returns `states`, whatever came in."""
 
     def __init__(self, attention_type: str | None) -> None:
         super().__init__()
         self.attention_type = attention_type
+        self.states: Any = None
 
-
-class _Inject(_Probe):
-    """A layer that returns `states`, whatever came in."""
-
-    def forward(self, *_args: object, **_kwargs: object) -> Tensor:
+    def forward(self, *_args: object, **_kwargs: object) -> Any:
         return self.states
 
 
-class _Tap(_Probe):
+class _Tap(_Inject):
     """A layer that remembers what came in, and passes it on."""
 
-    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        self.states = hidden_states
-        return hidden_states
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.states = args[0] if args else kwargs["hidden_states"]
+        return self.states
 
 
 class _Nothing(nn.Module):
-    """A sublayer that adds nothing, in the shape in which the real one answers."""
+    """A sublayer that adds nothing, in the shape in which the `real` one answers, which is run at the first call."""
 
-    def __init__(self, extras: int | None) -> None:
+    def __init__(self, real: nn.Module) -> None:
         super().__init__()
-        self.extras = extras  # Further members of the answer where it is a tuple; None where it is a bare tensor
+        self.real = real
+        self.extras: int | None = None  # Further members of the answer where it is a tuple; -1: it is a bare tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.extras is None:
+            output = self.real(*args, **kwargs)
+            self.extras = len(output) - 1 if isinstance(output, tuple) else -1
         zeros = torch.zeros_like(args[0] if args else kwargs["hidden_states"])
-        return zeros if self.extras is None else (zeros, *[None] * self.extras)
+        return zeros if self.extras < 0 else (zeros, *[None] * self.extras)
 
 
 class LayerRanges:
@@ -272,40 +266,34 @@ class LayerRanges:
         self._name = layers_name
         self._layers = layers
         self._copies: dict[tuple[int, int], tuple[nn.Module, _Inject, _Tap]] = {}
-        self._extras: dict[tuple[int, str], int | None] = {}
+        self._stubs: dict[tuple[int, str], _Nothing] = {}
 
     def run(self, plan: Plan, inputs: dict[str, Any], states: Tensor | None) -> Tensor:
         """States (B, N, H) at boundary ``plan.stop``; `states` are those at ``plan.start``, None for the embeddings."""
-        model, inject, tap = self._slice(plan.start, plan.stop)
-        if states is not None:
-            inject.states = states
-        with self._turn, self._without(plan, inputs["input_ids"].device):
-            model(**inputs)
-        result = tap.states
-        del tap.states
-        inject.__dict__.pop("states", None)
-        return result
+        with self._turn, self._without(plan):
+            return self._through(plan.start, plan.stop, inputs, states)[0]
 
     def finish(self, states: Tensor, inputs: dict[str, Any], *, start: int | None = None) -> Tensor:
         """The layers from boundary `start` on (None: no layer), then the final norm: (B, N, H) -> LAST_HIDDEN."""
         end = len(self._layers)
-        model, inject, tap = self._slice(end if start is None else start, end)
-        inject.states = states
         with self._turn:
-            normed: Tensor = model(**inputs).last_hidden_state
-        del tap.states
-        inject.__dict__.pop("states", None)
-        return normed
+            return self._through(end if start is None else start, end, inputs, states)[1]
 
-    def _slice(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
+    def _through(self, start: int, stop: int, inputs: dict[str, Any], states: Tensor | None) -> tuple[Tensor, Tensor]:
+        """States at boundary `stop`, and the same behind the final norm."""
+        if (start, stop) not in self._copies:
+            self._copies[start, stop] = self._copy(start, stop)
+        model, inject, tap = self._copies[start, stop]
+        inject.states = states
+        normed: Tensor = model(**inputs).last_hidden_state
+        result = tap.states
+        inject.states = tap.states = None
+        return result, normed
+
+    def _copy(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
         if getattr(self._base.config, "hidden_size_per_layer_input", None):
             why = "feeds every layer an embedding by its place in the list"
             raise UnsupportedModelError(f"{type(self._base).__name__} {why}: its layers cannot be run in part")
-        if (start, stop) not in self._copies:
-            self._copies[start, stop] = self._copy(start, stop)
-        return self._copies[start, stop]
-
-    def _copy(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
         owner = self._name.rpartition(".")[0]
         config: Any = copy.deepcopy(self._base.get_submodule(owner).config)
         types = getattr(config, "layer_types", None)
@@ -321,44 +309,26 @@ class LayerRanges:
         return twin, inject, tap
 
     @contextmanager
-    def _without(self, plan: Plan, device: torch.device) -> Iterator[None]:
+    def _without(self, plan: Plan) -> Iterator[None]:
         """While open, the plan's skipped sublayers add nothing; the layers are put back whatever happens."""
         removed: list[tuple[nn.Module, str, nn.Module]] = []
         try:
             for layer, part in sorted(plan.skip):
                 module, name = self._layers[layer], self._sublayer(layer, part)
-                stub = _Nothing(self._answer(layer, part, device))
-                removed.append((module, name, getattr(module, name)))
-                module._modules[name] = stub
+                real = getattr(module, name)
+                if (layer, part) not in self._stubs:
+                    self._stubs[layer, part] = _Nothing(real)
+                removed.append((module, name, real))
+                module._modules[name] = self._stubs[layer, part]
             yield
         finally:
             for module, name, original in removed:
                 module._modules[name] = original
 
     def _sublayer(self, layer: int, part: str) -> str:
-        module = self._layers[layer]
-        for name in _PARTS[part]:
+        module, names = self._layers[layer], _PARTS[part]
+        for name in names:
             if isinstance(getattr(module, name, None), nn.Module):
                 return name
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has no sublayer named {' or '.join(_PARTS[part])}: cannot skip {(layer, part)}"
-        )
-
-    def _answer(self, layer: int, part: str, device: torch.device) -> int | None:
-        """How many further members the sublayer's answer has; found once by running one token through the model."""
-        if (layer, part) in self._extras:
-            return self._extras[layer, part]
-
-        def note(key: tuple[int, str], _module: nn.Module, _args: Any, output: Any) -> None:
-            self._extras[key] = len(output) - 1 if isinstance(output, tuple) else None
-
-        handles = [
-            getattr(module, self._sublayer(index, part)).register_forward_hook(partial(note, (index, part)))
-            for index, module in enumerate(self._layers)
-        ]
-        try:
-            self._base(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return self._extras[layer, part]
+        kind = type(module).__name__
+        raise UnsupportedModelError(f"{kind} has no sublayer named {' or '.join(names)}: cannot skip {(layer, part)}")

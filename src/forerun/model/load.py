@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
-BITS |= {"I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -45,10 +43,8 @@ def read_header(path: Path) -> Mapping[str, Any]:
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is corrupt: its safetensors header cannot be read ({error})") from error
-    if size != 8 + length + end:
-        raise CheckpointError(
-            f"{path} is corrupt: {size} bytes, its header announces {8 + length + end}; copy it again"
-        )
+    if size != (announced := 8 + length + end):
+        raise CheckpointError(f"{path} is corrupt: {size} bytes, its header announces {announced}; copy it again")
     return header
 
 
@@ -63,29 +59,28 @@ def weight_files(directory: Path) -> list[Path]:
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
-    raise CheckpointError(
-        f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). forerun loads safetensors only, never pickle; "
-        "convert with model.save_pretrained(directory) of transformers."
-    )
+    remedy = "Only safetensors are loaded, never pickle; convert with model.save_pretrained(directory) of transformers."
+    raise CheckpointError(f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). {remedy}")
 
 
 def listed_files(directory: Path) -> list[Path]:
     """The files that a sharded checkpoint names, there or not. CheckpointError: the index is broken."""
     index = directory / INDEX
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is corrupt: no weight_map can be read ({error})") from error
-    return [directory / name for name in names]
 
 
 def weight_bytes(directory: Path, float_bytes: int | None) -> int:
     """Bytes of a checkpoint's tensors in memory, floats at `float_bytes` each (None: as stored)."""
     total = 0
     for entry in (entry for path in weight_files(directory) for entry in read_header(path).values()):
-        kind = entry["dtype"]
-        bits = 8 * float_bytes if float_bytes is not None and kind in FLOATS else BITS.get(kind, 8)
-        total += int(prod(entry["shape"])) * bits // 8
+        start, end = entry["data_offsets"]
+        if float_bytes is not None and entry["dtype"] in FLOATS:
+            total += prod(entry["shape"]) * float_bytes
+        else:
+            total += end - start
     return total
 
 
@@ -111,7 +106,6 @@ class LoadOptions:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """Arguments of every access to the hub."""
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
     def first_device(self) -> torch.device:
@@ -149,12 +143,12 @@ def read_config(name: str | Path, options: LoadOptions) -> Any:
 def check_directory(name: str | Path) -> None:
     """Raise CheckpointError if `name` is meant as a directory and is none, or holds no configuration."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            hint = " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
-            found = hint if (path / "adapter_config.json").is_file() else ""
-            raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{found}")
-    elif isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+    if path.is_dir() and not (path / "config.json").is_file():
+        hint = " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
+        found = hint if (path / "adapter_config.json").is_file() else ""
+        raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{found}")
+    meant = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
+    if meant and not path.is_dir():
         raise CheckpointError(f"there is no directory {path}: expected a checkpoint of transformers or a hub id (a/b)")
 
 
@@ -176,8 +170,7 @@ def _calm(quiet: bool) -> Iterator[None]:
 
 
 def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False) -> Any:
-    """The model with its adapter, in evaluation mode; `quiet` hides the progress bar. CheckpointError: unreadable, or
-    its tensors are not the ones that its configuration announces."""
+    """The model with its adapter, in evaluation mode. CheckpointError: unreadable, or not the tensors that it names."""
     from transformers import AutoModelForCausalLM
 
     placed, parallel = options.device_map, dict[str, Any]()
@@ -209,21 +202,17 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
 
 
 def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
-    """Bytes that the weights will take: from the headers of the files, or from the configuration if they are not here.
-    CheckpointError: a weight file is missing, truncated or corrupt."""
+    """Bytes of the weights, by their files' headers, else by the configuration. CheckpointError: a broken file."""
     resolved = resolved_dtype(options, config)
     quantised = getattr(config, "quantization_config", None) is not None
     directory = _local(name, options)
     if directory is not None:
         return weight_bytes(directory, None if resolved is None or quantised else resolved.itemsize)
-    empty = copy.deepcopy(config)
-    bits = 8 if quantised else 8 * (resolved or torch.float32).itemsize
-    with _ONE_LOADS, torch.device("meta"):
-        from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(empty, trust_remote_code=options.trust_remote_code)
-    count: int = model.num_parameters()
-    return count * bits // 8
+    with _ONE_LOADS, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=options.trust_remote_code)
+    return int(model.num_parameters()) * (1 if quantised else (resolved or torch.float32).itemsize)
 
 
 def _local(name: str | Path, options: LoadOptions) -> Path | None:
@@ -252,8 +241,7 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
 
 
 def attach_adapter(model: Any, options: LoadOptions) -> Any:
-    """The model with a PEFT adapter's layers in place, not merged. CheckpointError: no adapter there, it lacks tensors,
-    or belongs to another model. Other errors as `without_wrapper`."""
+    """The model with a PEFT adapter's layers in place, not merged. CheckpointError: none, or it does not fit."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -272,8 +260,7 @@ def attach_adapter(model: Any, options: LoadOptions) -> Any:
 
 
 def without_wrapper(model: Any) -> Any:
-    """The causal LM inside a PEFT wrapper, adapter layers in place; any other model as it is. UnsupportedModelError:
-    the adapter adds virtual tokens instead of changing weights."""
+    """The causal LM inside a PEFT wrapper. UnsupportedModelError: the adapter adds virtual tokens."""
     if not hasattr(model, "active_peft_config"):
         return model
     if model.active_peft_config.is_prompt_learning:
@@ -283,19 +270,14 @@ def without_wrapper(model: Any) -> Any:
 
 
 def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
-    """Raise CheckpointError, naming them, for tensors that are missing, unexpected or misshapen."""
     misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
-    complaints = [
-        f"missing: {_some(found['missing_keys'])}" if found["missing_keys"] else "",
-        f"unexpected: {_some(found['unexpected_keys'])}" if found["unexpected_keys"] else "",
-        f"of the wrong shape: {_some(misshapen)}" if misshapen else "",
-        "; ".join(map(str, found.get("error_msgs") or ())),
-    ]
-    if any(complaints):
+    wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "of the wrong shape": misshapen}
+    complaints = [f"{what}: {_some(names)}" for what, names in wrong.items() if names]
+    complaints += map(str, found.get("error_msgs") or ())
+    if complaints:
         raise CheckpointError(
-            f"the tensors of {name} are not those that its config.json announces. "
-            f"{'. '.join(filter(None, complaints))}. "
-            "The checkpoint is incomplete, or its config.json is another model's."
+            f"the tensors of {name} are not those of its config.json. {'. '.join(complaints)}. The checkpoint is "
+            "incomplete, or its config.json is another model's."
         )
 
 
@@ -314,15 +296,11 @@ def explained(name: str | Path, error: Exception) -> ForerunError:
         link = link.__cause__ or link.__context__
     text = str(error).strip() or type(error).__name__
     if "GatedRepoError" in kinds or "gated repo" in text:
-        return CheckpointError(
-            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then set HF_TOKEN to a token of "
-            "that account (or pass token=)"
-        )
+        remedy = f"accept its licence at https://huggingface.co/{name}, then set HF_TOKEN (or pass token=)"
+        return CheckpointError(f"{name} is gated: {remedy}")
     if "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text:
-        return CheckpointError(
-            f"there is no directory and no public model {name} on the hub; for a private model set HF_TOKEN "
-            "(or pass token=)"
-        )
+        remedy = "for a private one set HF_TOKEN (or pass token=)"
+        return CheckpointError(f"there is no directory and no public model {name} on the hub; {remedy}")
     if "does not recognize this architecture" in text:
         return UnsupportedModelError(f"{name}: {text.splitlines()[0]}")
     if "trust_remote_code" in text:
@@ -331,8 +309,7 @@ def explained(name: str | Path, error: Exception) -> ForerunError:
 
 
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, or the model's own; None where ``tokenizer`` is False or an object's model brings none.
-    CheckpointError: none can be loaded from the directory or hub id."""
+    """The tokenizer asked for, or the model's own; None for False, or where an object's model brings none."""
     if tokenizer is False:
         return None
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
@@ -347,7 +324,6 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:
-        raise CheckpointError(
-            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {str(error).splitlines()[0]});"
-            " pass tokenizer=..., or tokenizer=False to work on token ids"
-        ) from error
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        remedy = "pass tokenizer=..., or tokenizer=False to work on token ids"
+        raise CheckpointError(f"no tokenizer could be loaded from {str(source)!r} ({why}); {remedy}") from error

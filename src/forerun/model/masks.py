@@ -34,18 +34,15 @@ class MaskStyle:
         try:
             window, chunk = (getattr(config, key, None) for key in WINDOWS.values())
         except RuntimeError as error:  # transformers refuses to name one where layers differ
-            raise UnsupportedModelError(
-                f"{config.model_type}: layers of one kind have windows of different sizes; forerun makes one mask for "
-                f"each kind. {UNSERVED}"
-            ) from error
+            why = "layers of one kind have windows of different sizes; forerun makes one mask for each kind"
+            raise UnsupportedModelError(f"{config.model_type}: {why}. {UNSERVED}") from error
         types = tuple(sorted(set(listed))) if listed else ((SLIDING,) if window else (FULL,))
         odd = [name for name in types if name not in (FULL, *WINDOWS)]
         odd += ["local"] if "local" in getattr(config, "attention_layers", ()) else []
         if odd:
             raise UnsupportedModelError(
-                f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot be rolled back to an "
-                "arbitrary tree node, or choose by a mask of their own what they look at; only full, sliding-window "
-                f"and chunked attention can be verified losslessly. {UNSERVED}"
+                f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot be rolled back or have "
+                f"a mask of their own; only full, sliding-window and chunked attention can be verified. {UNSERVED}"
             )
         return cls(types=types, window=window if SLIDING in types else None, chunk=chunk if CHUNKED in types else None)
 
@@ -58,7 +55,7 @@ class MaskStyle:
         return torch.ones((), dtype=torch.bool, device=keys.device)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """The tokens of one pass (queries) and the nodes that stand behind each row's committed tokens (keys)."""
 
@@ -69,8 +66,7 @@ class Block:
 
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:
-    """The mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum; a dict for mixed layers. A padding
-    query, one that sees no node, looks at slot 0 alone."""
+    """(B, 1, N, width): 0 where a query may look, else the dtype's minimum; one that sees no node looks at slot 0."""
     slots = torch.arange(width, device=block.lengths.device)
     relative = slots - block.lengths.unsqueeze(1)
     node = relative.clamp(0, block.sees.shape[2] - 1)

@@ -1,8 +1,7 @@
 """Sizes that passes are padded to, and passes that run their real tokens alone.
 
-`Buckets` pads nodes and visible cache to few sizes, so that a row's bits depend on little. `Flat` does the opposite to
-what lies between: rows of a batch differ in how much was drafted for them, and to all layers the real tokens of a pass
-are one sequence; attention alone puts them back in their rows, where their keys are.
+`Buckets` pads nodes and visible cache to few sizes, so that a row's bits depend on little. With `Flat` the real tokens
+of a pass are one sequence to all layers; attention alone puts them back in their rows, where their keys are.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ import torch
 from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ForerunError, UnsupportedModelError
 from forerun.model.layers import Plan
+from forerun.model.self_check import spread_error
 from forerun.model.target import Target
 from forerun.types import Drawn
 
 Begin = Callable[[Target, TokenTree], Resume]  # (target, tree) -> what has begun of that tree in row 0
-_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest root-mean-square difference between a whole pass and its parts, in units of the logits' spread."""
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}  # Largest `spread_error` between a whole pass and its parts
 _ROUGH = 1e-1  # The same in 16 bits
 
 
@@ -41,24 +41,21 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
     name = type(target.model).__name__
     try:
         worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents)
-    except ForerunError:
+    except (ForerunError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         said = f"{type(error).__name__}: {error}"
         raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {said}") from error
     limit = _LIMITS.get(target.dtype, _ROUGH)
     if not worst <= limit:
-        raise UnsupportedModelError(
-            f"{name}: its layers cannot be run in part: the parts give logits that differ from a whole pass by "
-            f"{worst:.2g} of their spread, {limit:g} is allowed in {target.dtype}"
+        differ = (
+            f"logits differ from a whole pass by {worst:.2g} of their spread, {limit:g} is allowed in {target.dtype}"
         )
+        raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {differ}")
 
 
 @torch.inference_mode()
 def _difference(target: Target, begin: Begin, parents: Sequence[int]) -> float:
-    """Between the logits of a tree scored whole and resumed, in units of their spread."""
     ids = [(7919 * index + 13) % target.vocab_size for index in range(3 + len(parents))]
     tree = TokenTree(ids[2])
     for token, parent in zip(ids[3:], parents, strict=True):
@@ -66,6 +63,4 @@ def _difference(target: Target, begin: Begin, parents: Sequence[int]) -> float:
     target.prefill([0], [ids[:2]])
     whole = target.score([0], [tree]).logits.float()
     tree.resume = begin(target, tree)
-    parts = target.score([0], [tree]).logits.float()
-    difference = (parts - whole).square().mean(-1).sqrt() / whole.std(-1).clamp(min=1e-9)
-    return float(difference.nan_to_num(nan=torch.inf).max())
+    return spread_error(target.score([0], [tree]).logits, whole)

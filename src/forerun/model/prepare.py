@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ def prepare(cls: type[Made], source: Any, options: LoadOptions, *, rows: int, sl
     """The checked target; see `Target.load`."""
     if rows < 1 or (slots is not None and slots < 1) or reserve < 0:
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
-    named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve)
+    named, sizes = isinstance(source, (str, Path)), (rows, slots, reserve)
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
     # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
     plain = named and not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
@@ -51,12 +51,7 @@ def prepare(cls: type[Made], source: Any, options: LoadOptions, *, rows: int, sl
     return target
 
 
-class _Sizes(NamedTuple):
-    """How much a target shall hold."""
-
-    rows: int
-    slots: int | None
-    reserve: int  # Bytes to leave free
+_Sizes = tuple[int, int | None, int]  # Rows, slots, and bytes to leave free
 
 
 def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
@@ -75,20 +70,16 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(f"a target is a directory, a hub id or a loaded causal LM, got {type(model).__name__}")
     if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
-        raise ArgumentError(
-            "device_map, tp_plan, adapter and revision choose how a checkpoint is loaded; this model is loaded "
-            "already: load it that way, or pass its directory"
-        )
+        wrong = "device_map, tp_plan, adapter and revision say how to load, but this model is loaded already"
+        raise ArgumentError(f"{wrong}: load it that way, or pass its directory")
     model = without_wrapper(model)
     refuse_config(model.config, type(model))
     dtype = None if options.dtype in ("auto", None) else resolved_dtype(options, model.config)
     place = device_of(model.get_input_embeddings())
     wanted = place if options.device is None else torch.device(options.device)
     if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
-        raise ArgumentError(
-            f"this model is loaded already, in {model.dtype} on {place}, and is left as it is; move or convert it "
-            "before, or pass its directory"
-        )
+        loaded = f"this model is loaded already, in {model.dtype} on {place}, and is left as it is"
+        raise ArgumentError(f"{loaded}; move or convert it before, or pass its directory")
     device = None if _spread(model) else place
     return model.eval(), _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
 
@@ -96,20 +87,15 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
 def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int) -> int:
     """Slots of a row; fewer than the default where memory is short, else OutOfMemoryError. Without a `device` the model
     goes on several: transformers decides what fits where, and nothing is checked before."""
-    slots = sizes.slots if sizes.slots is not None else default_slots(context_length(config))
+    rows, asked, reserve = sizes
+    slots = asked if asked is not None else default_slots(context_length(config))
     if device is None:
         return slots
-    plan = MemoryPlan(
-        rows=sizes.rows,
-        slots=slots,
-        weights=weights,
-        token=cache_bytes_per_token(config, itemsize),
-        probs=sizes.rows * SCORED_NODES * int(config.vocab_size) * (itemsize + 4),
-        reserve=sizes.reserve,
-    )
+    token, probs = cache_bytes_per_token(config, itemsize), rows * SCORED_NODES * config.vocab_size * (itemsize + 4)
+    plan = MemoryPlan(rows=rows, slots=slots, weights=weights, token=token, probs=probs, reserve=reserve)
     available = available_bytes(device)
     fitting = plan.fitting_slots(available)
-    if sizes.slots is None and LEAST_SLOTS <= fitting < slots:
+    if asked is None and LEAST_SLOTS <= fitting < slots:
         _log.warning("%d slots a row instead of %d: the memory of %s ends there", fitting, slots, device)
         return fitting
     plan.check(available, str(device))

@@ -46,8 +46,7 @@ class Recordings:
         return len(self._known)
 
     def run(self, key: Hashable | None, work: Work, *inputs: Tensor) -> Any:
-        """What `work` makes of the inputs; under one key it must always be the same work on the same shapes. Without a
-        key, for work that reads a value on the host, it is never recorded."""
+        """What `work` makes of the inputs: of a key always the same work on the same shapes; without one unrecorded."""
         if self._record is None or key is None:
             return work(*inputs)
         if key not in self._known:

@@ -1,13 +1,11 @@
 """The proof at load time that a model can be verified: trees and unequal rows against plain forwards.
 
 Two rows of unequal length are prefilled, a branching tree is scored, different paths are kept, and a second tree
-stands on what was gathered. Every logit is compared with a forward of the same tokens without cache and mask through
-the model as it was before anything was repacked. Catches ignored masks, wrong positions, state that does not follow
-the tree, and broken repacking; knows no family.
+stands on what was gathered. Every logit is compared with a plain forward through the model as it was before anything
+was repacked. Catches ignored masks, wrong positions and state that does not follow the tree; knows no family.
 
-A few dozen tokens say nothing about what begins later, so the check passes every size that the configuration names.
-Windows that are in forerun's own masks are short while it runs. Past any other size it is run at full length where
-that takes seconds; where it fails there, or would take longer, the context ends at that size, and a warning says so.
+The check passes every size that the configuration names: forerun's own windows are short while it runs; past any other
+size it is run at full length where that takes seconds, else, or where it fails there, the context ends at that size.
 """
 
 from __future__ import annotations
@@ -33,8 +31,9 @@ from forerun.model.support import most_positions, name_of, named_sizes, obstacle
 _log = logging.getLogger(__name__)
 _PARENTS = (0, 0, 1, 2)  # Root with two children, each with one child
 _PATHS = ((2, 4), (1, 3))  # Kept by row; both need tokens moved
-_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2}
 """Largest root-mean-square error of a node's logits, in units of their spread. A wrong mask gives 0.3 and more."""
+_ROUGH = 1e-1  # The same of bfloat16 and of whatever else there is
 _JUMPING_LIMIT = 2.5e-1  # Where rounding errors decide: quantised activations, 16-bit routers of experts
 _NEAR, _SHORT_WINDOW = 64, 8
 """Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks are shortened."""
@@ -70,7 +69,6 @@ class Expected:
 
     @property
     def slots(self) -> int:
-        """Cache slots of a row that the check needs."""
         return max(len(prefix) for each in (self.near, *self.far) for prefix in each.prefixes) + _TREE
 
 
@@ -91,9 +89,8 @@ def short_windows(config: Any) -> Iterator[None]:
 def expect(model: Any) -> Expected:
     """Run the check's sequences through the model as it is, past all sizes that can be passed in seconds. NumericError:
     the logits are not finite. UnsupportedModelError: a plain forward fails, or the model is not causal."""
-    config = text_config(model)
+    config, sizes = text_config(model), dict[int, str]()
     context = most_positions(config)
-    sizes: dict[int, str] = {}
     for key, size in named_sizes(config).items():
         if size < context:
             sizes[size] = f"{sizes[size]}, {key}" if size in sizes else key
@@ -110,13 +107,11 @@ def expect(model: Any) -> Expected:
 @torch.inference_mode()
 def _reference(model: Any, size: int, passed: int) -> Reference:
     """One batch, no cache, no mask; the second prompt has `_BEHIND` tokens more than `passed`."""
-    device = device_of(model.get_input_embeddings())
-    vocabulary = text_config(model).vocab_size
+    device, vocabulary = device_of(model.get_input_embeddings()), text_config(model).vocab_size
     longer = passed + _BEHIND
     shorter = longer - 2 if size else 4
     ids = [(7919 * index + 13) % vocabulary for index in range(shorter + longer + 12)]
-    prefixes = (ids[:shorter], ids[shorter : shorter + longer])
-    rest = ids[shorter + longer :]
+    prefixes, rest = (ids[:shorter], ids[shorter : shorter + longer]), ids[shorter + longer :]
     nodes, later = (rest[:4], rest[4:8]), (rest[8:10], rest[10:12])
     sequences = [
         prefix + [tree[node - 1] for node in path] + end
@@ -140,19 +135,14 @@ def _reference(model: Any, size: int, passed: int) -> Reference:
 
 def _check_causal(model: Any, near: Reference) -> None:
     """Raise UnsupportedModelError if a prompt's logits change with the tokens behind it."""
-    limit = _JUMPING_LIMIT if _jumps(model) else _exact(model.dtype)
+    limit = _JUMPING_LIMIT if _jumps(model) else _LIMITS.get(model.dtype, _ROUGH)
     for row, prefix in enumerate(near.prefixes):
         alike = slice(len(prefix))
-        if _spread_error(near.kept[row, alike], near.dropped[row, alike]) > limit:
+        if spread_error(near.kept[row, alike], near.dropped[row, alike]) > limit:
             raise UnsupportedModelError(
-                f"{name_of(model)} is not causal: the logits at a token change with the tokens behind it, as in an "
-                "encoder (BERT). If it was trained as a decoder, say so in its config.json (is_decoder; XLM: causal); "
-                "else take a causal language model"
+                f"{name_of(model)} is not causal: a token's logits change with the tokens behind it. If it was trained "
+                "as a decoder, say so in its config.json (is_decoder; XLM: causal); else take a causal language model"
             )
-
-
-def _exact(dtype: torch.dtype) -> float:
-    return _LIMITS.get(dtype, 1e-1)
 
 
 def _jumps(model: Any) -> str | None:
@@ -183,12 +173,9 @@ def check(target: Any, expected: Expected) -> int | None:
             return reference.size
     beyond = expected.unchecked
     if beyond is not None:
-        _warn_of_limit(
-            target,
-            beyond,
-            f"{name_of(target.model)} was not checked past {expected.sizes[beyond]} = {beyond}, which would take long "
-            f"on {target.device} or leave the context. self_check=False skips all checks",
-        )
+        why = f"{name_of(target.model)} was not checked past {expected.sizes[beyond]} = {beyond}, which would take long"
+        why += f" on {target.device} or leave the context. self_check=False skips all checks"
+        _warn_of_limit(target, beyond, why)
     return beyond
 
 
@@ -200,32 +187,27 @@ def _complaint(target: Any, expected: Reference, named: str) -> str | None:
     """What `target` says other than expected; `named` are the sizes that it passes."""
     with refusing(target.model):
         worst = _errors(target, expected)
-    exact = _exact(target.dtype)
-    jumps = _jumps(target.model)
+    exact, jumps = _LIMITS.get(target.dtype, _ROUGH), _jumps(target.model)
     limit = _JUMPING_LIMIT if jumps else exact
-    if exact < max(worst.values()) <= limit:
+    name, most = name_of(target.model), max(worst.values())
+    if exact < most <= limit:
+        depends = f"a token's logits depend on what else is in the pass, by {most:.2g} of their spread: {jumps}"
         _log.warning(
-            "%s: a token's logits depend on what else is in the pass, by %.2g of their spread: %s. Speculative output "
-            "follows the model's distribution within this noise only",
-            name_of(target.model),
-            max(worst.values()),
-            jumps,
+            "%s: %s. Speculative output follows the model's distribution within this noise only", name, depends
         )
     for what, size in worst.items():
         if not size <= limit:
             why = obstacle(target.model) or "its attention or cache does not follow the mask that forerun gives"
             where = f" past {named}" if named else ""
             return (
-                f"{name_of(target.model)} failed the self-check{where}: {what} differs from a "
-                f"plain forward by {size:.2g} of the logits' spread, {limit:g} is allowed in {target.dtype}; {why}"
+                f"{name} failed the self-check{where}: {what} differs from a plain forward by {size:.2g} of the "
+                f"logits' spread, {limit:g} is allowed in {target.dtype}; {why}"
             )
     return None
 
 
 def _errors(target: Any, expected: Reference) -> dict[str, float]:
-    """Worst error of each phase."""
-    rows = [0, 1]
-    start = expected.start
+    rows, start = [0, 1], expected.start
     if start:
         target.prefill(rows, [prefix[:start] for prefix in expected.prefixes])
     prompt = target.prefill(rows, [prefix[start:-1] for prefix in expected.prefixes], all_logits=True).logits
@@ -237,11 +219,8 @@ def _errors(target: Any, expected: Reference) -> dict[str, float]:
         chains = [TokenTree.of(root, [child], [0]) for root, child in expected.later]
         second = target.score(rows, chains).logits
     target.truncate(rows, [0, 0])
-    worst = {
-        "a prompt in a batch of unequal lengths": 0.0,
-        "a branching tree": 0.0,
-        "a step after a gathered path": 0.0,
-    }
+    phases = ("a prompt in a batch of unequal lengths", "a branching tree", "a step after a gathered path")
+    worst = dict.fromkeys(phases, 0.0)
     for row, prefix in enumerate(expected.prefixes):
         kept, dropped = expected.kept[row], expected.dropped[row]
         last = len(prefix) - 1 - start  # Of the root, among the expected logits
@@ -252,7 +231,7 @@ def _errors(target: Any, expected: Reference) -> dict[str, float]:
             (second[row], kept[last + 3 : last + 5]),
         )
         for what, (ours, theirs) in zip(worst, pairs, strict=True):
-            worst[what] = max(worst[what], _spread_error(ours, theirs))
+            worst[what] = max(worst[what], spread_error(ours, theirs))
     return worst
 
 
@@ -267,7 +246,7 @@ def _misleading(cache: SlotCache, length: int) -> Iterator[None]:
         del vars(cache)["get_seq_length"]
 
 
-def _spread_error(ours: Tensor, theirs: Tensor) -> float:
+def spread_error(ours: Tensor, theirs: Tensor) -> float:
     """Worst node's root-mean-square difference over the standard deviation of its logits; infinite where one is NaN."""
     theirs = theirs.to(ours.device)
     difference = (ours.float() - theirs).square().mean(-1).sqrt()

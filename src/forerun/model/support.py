@@ -50,10 +50,8 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
 def refuse_stateful(model_class: Any, kind: str) -> None:
     """Raise UnsupportedModelError for a class that keeps recurrent state."""
     if getattr(model_class, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{kind} keeps a recurrent state (state space, linear attention or convolution), which cannot be rolled "
-            f"back to an arbitrary node of a tree; only attention can be verified losslessly. {UNSERVED}"
-        )
+        state = "a recurrent state (state space, linear attention or convolution), which cannot be rolled back"
+        raise UnsupportedModelError(f"{kind} keeps {state}; only attention can be verified losslessly. {UNSERVED}")
 
 
 def named_sizes(config: Any) -> dict[str, int]:
@@ -95,14 +93,8 @@ def context_length(config: Any) -> int:
     the cache (Llama 4's temperature tuning)."""
     announced, limit = _announced(config), most_positions(config)
     if limit < announced:
-        _log.warning(
-            "%s: its rope, or the scale of its attention, changes behind position %d for every row of a batch at once; "
-            "the context is therefore limited to %d of %d tokens",
-            config.model_type,
-            limit,
-            limit,
-            announced,
-        )
+        why = f"behind position {limit} its rope, or the scale of its attention, changes for every row of a batch"
+        _log.warning("%s: %s; the context is limited to %d of %d tokens", config.model_type, why, limit, announced)
     return limit
 
 
@@ -152,10 +144,9 @@ def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if plainly:
             raise UnsupportedModelError(f"{name_of(model)}: even a plain forward fails: {said}") from error
-        raise UnsupportedModelError(
-            f"{name_of(model)} cannot score a token tree: {obstacle(model, error) or _CLASH}. "
-            f"forerun needs 4D attention masks, explicit positions and a KV cache. {UNSERVED}"
-        ) from error
+        needs = "forerun needs 4D attention masks, explicit positions and a KV cache"
+        why = f"{obstacle(model, error) or _CLASH}. {needs}. {UNSERVED}"
+        raise UnsupportedModelError(f"{name_of(model)} cannot score a token tree: {why}") from error
 
 
 @torch.inference_mode()
@@ -164,14 +155,13 @@ def obstacle(model: Any, error: Exception | None = None) -> str | None:
     what is wrong. `error` is what it raised under forerun."""
     if isinstance(error, AttributeError) and isinstance(error.obj, SlotCache):
         return f"its layers ask the KV cache for {error.name!r}, for a state that forerun cannot roll back"
-    steps = torch.arange(4).unsqueeze(0)
+    steps, mask = torch.arange(4).unsqueeze(0), "a 4D attention mask, one entry for each pair of tokens"
     try:
-        plain = _states(model, steps, hide=False)
-        hidden = _states(model, steps, hide=True)
+        plain, hidden = _states(model, steps, hide=False), _states(model, steps, hide=True)
     except Exception:
-        return "it does not take a 4D attention mask, one entry for each pair of tokens"
+        return f"it does not take {mask}"
     if torch.equal(plain, hidden):
-        return "it ignores a 4D attention mask, one entry for each pair of tokens"
+        return f"it ignores {mask}"
     if torch.equal(plain, _states(model, 3 * steps, hide=False)):
         return (
             "it ignores the positions that it is given and counts a token's position, or its ALiBi bias, from its "
@@ -181,17 +171,13 @@ def obstacle(model: Any, error: Exception | None = None) -> str | None:
 
 
 def _states(model: Any, positions: Tensor, *, hide: bool) -> Tensor:
-    """(1, 4, H) of four tokens at `positions` (1, 4) under a causal mask, with or without token `_HIDDEN`."""
-    base = base_of(model)
-    device = device_of(model.get_input_embeddings())
-    lowest = torch.finfo(model.dtype).min
-    mask = torch.full((4, 4), lowest, dtype=model.dtype, device=device).triu(1)
+    config, device = text_config(model), device_of(model.get_input_embeddings())
+    lowest, types = torch.finfo(model.dtype).min, MaskStyle.of(config).types
+    mask = torch.full((1, 1, 4, 4), lowest, dtype=model.dtype, device=device).triu(1)
     if hide:
-        mask[_HIDDEN + 1 :, _HIDDEN] = lowest
-    types = MaskStyle.of(text_config(model)).types
-    mask = mask.view(1, 1, 4, 4)
-    states: Tensor = base(
-        input_ids=torch.arange(4, device=device).unsqueeze(0) % text_config(model).vocab_size,
+        mask[..., _HIDDEN + 1 :, _HIDDEN] = lowest
+    states: Tensor = base_of(model)(
+        input_ids=torch.arange(4, device=device).unsqueeze(0) % config.vocab_size,
         position_ids=positions.to(device),
         attention_mask=dict.fromkeys(types, mask) if len(types) > 1 else mask,
         use_cache=False,

@@ -16,26 +16,16 @@ from torch import Tensor, nn
 from forerun.core.tree import TokenTree
 from forerun.devices import attention_kernels, sent, sent_ints
 from forerun.errors import ArgumentError
+from forerun.model import layers, masks
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Begun, Frame, Nodes, Scored
+from forerun.model.inputs import Begun, Nodes, Scored
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
-from forerun.model.layers import (
-    LayerRanges,
-    OutputHead,
-    Plan,
-    base_of,
-    captured,
-    check_boundaries,
-    device_of,
-    layers_of,
-    turn_of,
-)
+from forerun.model.layers import Plan, captured, check_boundaries
 from forerun.model.load import LoadOptions
-from forerun.model.masks import MaskStyle
 from forerun.model.padding import Buckets, Flat, Pass, running
 from forerun.model.prepare import default_slots, prepare
-from forerun.model.recordings import Recordings, recordable
+from forerun.model.recordings import Recordings, bucket, recordable, wide
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
@@ -61,23 +51,21 @@ class Target:
         self.max_length: int = context_length(self.config)  # Most positions of a sequence
         self.rows = rows
         self.slots = default_slots(self.max_length) if slots is None else slots
-        self.buckets = Buckets() if buckets is None else buckets
-        """What passes are padded to; may be replaced between steps."""
+        self.buckets = Buckets() if buckets is None else buckets  # What passes are padded to; may be replaced
         self.lengths: list[int] = [0] * rows  # Committed tokens in the cache, by row
         self.writes: list[int] = [0] * rows  # Passes that have written to the row
-        self.head = OutputHead(model)
+        self.head = layers.OutputHead(model)
         self.dtype: torch.dtype = model.dtype  # Of hidden states and masks
-        self._base = base_of(model)
-        self._turn = turn_of(self._base)
-        name, self._layers = layers_of(self._base, self.num_layers)
-        self._ranges = LayerRanges(self._base, name, self._layers)
+        self._base = layers.base_of(model)
+        self._turn = layers.turn_of(self._base)
+        name, self._layers = layers.layers_of(self._base, self.num_layers)
+        self._ranges = layers.LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self.device = device_of(self._embedding)  # Where token ids go in
+        self.device = layers.device_of(self._embedding)  # Where token ids go in
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
-        self._style = MaskStyle.of(self.config)
-        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)
-        """Of scoring passes."""
+        self._style = masks.MaskStyle.of(self.config)
+        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)  # Of scoring
         self._ran: dict[int, int] = {}
 
     @classmethod
@@ -110,13 +98,9 @@ class Target:
         boundaries: Set[Boundary] = frozenset(),
         all_logits: bool = False,
     ) -> Scored:
-        """Append ``tokens[i]`` to row ``rows[i]``. ArgumentError: a chunk is empty, or does not fit the row's slots or
-        the context.
-
-        Returns:
-            logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; hidden states (B, M, H),
-                left aligned, M the longest chunk.
-        """
+        """Append ``tokens[i]`` to row ``rows[i]``: logits (B, 1, V) after the last token of each row, or (B, M, V) with
+        `all_logits`, and hidden states (B, M, H), left aligned, M the longest chunk. ArgumentError: a chunk is empty,
+        or does not fit the row's slots or the context."""
         counts = [len(chunk) for chunk in tokens]
         self._check_room(rows, counts, counts)
         if min(counts) < 1:
@@ -128,7 +112,13 @@ class Target:
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PIECE]) for index in active]
-            states, caught = self._append([rows[index] for index in active], pieces, wanted)
+            some, nodes = [rows[index] for index in active], Nodes.of_prompt(pieces)
+            with self._turn, attention_kernels(self.device):
+                flat = self._flat(nodes, padded=False)
+                states, caught = self._forward(some, nodes, wanted, flat, padded=False)
+            for row, piece in zip(some, pieces, strict=True):
+                self.lengths[row] += len(piece)
+                self._ran.pop(row, None)
             for boundary, value in caught.items():
                 if boundary not in gathered:
                     gathered[boundary] = value.new_zeros(len(rows), max(counts), value.shape[-1])
@@ -172,16 +162,10 @@ class Target:
     def run(
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: Plan, *, states: Tensor | None = None
     ) -> Tensor:
-        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots. ArgumentError: the
-        plan does not fit the model, or states are missing or misshapen.
-
-        Args:
-            states: (B, N - start, H) at boundary ``plan.start``; needed unless that is 0.
-
-        Returns:
-            (B, N - start, H) at boundary ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give
-                logits. Skipped attention writes no keys; run these layers in full before committing.
-        """
+        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots: from `states`
+        (B, N - start, H) at boundary ``plan.start``, needed unless that is 0, to those at ``plan.stop``, before the
+        final norm: `final_norm`, then `lm_head` give logits. Skipped attention writes no keys; run these layers in full
+        before committing. ArgumentError: the plan does not fit the model, or states are missing or misshapen."""
         plan.check(self.num_layers)
         nodes = self._nodes(rows, trees)
         inputs = self._place(rows, nodes, padded=True)
@@ -213,8 +197,7 @@ class Target:
             del self._ran[row]
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. What stands behind them stays
-        in the slots until it is overwritten or `clear` is called."""
+        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. `clear` zeroes the others."""
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
@@ -274,19 +257,6 @@ class Target:
         """Bytes of weights and cache."""
         return int(self.model.get_memory_footprint()) + packed_bytes(self.model) + self.cache.nbytes()
 
-    def _append(
-        self, rows: Sequence[int], pieces: Sequence[Sequence[int]], boundaries: Set[Boundary]
-    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
-        """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
-        nodes = Nodes.of_prompt(pieces)
-        flat = self._flat(nodes, padded=False)
-        with self._turn, attention_kernels(self.device):
-            result = self._forward(rows, nodes, boundaries, flat, padded=False)
-        for row, piece in zip(rows, pieces, strict=True):
-            self.lengths[row] += len(piece)
-            self._ran.pop(row, None)
-        return result
-
     # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
     # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
 
@@ -296,13 +266,10 @@ class Target:
         """What one whole pass over `nodes` would give: states (B, N, H) after the final norm, and those asked for."""
         size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
         if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
-            raise ArgumentError(
-                f"a pass over nodes {nodes.start}..{size - 1} cannot resume states of the shape {shape[1:]} in a row; "
-                f"expected (1..{size}, {self.hidden_size}), root first"
-            )
+            expected, span = f"(1..{size}, {self.hidden_size}), root first", f"nodes {nodes.start}..{size - 1}"
+            raise ArgumentError(f"a pass over {span} cannot resume states {shape[1:]} in a row; expected {expected}")
         if not 1 <= begun.boundary <= self.num_layers:
-            allowed = f"the model has the boundaries 1..{self.num_layers}"
-            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; {allowed}")
+            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; there are 1..{self.num_layers}")
         states = self._begin(rows, nodes, begun)
         inputs = self._place(rows, nodes, padded=True)
         states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - size))
@@ -329,13 +296,14 @@ class Target:
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
         """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
-        self._note_passes(rows, nodes)
-        frame = self._frame()
-        packed, width = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
+        packed, width = self._packed(rows, nodes)
         wanted = sorted(boundaries)
 
         def work(*tensors: Tensor) -> list[Tensor]:
-            inputs = frame.enter(tensors, width)
+            *block, places, ids = tensors
+            batch = len(ids)
+            self.cache.begin(range(batch), places, width, index=torch.arange(batch, device=ids.device))
+            inputs = self._inputs(masks.Block(*block), ids, width, None)
             with captured(self._layers, boundaries) as caught, running(Pass()), attention_kernels(self.device):
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
@@ -349,7 +317,6 @@ class Target:
         return Scored(logits=logits, hidden_states=dict(zip(wanted, states, strict=True)))
 
     def _nodes(self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes) -> Nodes:
-        """The nodes of a scoring pass, checked against slots and context."""
         nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
         if not 0 <= nodes.start < nodes.ids.shape[1]:
             raise ArgumentError(f"start {nodes.start} is not among the nodes 0..{nodes.ids.shape[1] - 1}")
@@ -359,19 +326,69 @@ class Target:
     def _place(
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
     ) -> dict[str, Any]:
-        self._note_passes(rows, nodes)
+        """Keyword arguments for the base model's forward; tells the cache where the tokens go. Padding nodes are
+        written to the dump slot and look at slot 0 alone. The width counts them: it is the same for plain and
+        speculative steps that are padded to the same N. With `flat` the model is handed the real tokens alone."""
+        committed = self._note_passes(rows, nodes)
+        size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
+        missing, used = size - nodes.fresh, max(committed) + nodes.start + size
+        width = self.buckets.pad_width(used, self.cache.slots, on_cpu=self.device.type == "cpu")
+        host = [*self._structure(committed, nodes, missing, 0), torch.tensor(rows, dtype=torch.int64)]
+        ids = _filled(nodes.ids[:, nodes.start :], missing)
+        if ids.device.type == "cpu":
+            *there, ids = sent([*host, ids], self.device)
+        else:
+            there = sent(host, self.device)
+        *block, places, index = there
+        self.cache.begin(rows, places, width, index=index, real=flat, select=select)
+        return self._inputs(masks.Block(*block), ids, width, flat)
+
+    def _packed(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
+        """Structure and ids of a pass on the device, and its width: sizes are powers of two, and every row stands at
+        its own place in the cache. So one recording serves all rows and texts of about these sizes, and nothing of the
+        cache is copied. Other rows' places, and nodes that are not there, are padding as in `_place`."""
+        committed = self._note_passes(rows, nodes)
+        batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
+        width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
+        *others, slots = self._structure(committed, nodes, missing, missing)
+        host = [*(_spread(part, rows, batch, 0) for part in others), _spread(slots, rows, batch, self.cache.dump)]
+        ids = _filled(nodes.ids[:, nodes.start :], missing)
+        if ids.device.type == "cpu":
+            return sent([*host, _spread(ids, rows, batch, 0)], self.device), width
+        *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
+        return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
+
+    def _structure(self, committed: Sequence[int], nodes: Nodes, missing: int, unseen: int) -> list[Tensor]:
+        """The parts of a `masks.Block`, and slots (B, N): N counts `missing` nodes of padding, M `unseen` ones."""
+        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
+        positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
+        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
+        sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
+        return [
+            lengths.squeeze(1),
+            nn.functional.pad(sees, (0, unseen, 0, missing)) if missing else sees,
+            _filled(positions[:, nodes.start :], missing),
+            _filled(positions, unseen),
+            _filled(slots[:, nodes.start :], missing, self.cache.dump),
+        ]
+
+    def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
+        positions = block.query_positions
+        return {
+            "input_ids": ids if flat is None else flat.flatten(ids),
+            "position_ids": positions if flat is None else flat.flatten(positions),
+            "attention_mask": masks.build(block, self._style, width, self.dtype),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+    def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> list[int]:
+        """Count a pass over the rows; their committed tokens."""
         committed = [self.lengths[row] for row in rows]
-        return self._frame().place(rows, committed, nodes, padded=padded, device=self.device, flat=flat, select=select)
-
-    def _frame(self) -> Frame:
-        return Frame(
-            cache=self.cache, style=self._style, buckets=self.buckets, max_length=self.max_length, dtype=self.dtype
-        )
-
-    def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> None:
         for row in rows:
             self.writes[row] += 1
-        self.cache.touch(rows, [self.lengths[row] + nodes.ids.shape[1] for row in rows])
+        self.cache.touch(rows, [length + nodes.ids.shape[1] for length in committed])
+        return committed
 
     def _forward(
         self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
@@ -395,7 +412,6 @@ class Target:
         self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))
 
     def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Refuse a pass that needs more than the row's slots or the model's positions."""
         if len(set(rows)) != len(rows) or not rows or not all(0 <= row < self.rows for row in rows):
             raise ArgumentError(f"rows must be distinct and in 0..{self.rows - 1}, got {list(rows)}")
         for row, count, reach in zip(rows, slots, positions, strict=True):
@@ -406,3 +422,15 @@ class Target:
             if held + reach > self.max_length:
                 context = f"the context of {self.max_length}"
                 raise ArgumentError(f"row {row} holds {held} tokens; {reach} more exceed {context}")
+
+
+def _spread(values: Tensor, rows: Sequence[int], batch: int, rest: int) -> Tensor:
+    """(B', ..) -> (B, ..): each row at its own place, `rest` elsewhere."""
+    spread = values.new_full((batch, *values.shape[1:]), rest)
+    spread[list(rows)] = values
+    return spread
+
+
+def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
+    """(B, N) -> (B, N + missing)"""
+    return nn.functional.pad(values, (0, missing), value=value) if missing else values

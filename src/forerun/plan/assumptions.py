@@ -12,15 +12,16 @@ because no figure holds for all: launches, the traffic between tensor-parallel d
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.errors import ArgumentError, nearest
 from forerun.plan.theory import alpha_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """What is known of one kind of text."""
 
     tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
@@ -31,31 +32,17 @@ class Text:
 
 
 _BENCH = "EAGLE-3's tokens per pass on MT-Bench, scaled by its Spec-Bench speed-ups (Vicuna-13B)"
+_CHAT = "Llama-3.1-8B, EAGLE-3, MT-Bench, T = 0, vLLM's test of acceptance lengths"
+_USER = "code, scaled by one user's MTP speed-ups (0.91 over 1.35, llama.cpp)"
 TEXTS: dict[str, Text] = {
-    "chat": Text(
-        tokens=2.60,
-        k=3,
-        source="Llama-3.1-8B, EAGLE-3, MT-Bench, T = 0, vLLM's test of acceptance lengths",
-        trained=("eagle", 2.84),
-        untrained=("recycling", 2.37),
-    ),
-    "code": Text(tokens=3.10, k=4, source="Ling-Flash-2.0, EAGLE-3, HumanEval"),
-    "math": Text(
-        tokens=3.41,
-        k=4,
-        source="Ling-Flash-2.0, EAGLE-3, GSM8K",
-        trained=("eagle", 2.79),
-        untrained=("recycling", 2.53),
-    ),
-    "creative": Text(
-        tokens=3.10 * 0.91 / 1.35, k=4, source="code, scaled by one user's MTP speed-ups (0.91 over 1.35, llama.cpp)"
-    ),
-    "translation": Text(
-        tokens=2.60 * 2.36 / 3.48, k=3, source=_BENCH, trained=("eagle", 1.88), untrained=("recycling", 2.02)
-    ),
-    "summary": Text(tokens=2.60 * 3.14 / 3.48, k=3, source=_BENCH, trained=("eagle", 2.34), untrained=("ngram", 2.66)),
-    "qa": Text(tokens=2.60 * 2.94 / 3.48, k=3, source=_BENCH, trained=("eagle", 2.15), untrained=("recycling", 2.08)),
-    "rag": Text(tokens=2.60 * 2.78 / 3.48, k=3, source=_BENCH, trained=("eagle", 2.13), untrained=("recycling", 2.02)),
+    "chat": Text(2.60, 3, _CHAT, trained=("eagle", 2.84), untrained=("recycling", 2.37)),
+    "code": Text(3.10, 4, "Ling-Flash-2.0, EAGLE-3, HumanEval"),
+    "math": Text(3.41, 4, "Ling-Flash-2.0, EAGLE-3, GSM8K", trained=("eagle", 2.79), untrained=("recycling", 2.53)),
+    "creative": Text(3.10 * 0.91 / 1.35, 4, _USER),
+    "translation": Text(2.60 * 2.36 / 3.48, 3, _BENCH, trained=("eagle", 1.88), untrained=("recycling", 2.02)),
+    "summary": Text(2.60 * 3.14 / 3.48, 3, _BENCH, trained=("eagle", 2.34), untrained=("ngram", 2.66)),
+    "qa": Text(2.60 * 2.94 / 3.48, 3, _BENCH, trained=("eagle", 2.15), untrained=("recycling", 2.08)),
+    "rag": Text(2.60 * 2.78 / 3.48, 3, _BENCH, trained=("eagle", 2.13), untrained=("recycling", 2.02)),
 }
 
 HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3  # Tokens per pass at temperature 1 over those at 0
@@ -77,14 +64,11 @@ def assumed_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
     share = 1 - (1 - HOT) * min(temperature, 1.0)
     tokens = max(1.0, kind.tokens * share)
     alpha = alpha_of(tokens, kind.k)
-    notes = [
-        f"acceptance {alpha:.2f}: a trained head reaches {kind.tokens:.2f} tokens per pass with K = {kind.k} on {text} "
-        f"({kind.source})"
-    ]
+    reached = f"{kind.tokens:.2f} tokens per pass with K = {kind.k} on {text} ({kind.source})"
+    notes = [f"acceptance {alpha:.2f}: a trained head reaches {reached}"]
     if temperature > 0:
-        notes.append(
-            f"times {share:.2f} at temperature {temperature:g} (LK losses, three models, K = 7: T = 1 over T = 0)"
-        )
+        source = "LK losses, three models, K = 7: T = 1 over T = 0"
+        notes.append(f"times {share:.2f} at temperature {temperature:g} ({source})")
     return alpha, notes
 
 
@@ -99,6 +83,7 @@ class Device:
     note: str = ""
 
 
+_ASSUMED = "assumed: 60 GB/s, and the balance of 24 tokens in the middle of what two AMX cores were measured at"
 DEVICES: dict[str, Device] = {
     "3090": Device(name="RTX 3090", tflops=71.0, bandwidth=0.936, memory=24),
     "4090": Device(name="RTX 4090", tflops=165.2, bandwidth=1.008, memory=24),
@@ -109,47 +94,31 @@ DEVICES: dict[str, Device] = {
     "h200": Device(name="H200", tflops=989.4, bandwidth=4.8, memory=141),
     "b200": Device(name="B200", tflops=2250.0, bandwidth=8.0, memory=180),
     "mi300x": Device(name="MI300X", tflops=1307.4, bandwidth=5.3, memory=192),
-    "cpu": Device(
-        name="CPU with bf16 matrix instructions",
-        tflops=1.44,
-        bandwidth=0.06,
-        memory=None,
-        note="assumed: 60 GB/s, and the balance of 24 tokens in the middle of what two AMX cores were measured at",
-    ),
+    "cpu": Device(name="CPU with bf16 matrix instructions", tflops=1.44, bandwidth=0.06, memory=None, note=_ASSUMED),
 }
 """As their data sheets say, dense figures."""
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight. Narrow weights are multiplied in bf16, as engines do at small batches; scales are not counted."""
-_SUFFIXES = ("80gb", "80g", "sxm5", "sxm4", "sxm")  # What may follow a name in the table without being another product
+_AROUND = re.compile(r"^(nvidia|amd|geforce|rtx|instinct)+|(80gb?|sxm[45]?)+$")  # A device's name without being another
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16", "fp4": "int4"}
 
 
 def device_named(name: str) -> Device:
-    """A device by its short name, in any case, with or without maker and form factor: ``NVIDIA H100-SXM``. An
-    ArgumentError names the nearest where it is not in the table."""
-    key = name.lower().replace("-", "").replace(" ", "").replace("_", "")
-    for prefix in ("nvidia", "amd", "geforce", "rtx", "instinct"):
-        key = key.removeprefix(prefix)
-    for suffix in _SUFFIXES:
-        key = key.removesuffix(suffix)
-    found = DEVICES.get(key)
-    if found is None:
-        raise ArgumentError(
-            f"unknown device {name!r}; there are {', '.join(DEVICES)}.{nearest(key, DEVICES)} For another one give "
-            "--tflops and --bandwidth"
-        )
-    return found
+    """A device by its name, with or without maker and form factor; ArgumentError: it is not in the table."""
+    key = _AROUND.sub("", re.sub(r"[-_ ]", "", name.lower()))
+    if key not in DEVICES:
+        known = f"there are {', '.join(DEVICES)}.{nearest(key, DEVICES)} For another one give --tflops and --bandwidth"
+        raise ArgumentError(f"unknown device {name!r}; {known}")
+    return DEVICES[key]
 
 
 def dtype_named(name: str) -> str:
     """One of `BYTES`, from its usual names, else an ArgumentError."""
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in BYTES:
-        known = [*_ALIASES, *BYTES]
-        raise ArgumentError(
-            f"unknown dtype {name!r}; there are bf16, fp16, fp32, fp8, int8, int4.{nearest(key, known)}"
-        )
+        near = nearest(key, [*_ALIASES, *BYTES])
+        raise ArgumentError(f"unknown dtype {name!r}; there are bf16, fp16, fp32, fp8, int8, int4.{near}")
     return key
 
 
@@ -175,20 +144,16 @@ class Size:
         if self.active_params is None or self.experts is None or self.experts_per_token is None:
             return
         if not 0 < self.active_params <= self.params or not 1 <= self.experts_per_token < self.experts:
-            raise ArgumentError(
-                f"active parameters must be in 0..{self.params:g} and experts per token in 1..{self.experts - 1}, "
-                f"got {self.active_params:g} and {self.experts_per_token}"
-            )
+            allowed = f"in 0..{self.params:g} and experts per token in 1..{self.experts - 1}"
+            got = f"{self.active_params:g} and {self.experts_per_token}"
+            raise ArgumentError(f"active parameters must be {allowed}, got {got}")
         if self.shared < 0:
             share = self.params * self.experts_per_token / self.experts
-            raise ArgumentError(
-                f"{self.active_params:g} active parameters are too few: {self.experts_per_token} of {self.experts} "
-                f"experts alone hold up to {share:g}"
-            )
+            why = f"{self.experts_per_token} of {self.experts} experts alone hold up to {share:g}"
+            raise ArgumentError(f"{self.active_params:g} active parameters are too few: {why}")
 
     @property
     def active(self) -> float:
-        """Weights that one token runs through."""
         return self.params if self.active_params is None else self.active_params
 
     @property
@@ -204,9 +169,8 @@ class Size:
         return self.active - self.experts_per_token * self.expert
 
     def touched(self, tokens: float) -> float:
-        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random. Of E experts, E * (1 -
-        (1 - k/E)^n) are expected to be chosen: the weights read grow with n, which is why speculation on a mixture of
-        experts pays most at moderate batches (MoESD, arXiv 2505.19645)."""
+        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random: of E experts, E * (1 -
+        (1 - k/E)^n) are expected to be chosen (MoESD, arXiv 2505.19645)."""
         if self.experts is None or self.experts_per_token is None:
             return self.params
         missed: float = (1 - self.experts_per_token / self.experts) ** tokens
@@ -252,7 +216,6 @@ class Terms:
 
     @property
     def intensity(self) -> float:
-        """Operations per byte."""
         return self.operations / self.traffic
 
 
@@ -294,9 +257,8 @@ class Roofline:
     @property
     def balance(self) -> float:
         """Tokens in a pass at which peak arithmetic takes as long as reading all weights at peak bandwidth."""
-        return (
-            self.device.tflops * BYTES[self.dtype] / (2 * self.device.bandwidth) * self.size.params / self.size.active
-        )
+        per_byte = self.device.tflops / (2 * self.device.bandwidth)
+        return per_byte * BYTES[self.dtype] * self.size.params / self.size.active
 
     def free_nodes(self, rows: int = 1, context: int = 0) -> int:
         """Most nodes per row that cost at most `FREE_PASS` plain passes."""
@@ -315,7 +277,6 @@ class Roofline:
         return self.weights_gb() + cache <= self.device.memory * self.tp
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FreeVerification:
     """Every pass costs the same: Leviathan's own assumption. Times are in plain passes."""
 

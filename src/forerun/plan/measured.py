@@ -111,8 +111,7 @@ class Answers:
 
 
 def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell: Tell) -> Measured:
-    """Let one drafter help with the answers; its text is the target's own, whatever is drafted. ForerunError: the
-    drafter cannot be built, or no row of the target is free."""
+    """Let one drafter help with the answers. ForerunError: it cannot be built, or no row of the target is free."""
     target = llm.target
     setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
     drafter = build(config.method, config.drafter_options, setup)

@@ -38,15 +38,14 @@ class Load:
 
     def predict(self, k: int, rows: int | None = None) -> theory.Prediction:
         """What a draft of `k` levels brings; plain decoding for 0."""
-        count = self.rows if rows is None else rows
-        draft = self.draft(count) if k else DraftCost(fixed_ms=0.0, level_ms=0.0)
+        rows = rows or self.rows
         return theory.predict(
             self.cost,
             acceptance_per_depth=theory.stretched(self.survival, k),
-            draft=draft,
+            draft=self.draft(rows) if k else DraftCost(fixed_ms=0.0, level_ms=0.0),
             depth=k * self.filled,
             nodes=k * self.nodes_per_level,
-            rows=count,
+            rows=rows,
             context=self.context,
             coverage=self.coverage,
         )
@@ -82,18 +81,15 @@ def plan(load: Load, *, k: int | None = None) -> Plan:
     lines = [_line(load, length) for length in range(max(MOST_K, k or 0) + 1)]
     best = max(lines, key=lambda line: line.speedup)
     asked = best if k is None else lines[k]
-    judged = asked.k or 1
-
-    def best_at(rows: int) -> float:
-        return max(load.predict(length, rows).speedup for length in range(MOST_K + 1))
-
     powers = [1 << power for power in range(MOST_BATCH.bit_length())]
+    gains = [max(load.predict(length, rows).speedup for length in range(MOST_K + 1)) for rows in powers]
+    last = theory.break_even_batch(lambda rows: load.predict(asked.k or 1, rows).speedup, most=MOST_BATCH)
     return Plan(
         lines=tuple(lines),
         asked=asked,
         best=best,
-        break_even_batch=theory.break_even_batch(lambda rows: load.predict(judged, rows).speedup, most=MOST_BATCH),
-        batches=tuple((rows, best_at(rows)) for rows in powers),
+        break_even_batch=last,
+        batches=tuple(zip(powers, gains, strict=True)),
         unbounded=best.k == lines[-1].k and lines[-1].v == 1.0 and load.draft(load.rows).level_ms == 0,
     )
 
@@ -112,7 +108,7 @@ def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, dept
         acceptance,
         level_cost=load.draft(load.rows).level_ms / plain,
         verify=lambda count: load.cost.pass_ms(count, load.rows, load.context),
-        sizes=range(1, nodes + 1),
+        nodes=nodes,
         depth=depth,
     )
 
@@ -128,15 +124,11 @@ class Verdict:
 
 
 def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None) -> Verdict:
-    """The verdict at the best draft length of the `drafter` that was measured, or of the methods that published figures
-    favour for a kind of `text`."""
+    """The verdict for the `drafter` that was measured, or for what published figures favour for a kind of `text`."""
     best = found.best
-    gain = f"{best.speedup:.2f} x plain decoding with K = {best.k} at batch {load.rows}"
-    if found.unbounded:
-        gain = (
-            f"{best.speedup:.2f} x plain decoding with K = {best.k}, the longest looked at: drafting and verifying "
-            "count as free, so longer is always better"
-        )
+    gain = f"{best.speedup:.2f} x plain decoding with K = {best.k}"
+    free = "the longest looked at: drafting and verifying count as free, so longer is always better"
+    gain += f", {free}" if found.unbounded else f" at batch {load.rows}"
     if found.asked.k != best.k:
         gain += f" (K = {found.asked.k}: {found.asked.speedup:.2f} x)"
     if best.k == 0:
@@ -161,20 +153,15 @@ def _why_not(found: Plan, load: Load) -> list[str]:
 
 
 def _method(text: str | None, rows: int) -> tuple[str | None, list[str]]:
-    """What published figures favour, as far as forerun has it."""
     kind = TEXTS.get(text.lower()) if text is not None else None
     if kind is None or kind.trained is None or kind.untrained is None:
-        notes = [
-            "a head trained for the target (eagle3) where there is one; ngram or suffix where answers repeat "
-            "their prompt (edits, summaries)"
-        ]
-        return "eagle3", notes
+        head = "a head trained for the target (eagle3) where there is one"
+        return "eagle3", [f"{head}; ngram or suffix where answers repeat their prompt (edits, summaries)"]
     options = [option for option in (kind.trained, kind.untrained) if option[0] in DRAFTERS]
     name = max(options or [kind.trained], key=lambda option: option[1])[0]
-    notes = [
-        f"Spec-Bench, {text}, Vicuna-7B on an A100, batch 1, T = 0: without training {kind.untrained[0]} "
-        f"{kind.untrained[1]:.2f} x, trained {kind.trained[0]} {kind.trained[1]:.2f} x"
-    ]
+    without, trained = (f"{method} {gain:.2f} x" for method, gain in (kind.untrained, kind.trained))
+    setting = f"Spec-Bench, {text}, Vicuna-7B on an A100, batch 1, T = 0"
+    notes = [f"{setting}: without training {without}, trained {trained}"]
     if rows > 1:
         notes.append(f"published at batch 1; here the batch is {rows}")
     return name, notes

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
@@ -46,13 +47,8 @@ def conditional_of(survival: Sequence[float]) -> list[float]:
 
 def stretched(survival: Sequence[float], k: int) -> list[float]:
     """The first `k` depths; where fewer are known, the last conditional acceptance rate goes on."""
-    if not survival:
-        return [0.0] * k
-    rate = conditional_of(survival)[-1]
-    return [
-        survival[depth] if depth < len(survival) else survival[-1] * rate ** (depth - len(survival) + 1)
-        for depth in range(k)
-    ]
+    last, rate = (survival[-1], conditional_of(survival)[-1]) if survival else (0.0, 0.0)
+    return [*survival, *(last * rate**step for step in range(1, k + 1))][:k]
 
 
 def tokens_of(survival: Sequence[float]) -> float:
@@ -92,45 +88,32 @@ RankAcceptance = Sequence[Sequence[float]]
 exclude each other, so a line sums to at most 1. Deeper levels take the last line, further ranks 0."""
 
 
-def tree_depth(parents: Sequence[int]) -> int:
-    """Levels below the root."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return max(depths)
+class TreeNode(NamedTuple):
+    """A drafted node of a `best_tree`."""
+
+    parent: int  # Number of the node above, counted from 1; 0 is the root
+    level: int
+    survival: float
 
 
-def tree_survival(parents: Sequence[int], acceptance: RankAcceptance) -> list[float]:
-    """Survival of every drafted node; its rank is its index among its siblings."""
+def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[TreeNode]:
+    """The tree of at most `nodes` nodes and `depth` levels with the most expected tokens; its first n nodes are the
+    best tree of n. The likeliest open child is taken each time. Exact: a child survives no more often than its parent
+    or an elder sibling (Sequoia's dynamic programme, arXiv 2402.12374, finds the same tree)."""
     check_ranks(acceptance)
-    depths, survival, born = [0], [1.0], [0] * (len(parents) + 1)
-    for node, parent in enumerate(parents, start=1):
-        if not 0 <= parent < node:
-            raise ArgumentError(f"node {node} has parent {parent}; a parent comes before its child, 0 is the root")
-        survival.append(survival[parent] * _rank_rate(acceptance, depths[parent], born[parent]))
-        depths.append(depths[parent] + 1)
-        born[parent] += 1
-    return survival[1:]
-
-
-def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[int]:
-    """Parents of the tree of at most `nodes` nodes and `depth` levels with the most expected tokens. The likeliest open
-    child is taken each time. Exact: a child survives no more often than its parent or an elder sibling (Sequoia's
-    dynamic programme, arXiv 2402.12374, finds the same tree)."""
-    check_ranks(acceptance)
-    parents: list[int] = []
+    found: list[TreeNode] = []
     count = itertools.count()
     open_nodes = [(-_rank_rate(acceptance, 0, 0), next(count), 0, 0, 0, 1.0)]
-    while open_nodes and len(parents) < nodes:
+    while open_nodes and len(found) < nodes:
         negative, _, parent, level, rank, above = heapq.heappop(open_nodes)
         if negative == 0 or level >= depth:
             continue
-        parents.append(parent)
+        found.append(TreeNode(parent, level + 1, -negative))
         sibling = above * _rank_rate(acceptance, level, rank + 1)
         child = -negative * _rank_rate(acceptance, level + 1, 0)
         heapq.heappush(open_nodes, (-sibling, next(count), parent, level, rank + 1, above))
-        heapq.heappush(open_nodes, (-child, next(count), len(parents), level + 1, 0, -negative))
-    return parents
+        heapq.heappush(open_nodes, (-child, next(count), len(found), level + 1, 0, -negative))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,18 +127,18 @@ class TreeChoice:
 
 
 def best_tree_size(
-    acceptance: RankAcceptance, *, level_cost: float, verify: Callable[[int], float], sizes: Sequence[int], depth: int
+    acceptance: RankAcceptance, *, level_cost: float, verify: Callable[[int], float], nodes: int, depth: int
 ) -> TreeChoice:
-    """The fastest of the best trees of these sizes (drafted nodes) and of 1 to `depth` levels; empty for plain.
-    `verify`: v(n) of a pass over n nodes, root included."""
+    """The fastest tree of up to `nodes` nodes and `depth` levels, empty for plain; `verify`: v(n), root included."""
     best = TreeChoice(parents=(), depth=0, tokens=1.0, speedup=1.0)
-    for levels, size in itertools.product(range(1, depth + 1), sizes):
-        parents = best_tree(acceptance, nodes=size, depth=levels)
-        tokens = tokens_of(tree_survival(parents, acceptance))
-        reached = tree_depth(parents)
-        speedup = tokens / (reached * level_cost + verify(len(parents) + 1) / verify(1))
-        if speedup > best.speedup:
-            best = TreeChoice(parents=tuple(parents), depth=reached, tokens=tokens, speedup=speedup)
+    for levels in range(1, depth + 1):
+        tree, tokens, reached = best_tree(acceptance, nodes=nodes, depth=levels), 1.0, 0
+        for size, node in enumerate(tree, start=1):
+            tokens, reached = tokens + node.survival, max(reached, node.level)
+            speedup = tokens / (reached * level_cost + verify(size + 1) / verify(1))
+            if speedup > best.speedup:
+                parents = tuple(one.parent for one in tree[:size])
+                best = TreeChoice(parents=parents, depth=reached, tokens=tokens, speedup=speedup)
     return best
 
 
@@ -199,11 +182,9 @@ def predict(
     something is negative.
 
     Args:
-        acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1 (survival, as
-            `SpeculationStats.acceptance_per_depth` where all drafts are equally deep).
+        acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1.
         draft: the drafter's cost for the batch.
-        depth: mean levels of a draft.
-        nodes: mean drafted nodes of a row, root not counted.
+        depth: mean levels of a draft; `nodes`: mean drafted nodes of a row, root not counted.
         context: committed tokens of each row.
         coverage: share of the steps in which something is drafted; the others cost a plain pass and `draft.fixed_ms`.
     """

@@ -69,17 +69,14 @@ class Trial:
 
     @property
     def nodes(self) -> float:
-        """Mean drafted nodes of the drafting steps."""
         return _mean([done.drafted for done in self.steps if done.drafted])
 
     @property
     def depth(self) -> float:
-        """Mean depth of the drafting steps."""
         return _mean([done.depth for done in self.steps if done.drafted])
 
     @property
     def context(self) -> int:
-        """Mean committed tokens before a step."""
         return round(_mean([done.context for done in self.steps]))
 
 
@@ -102,8 +99,6 @@ def try_drafter(
         drafter: None decodes plainly.
         params: resolved: no None where the checkpoint has a say.
         depths: most levels of a draft; the steps take turns.
-        stop_ids: tokens that end an answer.
-        seconds: stop after this long.
     """
     [row_id] = free_rows(target, 1)
     deadline = time.perf_counter() + seconds
@@ -138,7 +133,6 @@ def try_drafter(
 
 
 def _step(target: Target, drafter: Drafter | None, name: str, row: Row, depth: int) -> TrialStep:
-    """One step of the row, drafted `depth` levels deep at most."""
     groups, context = [], len(row.tokens) - 1
     if drafter is not None:
         groups = [Group(name=name, drafter=drafter, members=[0], depths=[depth], nodes=MAX_SPECULATIVE_TOKENS)]
@@ -161,18 +155,11 @@ def _mean(values: Sequence[float]) -> float:
 def measure_draft(
     target: Target, drafter: Drafter, text: Sequence[int], *, depth: int, steps: int = 32, seconds: float = 8.0
 ) -> DraftCost:
-    """Let a drafter continue `text` on a free row, at full depth and at depth 1 in turns, and fit a line.
-    ArgumentError: no row is free, or the text does not fit beside the answer.
+    """Let a drafter, which must know nothing of the free rows, continue `text` (token ids) on one, at full `depth` and
+    at depth 1 in turns, and fit a line. ArgumentError: no row is free, or the text does not fit beside the answer.
 
     What it does when it is shown accepted tokens (its share of the commit) counts, the target's pass does not, and the
-    first step, in which it may catch up with the whole text, does not either. One row.
-
-    Args:
-        drafter: must know nothing of the target's free rows; what it learns from the text it keeps.
-        text: token ids to begin with; a drafter that copies finds nothing in a text without repetition.
-        depth: levels of a full draft.
-        steps: that are timed.
-        seconds: stop after this long.
+    first step, in which it may catch up with the whole text, does not either.
     """
     if depth < 1 or steps < 4:
         raise ArgumentError(f"a drafter is timed over at least 4 steps of depth 1 or more, got {steps} and {depth}")

@@ -89,28 +89,23 @@ def _add_completions(app: FastAPI, session: Session) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
-        check_model(session, body.model)
-        jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body))
+        jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body))
         return await _respond(session, http, jobs, ChatWriter(body, name, _tokenizer(session), chat_format))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, http: Request) -> Response:
-        check_model(session, body.model)
-        jobs = await _prepared(http, lambda: completion_jobs(session, body))
+        jobs = await _prepared(session, http, body, lambda: completion_jobs(session, body))
         return await _respond(session, http, jobs, CompletionWriter(body, name, _tokenizer(session)))
-
-    async def in_items(body: ResponsesRequest | MessagesRequest, http: Request, kind: type[ItemWriter]) -> Response:
-        check_model(session, body.model)
-        jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body.chat()))
-        return await _respond(session, http, jobs, kind(body, name, chat_format))
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, http: Request) -> Response:
-        return await in_items(body, http, ResponsesWriter)
+        jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body.chat()))
+        return await _respond(session, http, jobs, ResponsesWriter(body, name, chat_format))
 
     @app.post("/v1/messages")
     async def message(body: MessagesRequest, http: Request) -> Response:
-        return await in_items(body, http, MessagesWriter)
+        jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body.chat()))
+        return await _respond(session, http, jobs, MessagesWriter(body, name, chat_format))
 
 
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> Response:
@@ -171,38 +166,34 @@ def _written(event: Event) -> str:
 def _add_tokens(app: FastAPI, session: Session) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
-        check_model(session, body.model)
-        llm = session.engine.llm
-
         def answer() -> Response:
+            llm = session.engine.llm
             if body.messages is not None:
-                messages = [message.plain() for message in body.messages]
-                ids = _checked(lambda: llm.chat_prompt(messages))["prompt_token_ids"]
+                ids = llm.chat_prompt([message.plain() for message in body.messages])["prompt_token_ids"]
             else:
                 ids = _tokenizer(session).encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
             return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len})
 
-        return await aside(http, answer)
+        return await _prepared(session, http, body, answer)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
-        check_model(session, body.model)
-        vocabulary = session.engine.llm.target.vocab_size
-
         def answer() -> Response:
+            vocabulary = session.engine.llm.target.vocab_size
             wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
             if wrong is not None:
                 raise bad_request(f"token id {wrong} is outside the vocabulary of {vocabulary}", "tokens")
             return JSONResponse({"prompt": _tokenizer(session).decode(body.tokens)})
 
-        return await aside(http, answer)
+        return await _prepared(session, http, body, answer)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: Request) -> dict[str, int]:
-        check_model(session, body.model)
-        llm = session.engine.llm
-        chat_format = await _prepared(http, lambda: chat_format_of(llm, session.settings, body.chat()))
-        return {"input_tokens": len(chat_format.prompt["prompt_token_ids"])}
+        def answer() -> dict[str, int]:
+            prompt = chat_format_of(session.engine.llm, session.settings, body.chat()).prompt
+            return {"input_tokens": len(prompt["prompt_token_ids"])}
+
+        return await _prepared(session, http, body, answer)
 
 
 def _add_operations(app: FastAPI, session: Session) -> None:
@@ -266,21 +257,21 @@ def _tokenizer(session: Session) -> Any:
     return tokenizer
 
 
-async def _prepared(http: Request, make: Callable[[], T]) -> T:
-    """What `make` makes of a body, large ones in a thread of their own; a complaint of the engine becomes a 400."""
-    return await aside(http, lambda: _checked(make))
+async def _prepared(session: Session, http: Request, body: Any, make: Callable[[], T]) -> T:
+    """What `make` makes of a body, of a large one in a thread of its own; a complaint of the engine becomes a 400."""
 
+    def checked() -> T:
+        try:
+            return make()
+        except ApiError:
+            raise
+        except ValidationError as error:
+            raise from_validation(error.errors()) from None
+        except (ForerunError, ValueError) as error:
+            raise refusal(error) from error
 
-def _checked(make: Callable[[], T]) -> T:
-    """What `make` returns; a complaint of the engine becomes a 400."""
-    try:
-        return make()
-    except ApiError:
-        raise
-    except ValidationError as error:
-        raise from_validation(error.errors()) from None
-    except (ForerunError, ValueError) as error:
-        raise refusal(error) from error
+    check_model(session, body.model)
+    return await aside(http, checked)
 
 
 # The OpenAPI description, made honest: every status that a route can answer with, and the key that it needs. FastAPI

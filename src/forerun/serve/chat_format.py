@@ -63,12 +63,8 @@ class ChatFormat:
     def constrained(
         self, body: ChatRequest, own: StructuredOutputs | None, mark: Callable[[str], str]
     ) -> StructuredOutputs | None:
-        """What the answer must look like, reasoning and calls included; None where it may be anything.
-
-        Args:
-            own: what the request wants its text to look like.
-            mark: how a grammar names a mark (`LLM.grammar_mark`); only asked for if there is a grammar.
-        """
+        """What the answer must look like, reasoning and calls included; None where it may be anything. `own`: what the
+        request wants its text to look like; `mark`: `LLM.grammar_mark`, only asked if there is a grammar."""
         if own is not None and body.must_call:
             raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
         bound = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -49,7 +49,7 @@ class Writer(ABC):
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
         self.wants_tokens = self.wants_logprobs or body.return_token_ids  # Something is said of each token
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
-        self._begun: dict[int, int] = {}  # Choice -> characters sent
+        self._sent = Counter[int]()  # Choice -> characters
         self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its answer so far
         self._outputs: dict[int, RequestOutput] = {}
 
@@ -60,24 +60,22 @@ class Writer(ABC):
             for job, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        first = outputs[0]
-        shared = self.about_prompt(first.prompt_token_ids, first.prompt_logprobs) if self.one_prompt else {}
+        shared = self.about_prompt(outputs[0].prompt_token_ids, outputs[0].prompt_logprobs) if self.one_prompt else {}
         return {**self._head(self.kind), "choices": choices, **shared, **self._closing(outputs)}
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
         """What is sent for one chunk."""
         chunk, index = tagged.chunk, tagged.job * self.body.n + tagged.chunk.index
-        if index not in self._begun:
+        if index not in self._counts:
             ids = chunk.prompt_token_ids or []
-            opened, self._begun[index] = self.opening(index, chunk)
             self._counts[index] = [len(ids), 0]
-            yield from self._events_of(opened, index, **(self.about_prompt(ids, None) if self.one_prompt else {}))
+            about = self.about_prompt(ids, None) if self.one_prompt else {}
+            yield from self._event(self.opening(index, chunk), index, **about)
         if chunk.output is not None:
             self._outputs[tagged.job] = chunk.output
         self._counts[index][1] += len(chunk.tokens)
         if chunk.text or chunk.finish_reason is not None or (self.wants_tokens and chunk.tokens):
-            yield from self._events_of(self.delta(index, chunk, self._begun[index]), index)
-            self._begun[index] += len(chunk.text)
+            yield from self._event(self.delta(index, chunk), index)
 
     def closing_events(self) -> Iterator[Event]:
         """A chunk without choices but with counts behind the last, if asked for: not every client expects one."""
@@ -91,12 +89,12 @@ class Writer(ABC):
         """One whole choice."""
 
     @abstractmethod
-    def opening(self, index: int, chunk: StreamChunk) -> tuple[list[dict[str, Any]], int]:
-        """Deltas before the first token of a choice, and the characters that they hold."""
+    def opening(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
+        """What is sent of a choice before its first token; None: nothing."""
 
     @abstractmethod
-    def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
-        """A chunk of a choice, one delta or none; `offset`: characters of it before this chunk."""
+    def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
+        """What is sent of a choice for a chunk; None: nothing."""
 
     def about_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
         """Where they are asked for: ``prompt_token_ids``, and vLLM's ``prompt_logprobs`` with the likeliest."""
@@ -130,11 +128,11 @@ class Writer(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _events_of(self, choices: Sequence[dict[str, Any]], index: int, **more: Any) -> Iterator[Event]:
+    def _event(self, choice: dict[str, Any] | None, index: int, **more: Any) -> Iterator[Event]:
         options = self.body.stream_options
         if options is not None and options.continuous_usage_stats:
             more["usage"] = _usage(*self._counts[index])
-        for choice in choices:
+        if choice is not None:
             yield {**self._head(self.chunk_kind), "choices": [choice], **more}
 
     def _closing(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -152,10 +150,9 @@ class Writer(ABC):
             details["rejected_prediction_tokens"] = stats.num_draft_tokens - stats.num_accepted_draft_tokens
         if details:
             usage["completion_tokens_details"] = details
-        found = {"usage": usage, "metrics": speculation_metrics(outputs)}
+        found: dict[str, Any] = {"usage": usage, "metrics": speculation_metrics(outputs)}
         if self.body.return_speculation_trace:
-            traces = [self._traced(output, answer) for output in outputs for answer in output.outputs]
-            return {**found, "speculation_trace": traces}
+            found["speculation_trace"] = [self._traced(one, answer) for one in outputs for answer in one.outputs]
         return found
 
     def _traced(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -163,15 +160,9 @@ class Writer(ABC):
         steps = []
         for step in answer.trace:
             nodes = [{**asdict(node), "text": self.tokenizer.decode([node.token])} for node in step.nodes]
-            steps.append({**asdict(step), "nodes": nodes, "kind": step.kind.value})
-        return {
-            "first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0),
-            "tokens": [
-                {"id": token.id, "text": token.text, "source": token.source.value, "step": token.step}
-                for token in answer.tokens
-            ],
-            "steps": steps,
-        }
+            steps.append({**asdict(step), "nodes": nodes})
+        tokens = [{"id": one.id, "text": one.text, "source": one.source, "step": one.step} for one in answer.tokens]
+        return {"first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0), "tokens": tokens, "steps": steps}
 
 
 class ChatWriter(Writer):
@@ -197,20 +188,20 @@ class ChatWriter(Writer):
             **self.token_ids(answer.tokens),
         }
 
-    def opening(self, index: int, chunk: StreamChunk) -> tuple[list[dict[str, Any]], int]:
+    def opening(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], 0
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
+    def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
         reader, message = self._streams[index]
         pieces = reader.feed(chunk.text)
         if chunk.finish_reason is not None:
             pieces += reader.close()
         delta, reason = message.delta(pieces), message.finish_reason(chunk.finish_reason)
         if not pieces and not self.wants_tokens and reason is None:
-            return []
+            return None
         logprobs, ids = self._logprobs(chunk.tokens), self.token_ids(chunk.tokens)
-        return [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}]
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         if self._chat_format.marks is None:
@@ -221,7 +212,6 @@ class ChatWriter(Writer):
         return self._chat_format.reader(), MessageWriter(self._chat_format.new_id)
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
-        """``logprobs`` of a chat choice, where they were asked for."""
         if not self.wants_logprobs:
             return None
 
@@ -259,18 +249,20 @@ class CompletionWriter(Writer):
             **self.about_prompt(ids, prompt_logprobs),
         }
 
-    def opening(self, index: int, chunk: StreamChunk) -> tuple[list[dict[str, Any]], int]:
+    def opening(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
         ids = chunk.prompt_token_ids or []
         echoed = self._echoed(index, ids)
         if not echoed and not self.body.return_token_ids:
-            return [], 0
+            return None
+        self._sent[index] = len(echoed)
         logprobs = self._logprobs_of_prompt(ids, chunk.prompt_logprobs) if echoed else None
         opened = {"index": index, "text": echoed, "logprobs": logprobs, "finish_reason": None}
-        return [{**opened, **self.about_prompt(ids, None)}], len(echoed)
+        return {**opened, **self.about_prompt(ids, None)}
 
-    def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
-        logprobs, ids = self._logprobs(chunk.tokens, offset), self.token_ids(chunk.tokens)
-        return [{"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason, **ids}]
+    def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+        logprobs, ids = self._logprobs(chunk.tokens, self._sent[index]), self.token_ids(chunk.tokens)
+        self._sent[index] += len(chunk.text)
+        return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason, **ids}
 
     def _echoed(self, index: int, ids: Sequence[int]) -> str:
         """The prompt in front of its answer: as it was sent, or what was read of it."""
@@ -355,7 +347,6 @@ def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
 
 
 def _pooled(outputs: Sequence[RequestOutput]) -> SpeculationStats:
-    """The counts of all answers together."""
     total = SpeculationStats()
     for answer in _answers(outputs):
         total.add(answer.speculation)
@@ -363,7 +354,6 @@ def _pooled(outputs: Sequence[RequestOutput]) -> SpeculationStats:
 
 
 def _usage(prompt: int, completion: int) -> dict[str, Any]:
-    """The counts alone, in tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -1,7 +1,7 @@
 """What every request passes first: a request id, an API key, a limit on its body, and a strict reader of JSON.
 
-Plain ASGI, so that streams stay streams. A client is known to the engine by a hash of its key with a secret that is
-drawn when the server starts: nothing that is kept, counted or written tells a key.
+A client is known to the engine by a hash of its key with a secret that is drawn when the server starts: nothing that is
+kept, counted or written tells a key.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class Recorder:
 
 
 class Guard:
-    """401 without one of the keys, else what follows knows the client; 413 for a body of more than the operator's
-    bytes, announced or not; 415 for one that is compressed."""
+    """401 without one of the keys; 413 for a body of more than the operator's bytes; 415 for one that is compressed."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings, self._most = app, settings, settings.max_body_bytes
@@ -103,7 +102,7 @@ class Guard:
         if (error := self._refusal(scope, too_large)) is not None:
             await refusal_of(scope, error)(scope, receive, send)
             return
-        read, refused = 0, False
+        read = 0
 
         async def counted() -> Message:
             nonlocal read
@@ -113,16 +112,7 @@ class Guard:
                 raise too_large
             return message
 
-        async def corrected(message: Message) -> None:
-            """Whatever the application makes of an unfinished body, the answer is a 413."""
-            nonlocal refused
-            if read <= self._most:
-                await send(message)
-            elif not refused:
-                refused = True
-                await refusal_of(scope, too_large)(scope, receive, send)
-
-        await self._app(scope, counted, corrected)
+        await self._app(scope, counted, send)
 
     def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
         """What is wrong with the head of a request, whose client is known from here on."""
@@ -194,12 +184,10 @@ def read_json(body: bytes) -> Any:
     """The value that a body holds; JSONDecodeError, of which FastAPI makes a 400, also where readers would disagree."""
     depth, brackets, keys = nesting(body)
     try:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
-        if brackets > MAX_BRACKETS:
-            raise ValueError(f"it has {brackets} objects and lists, at most {MAX_BRACKETS} are read")
-        if keys > MAX_ALL_KEYS:
-            raise ValueError(f"its objects have {keys} keys together, at most {MAX_ALL_KEYS} are read")
+        levels, lists = (depth, MAX_DEPTH, "levels of brackets"), (brackets, MAX_BRACKETS, "objects and lists")
+        for count, most, what in (levels, lists, (keys, MAX_ALL_KEYS, "keys of objects")):
+            if count > most:
+                raise ValueError(f"it has {count} {what}, at most {most} are read")
         text = body.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
         if "\\u" in text:
@@ -207,14 +195,12 @@ def read_json(body: bytes) -> Any:
         return value
     except json.JSONDecodeError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         why = str(error)
         if isinstance(error, UnicodeDecodeError):
             why = f"byte {error.start} is not UTF-8"
         elif isinstance(error, UnicodeEncodeError):
             why = "a string has half of a surrogate pair"
-        elif isinstance(error, RecursionError):
-            why = "nested too deeply"
         raise json.JSONDecodeError(why, "", 0) from error
 
 
@@ -237,8 +223,8 @@ class StrictRoute(APIRoute):
             try:
                 return await handler(own)
             except Exception as error:
-                if isinstance(error.__cause__, RequestValidationError):
-                    raise error.__cause__ from None  # FastAPI calls whatever is raised by reading a bad body
+                if isinstance(error.__cause__, RequestValidationError | ApiError):
+                    raise error.__cause__ from None  # which FastAPI makes another error of, where a body is read
                 raise
 
         return strict
@@ -259,9 +245,8 @@ class _Request(Request):
         try:
             return self.kind.model_validate(value)
         except ValidationError as error:
-            raise RequestValidationError(
-                [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-            ) from None
+            errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+            raise RequestValidationError(errors) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

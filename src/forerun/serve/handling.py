@@ -35,21 +35,17 @@ def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatForma
     assert llm.tokenizer is not None, "the server loads a model with its tokenizer"
     chat_format = chat_format_of(llm, session.settings, body)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    params = _params(session, body, limit, top)
-    params = replace(
-        params,
-        structured_outputs=chat_format.constrained(body, params.structured_outputs, llm.grammar_mark),
-        skip_special_tokens=params.skip_special_tokens and not chat_format.hides_marks(llm.tokenizer),
-    )
+    params = _params(session, body, limit, (body.top_logprobs or 0) if body.logprobs else None)
+    form = chat_format.constrained(body, params.structured_outputs, llm.grammar_mark)
+    skips = params.skip_special_tokens and not chat_format.hides_marks(llm.tokenizer)
+    params = replace(params, structured_outputs=form, skip_special_tokens=skips)
     _check_scored(params, len(chat_format.prompt["prompt_token_ids"]))
     return [_job(session, body, chat_format.prompt, params)], chat_format
 
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     """A job for each prompt."""
-    prompts = body.prompts
-    answers = session.settings.most_answers
+    prompts, answers = body.prompts, session.settings.most_answers
     if len(prompts) * body.n > answers:
         asked = f"{len(prompts)} prompts with n = {body.n}"
         raise bad_request(f"{asked} are more than the {answers} answers that this server takes; send fewer", "prompt")
@@ -59,7 +55,7 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     params = _params(session, body, limit, body.logprobs)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    _check_scored(params, sum(map(len, body.prompts)))
+    _check_scored(params, sum(map(len, prompts)))
     named = [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
     return [_job(session, body, prompt, params) for prompt in named]
 
@@ -156,16 +152,14 @@ def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: 
     _at_most(max_tokens, most, "max_tokens")
     if body.prompt_logprobs is not None and body.stream:
         raise bad_request("not in streams: leave out stream or prompt_logprobs", "prompt_logprobs")
-    bias = None if body.logit_bias is None else {int(key): value for key, value in body.logit_bias.items()}
-    own = {
-        "max_tokens": most if max_tokens is None else max_tokens,
-        "logprobs": logprobs,
-        "logit_bias": bias,
-        "structured_outputs": _form(body),
-    }
     names = {field.name for field in fields(SamplingParams)} & Sampling.model_fields.keys()
+    values = {name: getattr(body, name) for name in names}
+    values |= {"max_tokens": most if max_tokens is None else max_tokens, "logprobs": logprobs}
+    values["structured_outputs"] = _form(body)
+    if body.logit_bias is not None:
+        values["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
     try:
-        return SamplingParams(**{**{name: getattr(body, name) for name in names}, **own})
+        return SamplingParams(**values)
     except ValueError as error:
         raise bad_request(str(error)) from error
 
@@ -180,7 +174,6 @@ def _check_scored(params: SamplingParams, length: int) -> None:
 
 
 def _form(body: Sampling) -> StructuredOutputs | None:
-    """What the answer must look like, by whichever of its names."""
     given = {name: value for name in _FORMS if (value := getattr(body, name)) is not None}
     if len(given) > 1:
         one, other, *_ = given

@@ -40,8 +40,7 @@ class ItemWriter(ABC):
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
         [output] = outputs
-        for _ in chain(self._add(self._reader.whole(output.outputs[0].text)), self._close()):
-            pass
+        list(chain(self._add(self._reader.whole(output.outputs[0].text)), self._close()))  # which makes the items
         return self._finished(output)
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
@@ -131,7 +130,6 @@ class ResponsesWriter(ItemWriter):
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _response(self) -> dict[str, Any]:
-        """The response object, in progress."""
         body = self.body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
         return {
             "id": self._id,
@@ -238,8 +236,8 @@ class MessagesWriter(ItemWriter):
         return {**self._message(), **self._ending(output), **_counts(output)}
 
     def _start(self, chunk: StreamChunk) -> Iterator[Event]:
-        usage = _usage(len(chunk.prompt_token_ids or ()), 0)
-        yield {"type": "message_start", "message": {**self._message(), "usage": usage}}
+        message = {**self._message(), "usage": _usage(chunk.prompt_token_ids or (), ())}
+        yield {"type": "message_start", "message": message}
 
     def _end(self, output: RequestOutput) -> Iterator[Event]:
         yield {"type": "message_delta", "delta": self._ending(output), **_counts(output)}
@@ -286,11 +284,11 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _counts(output: RequestOutput) -> dict[str, Any]:
-    usage = _usage(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
+    usage = _usage(output.prompt_token_ids, output.outputs[0].token_ids)
     return {"usage": usage, "metrics": speculation_metrics([output])}
 
 
-def _usage(prompt: int, completion: int) -> dict[str, int]:
+def _usage(prompt: Sequence[int], answer: Sequence[int]) -> dict[str, int]:
     """In tokens; those that were in the cache are not told apart."""
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": prompt, **cached, "output_tokens": completion}
+    return {"input_tokens": len(prompt), **cached, "output_tokens": len(answer)}

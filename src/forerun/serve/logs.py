@@ -58,9 +58,8 @@ class RequestRecord:
 
     def fields(self) -> dict[str, Any]:
         """What is worth writing, in the order above."""
-        known = {key: value for key, value in asdict(self).items() if not key.startswith("_")}
-        rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in known.items()}
-        return {key: value for key, value in rounded.items() if value not in (None, [])}
+        known = {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(self).items()}
+        return {key: value for key, value in known.items() if value not in (None, []) and not key.startswith("_")}
 
 
 _WRITTEN = "_forerun_written"  # Attribute of an exception that is in the log

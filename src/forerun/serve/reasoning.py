@@ -26,8 +26,7 @@ PARSERS: dict[str, Marks] = {
 
 
 def marks_of(parser: str, template: str) -> Marks | None:
-    """The marks of a ``--reasoning-parser``: a name, two marks with a blank between them, ``none``, or ``auto``, which
-    takes those that a chat template shows; None where there are none."""
+    """The marks of a ``--reasoning-parser``: a name, two marks with a blank between them, ``none``, or ``auto``."""
     if parser == "none":
         return None
     if parser == "auto":
@@ -39,10 +38,8 @@ def marks_of(parser: str, template: str) -> Marks | None:
     if len(both) == 2:
         return Marks(both[0], both[1])
     known = ("auto", "none", *PARSERS)
-    raise ArgumentError(
-        f"reasoning-parser is one of {', '.join(known)}, or two marks such as '<think> </think>', got {parser!r}."
-        + nearest(parser, known)
-    )
+    expected = f"one of {', '.join(known)}, or two marks such as '<think> </think>'"
+    raise ArgumentError(f"reasoning-parser is {expected}, got {parser!r}.{nearest(parser, known)}")
 
 
 def begins_inside(marks: Marks, prompt: str) -> bool:

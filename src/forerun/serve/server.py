@@ -1,8 +1,7 @@
 """Runs the application under uvicorn, whose HTTP/1.1 connections get three limits that it does not have: how many there
 may be, how long a request may take to arrive, and how long an answer may lie unread.
 
-SIGTERM and Ctrl-C drain first, a second signal ends at once. A model that cannot be loaded ends the server too, and so
-does the end of the drain time, whatever still computes.
+SIGTERM and Ctrl-C drain first, a second signal ends at once, and so does the end of the drain time.
 """
 
 from __future__ import annotations
@@ -45,12 +44,9 @@ OTHER_FILES = 256  # File descriptors besides one a connection: weights, librari
 
 
 def run(session: Session, *, host: str, port: int) -> int:
-    """Serve until told to stop or until the model turns out to be unusable.
-
-    Returns:
-        The exit code: 0 where everything that was taken on has been answered, 1 where answers were cut off at the end
-        of the drain time or something failed that nobody expected, 2 where the model cannot be loaded.
-    """
+    """Serve until told to stop or until the model turns out to be unusable. Returns the exit code: 0 where all that was
+    taken on has been answered, 1 where answers were cut off at the end of the drain time or something failed that
+    nobody expected, 2 where the model cannot be loaded."""
     allow_files(session.settings.max_connections + OTHER_FILES)
     serving, listener = server(session, host=host, port=port), listen(host, port)
     scheme = "http" if session.settings.ssl_certfile is None else "https"
@@ -115,10 +111,8 @@ def allow_files(count: int) -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and count > hard:
-        raise ArgumentError(
-            f"{count} open files are needed and {hard} allowed: lower --max-connections by {count - hard}, "
-            "or raise the limit (ulimit -Hn, LimitNOFILE=)"
-        )
+        remedy = f"lower --max-connections by {count - hard}, or raise the limit (ulimit -Hn, LimitNOFILE=)"
+        raise ArgumentError(f"{count} open files are needed and {hard} allowed: {remedy}")
     if soft != resource.RLIM_INFINITY and soft < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
@@ -150,19 +144,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _hang_up(self) -> None:
-        """Wait no longer for clients who do not read."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 class Connection(H11Protocol):
-    """A connection within the operator's limits.
-
-    Args:
-        limits: `max_connections`, `max_arriving`, `receive_timeout_s` and `send_timeout_s` count here.
-        arriving: requests that have not arrived, by address; shared by all connections of a server.
-        count: told the code of every refusal.
-    """
+    """A connection within the operator's `limits`; `count` is told the code of every refusal, and `arriving`, shared by
+    all connections of a server, holds the number of requests that have not arrived, by address."""
 
     def __init__(
         self, *, limits: ServeSettings, arriving: Counter[str], count: Callable[[str], None], **keywords: Any

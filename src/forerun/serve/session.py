@@ -44,16 +44,13 @@ class Session:
         self.settings, self._load = settings, load
         self.state = State.LOADING
         self.failure: BaseException | None = None  # Why the model could not be loaded
-        self.in_flight = 0  # Answers that wait or run
-        self._held = Counter[str]()  # Those of each client
+        self._held = Counter[str]()  # Answers of each client that wait or run
         self.cut_off = 0  # Answers that were still running when the drain time was over
-        self.metrics = Metrics(settings.model_name)
+        read = {"vllm:": (ENGINE, self._engine_figures), "forerun:adaptation_": (ADAPTATION, self._adaptation_figures)}
+        self.metrics = Metrics(settings.model_name, read)
         self._engine: AsyncLLM | None = None
         self._drained_by = 0.0
         self._closing: asyncio.Future[None] | None = None
-        name, register = settings.model_name, self.metrics.registry.register
-        register(Figures(name, "vllm:", ENGINE, self._engine_figures))
-        register(Figures(name, "forerun:adaptation_", ADAPTATION, self._adaptation_figures))
 
     @property
     def engine(self) -> AsyncLLM:
@@ -62,6 +59,11 @@ class Session:
         if self._engine is None or health is not State.READY:
             raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
         return self._engine
+
+    @property
+    def in_flight(self) -> int:
+        """Answers that wait or run."""
+        return self._held.total()
 
     @property
     def health(self) -> State:
@@ -109,12 +111,10 @@ class Session:
         # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
         own = engine.llm.speculative
         for name in self.settings.client_drafters:
-            options: dict[str, Any] = {"method": name}
-            length = default_length(name)
-            if length is not None:
-                options["num_speculative_tokens"] = max(length, self.settings.max_speculative_tokens)
             if own is None or name != own.method:
-                engine.offer(options)
+                length = default_length(name)
+                most = None if length is None else max(length, self.settings.max_speculative_tokens)
+                engine.offer({"method": name} | ({} if most is None else {"num_speculative_tokens": most}))
         return engine
 
     def begin_drain(self) -> None:
@@ -146,15 +146,11 @@ class Session:
             own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
             message = f"{self.in_flight} answers wait or run{own}; the server takes {most}; try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=1)
-        self.in_flight += answers
         self._held[client] += answers
         try:
             yield
         finally:
-            self.in_flight -= answers
-            self._held[client] -= answers
-            if not self._held[client]:
-                del self._held[client]
+            self._held -= Counter({client: answers})  # which leaves out who holds none
 
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
         """The chunks of one request; leaving early frees its rows."""
@@ -258,9 +254,9 @@ class Session:
             "prefix_cache_hits": engine.prefix_hits,
         }
 
-    def _adaptation_figures(self) -> dict[str, float] | None:
+    def _adaptation_figures(self) -> dict[str, float]:
         adaptation = self._engine.llm.adaptation if self._engine is not None else None
-        return None if adaptation is None else asdict(adaptation.stats())
+        return {} if adaptation is None else asdict(adaptation.stats())
 
 
 class State(StrEnum):
@@ -299,9 +295,9 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
 }
 """Name -> text and labels besides the model's."""
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": "From queueing to the first token.",
-    "request_time_per_output_token_seconds": "Mean time per later token.",
-    "e2e_request_latency_seconds": "From queueing to the last token.",
+    "vllm:time_to_first_token_seconds": "From queueing to the first token.",
+    "vllm:request_time_per_output_token_seconds": "Mean time per later token.",
+    "vllm:e2e_request_latency_seconds": "From queueing to the last token.",
 }
 Texts = Mapping[type[CounterMetricFamily | GaugeMetricFamily], Mapping[str, str]]
 ENGINE: Texts = {
@@ -337,40 +333,21 @@ ADAPTATION: Texts = {
 }
 
 
-class Figures(Collector):
-    """Figures that are kept elsewhere and read when asked for; nothing where `read` gives None."""
+class Metrics(Collector):
+    """The metrics of one server: what it counts, and by prefix what is kept elsewhere and read when asked for."""
 
-    def __init__(
-        self, model_name: str, prefix: str, texts: Texts, read: Callable[[], Mapping[str, float] | None]
-    ) -> None:
-        self._model, self._prefix, self._texts, self._read = model_name, prefix, texts, read
-
-    def collect(self) -> Iterator[Metric]:
-        """The figures as they are now."""
-        if (figures := self._read()) is None:
-            return
-        for kind, texts in self._texts.items():
-            for name, text in texts.items():
-                family = kind(f"{self._prefix}{name}", text, labels=["model_name"])
-                family.add_metric([self._model], float(figures[name]))
-                yield family
-
-
-class Metrics:
-    """The metrics of one server."""
-
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, read: Mapping[str, tuple[Texts, Callable[[], Mapping[str, float]]]]) -> None:
         self.registry = CollectorRegistry()
-        self._model = model_name
-        self._counters = {
-            name: prometheus_client.Counter(name, text, ["model_name", *labels], registry=self.registry)
-            for name, (text, *labels) in _COUNTERS.items()
-        }
-        for name, (_, *labels) in _COUNTERS.items():
+        self.registry.register(self)
+        self._model, self._read = model_name, read
+        self._counters = dict[str, prometheus_client.Counter]()
+        for name, (text, *labels) in _COUNTERS.items():
+            counter = prometheus_client.Counter(name, text, ["model_name", *labels], registry=self.registry)
+            self._counters[name] = counter
             if not labels:
-                self._counters[name].labels(model_name)  # there from the start, at 0
+                counter.labels(model_name)  # there from the start, at 0
         self._histograms = {
-            name: Histogram(f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=_SECONDS)
+            name: Histogram(name, text, ["model_name"], registry=self.registry, buckets=_SECONDS)
             for name, text in _HISTOGRAMS.items()
         }
 
@@ -394,12 +371,23 @@ class Metrics:
         first, decode = output.time_to_first_token_s, output.decode_s
         if first is None or decode is None:
             return
-        longest = max(len(answer.token_ids) for answer in output.outputs)
-        seconds = {"time_to_first_token_seconds": first, "e2e_request_latency_seconds": first + decode}
-        if longest > 1:
-            seconds["request_time_per_output_token_seconds"] = decode / (longest - 1)
-        for name, value in seconds.items():
-            self._histograms[name].labels(self._model).observe(value)
+        self._observe("vllm:time_to_first_token_seconds", first)
+        self._observe("vllm:e2e_request_latency_seconds", first + decode)
+        if (longest := max(len(answer.token_ids) for answer in output.outputs)) > 1:
+            self._observe("vllm:request_time_per_output_token_seconds", decode / (longest - 1))
+
+    def _observe(self, name: str, seconds: float) -> None:
+        self._histograms[name].labels(self._model).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures that are kept elsewhere, as they are now."""
+        for prefix, (texts, read) in self._read.items():
+            figures = read()
+            for kind, named in texts.items() if figures else ():
+                for name, text in named.items():
+                    family = kind(f"{prefix}{name}", text, labels=["model_name"])
+                    family.add_metric([self._model], float(figures[name]))
+                    yield family
 
     def text(self) -> bytes:
         """In the exposition format."""

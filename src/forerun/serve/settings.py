@@ -121,10 +121,8 @@ class ServeSettings:
 
     @property
     def learned_keys(self) -> tuple[str, ...]:
-        """API keys that online adaptation may learn from."""
         return self.adapt_keys or (self.api_keys if len(self.api_keys) == 1 else ())
 
     @property
     def may_learn(self) -> bool:
-        """Whether there is anybody that online adaptation may learn from."""
         return bool(self.learned_keys) if self.api_keys else self.share_unnamed

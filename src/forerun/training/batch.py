@@ -17,10 +17,8 @@ class TokenBatch:
     """Packed windows: B rows of S tokens. A row may hold several documents and end in padding."""
 
     tokens: Tensor  # (B, S) int64
-    loss_mask: Tensor
-    """(B, S) bool: the token was written by the assistant, so predicting it counts. False for padding."""
-    documents: Tensor
-    """(B, S) int64: number of the document within the row, from 0; -1 for padding. Attention stays inside one."""
+    loss_mask: Tensor  # (B, S) bool: the assistant wrote the token, so predicting it counts; False for padding
+    documents: Tensor  # (B, S) int64: the document's number in the row, from 0; -1: padding. Attention stays inside one
     positions: Tensor  # (B, S) int64: position within the document, from 0
 
     def to(self, device: torch.device | str) -> TokenBatch:
@@ -32,8 +30,7 @@ class FeatureBatch:
     """A `TokenBatch` and the target's hidden states."""
 
     batch: TokenBatch
-    features: Mapping[Boundary, Tensor]
-    """boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm, from which the target's logits come."""
+    features: Mapping[Boundary, Tensor]  # boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm
 
     def to(self, device: torch.device | str) -> FeatureBatch:
         """The same on another device."""
@@ -48,8 +45,7 @@ class LossReport:
     loss: Tensor
     """() float32, nats, with graph: the sum over the counted predictions. Must reach every trainable parameter, also
     when nothing counts: other processes wait for the gradient."""
-    weight: Tensor
-    """() float32: counted predictions. The step's loss is (sum of losses) / (sum of weights) over all processes."""
+    weight: Tensor  # () float32: counted predictions. A step's loss is (sum of losses) / (sum of weights) of all ranks
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """name -> (sum, count), both () without graph; the same names on every process and in every micro-batch."""
 

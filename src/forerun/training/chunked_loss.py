@@ -2,9 +2,8 @@
 
 A plain ``cross_entropy(hidden @ weight.T, probs)`` keeps several (R, V) tensors for the backward pass, and on a CPU
 moving them costs more than all matrix products. Here gradients are formed in the forward pass, in the memory of the
-logits and block by block, so that what lies between two products stays in the processor's cache; rows that follow the
-same state of the teacher share its probabilities. What the teacher gives to tokens that the student does not know is
-lost to it, and counts so.
+logits and block by block, so that what lies between two products stays in the cache; rows that follow the same state
+of the teacher share its probabilities. What it gives to tokens that the student does not know is lost, and counts so.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from torch.nn import functional
 from forerun.training.batch import working_dtype
 
 CHUNK_ELEMENTS = 1 << 23  # Logits alive at once, the operand of the matrix products: 16 MB in bfloat16
-BLOCK_ELEMENTS = 1 << 18
-"""Of these, what a processor core turns into gradients at a time: 1 MB in float32, as much as its own cache holds."""
+BLOCK_ELEMENTS = 1 << 18  # Of these, what a core turns into gradients at a time: 1 MB in float32, as its cache holds
 
 
 class Divergence(StrEnum):
@@ -29,8 +27,7 @@ class Divergence(StrEnum):
     p is not: they are taken against p renormalised over the student's tokens. The acceptance a is of p as it is."""
 
     CROSS_ENTROPY = "cross_entropy"  # ``-sum_v p log q``: forward KL up to a constant
-    LK = "lk"
-    """``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)`` held constant (2602.23881)."""
+    LK = "lk"  # ``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)``, without gradient
     LK_LOG = "lk_log"  # ``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)
     MIXED = "mixed"  # ``mix * KL + (1 - mix) * (1 - a)``; 1 - a is the total variation (DSpark)
 
@@ -98,9 +95,7 @@ class VocabularyLoss:
 
     loss: Tensor
     weights: Tensor  # (R,) float32: the given weights, 0 for rows that were left out
-    agrees: Tensor
-    """(R,) float32, as the rows: 1 where both have the same likeliest token, of all that the teacher knows; 0 for hard
-    targets that it misses."""
+    agrees: Tensor  # (R,) float32: 1 where both have the same likeliest token, of all that the teacher knows
     overlap: Tensor  # (R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is accepted
 
 
@@ -108,11 +103,9 @@ class VocabularyLoss:
 class Teacher:
     """The teacher's states and output head: its logits are formed chunk by chunk, like the student's."""
 
-    hidden: Tensor
-    """(R / G, Ht): the teacher's states after its final norm; G rows of the student in a row follow the same one."""
+    hidden: Tensor  # (R / G, Ht): states after the final norm; G consecutive rows of the student follow the same one
     weight: Tensor  # (Vt, Ht): its whole head
-    tokens: Tensor | None = None
-    """(V,) int64: its number of each of the student's tokens; None: they know the same ones."""
+    tokens: Tensor | None = None  # (V,) int64: its number of each of the student's tokens; None: the same ones
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None  # ``cap * tanh(logits / cap)``

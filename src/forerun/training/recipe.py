@@ -26,24 +26,18 @@ Settings = TypeVar("Settings")
 class WindowSettings:
     """How documents become batches."""
 
-    length: int = 2048
-    """Tokens per window; shorter documents share one, longer ones are cut."""
-    rows: int = 1
-    """Windows per process and step."""
-    min_tokens: int = 1
-    """Parts of documents with fewer tokens to learn are left out."""
+    length: int = 2048  # Tokens per window; shorter documents share one, longer ones are cut
+    rows: int = 1  # Windows per process and step
+    min_tokens: int = 1  # Parts of documents with fewer tokens to learn are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
     """Size and shape of the head."""
 
-    vocab_size: int | None = None
-    """Tokens that the head can propose, the most frequent of the data; None is all of them."""
-    start: str | None = None
-    """Directory of a head to go on from, instead of a fresh one."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Variant and shape: `option_names` of the kind's configuration, of EAGLE-3 ``boundaries``, ``fc_norm``, ..."""
+    vocab_size: int | None = None  # Tokens that the head can propose, the most frequent of the data; None: all
+    start: str | None = None  # Directory of a head to go on from, instead of a fresh one
+    options: Mapping[str, Any] = field(default_factory=dict)  # `option_names` of the kind: ``boundaries``, ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,22 +45,18 @@ class EvaluationSettings:
     """How evaluation decodes."""
 
     max_tokens: int = 64
-    num_speculative_tokens: int = 5
-    """Length of the chain, and depth of the tree; no more than the head drafts."""
+    num_speculative_tokens: int = 5  # Length of the chain, and depth of the tree; no more than the head drafts
     top_k: int = 4
-    nodes: int = 32
-    """Of the dynamic tree, root not counted."""
+    nodes: int = 32  # Of the dynamic tree, root not counted
     seed: int = 0
-    rows: int = 4
-    """Prompts at once."""
+    rows: int = 4  # Prompts at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecipe:
     """What is decoded while training, and from which prompts."""
 
-    prompts: str | None = None
-    """Prepared data, held out of training, whose first documents are cut to prompts; None: no evaluation."""
+    prompts: str | None = None  # Prepared data, held out, whose first documents are cut to prompts; None: no evaluation
     count: int = 8
     prompt_tokens: int = 128
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -81,12 +71,10 @@ class TrainRecipe(Generic[Settings]):
     target: str  # Directory or hub id of the model to draft for
     data: str  # Directory that ``forerun data prepare`` wrote
     output: str  # Directory of checkpoints, log and the finished head
-    mode: Literal["online", "offline"] = "online"
-    """``online`` runs the target beside the head; ``offline`` reads `features`."""
+    mode: Literal["online", "offline"] = "online"  # Online runs the target beside the head; offline reads `features`
     features: str | None = None  # Directory that `forerun features` wrote
     target_dtype: str = "bfloat16"
-    target_parallel: Literal["none", "fsdp", "tp"] = "none"
-    """Where the target does not fit one device: ``fsdp`` or ``tp``, see `run.load_target`."""
+    target_parallel: Literal["none", "fsdp", "tp"] = "none"  # If it does not fit one device; see `run.load_target`
     trackers: tuple[str, ...] = ()  # ``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``
     draft: DraftSettings = field(default_factory=DraftSettings)
     objective: Settings

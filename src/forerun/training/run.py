@@ -7,7 +7,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,45 +26,117 @@ from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective
 from forerun.training.data.store import PackedWindows, PreparedData, draft_vocabulary, token_counts
-from forerun.training.features.manifest import loaded_from, target_hash, wanted_manifest
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, OfflineFeatures
+from forerun.training.features.store import FeatureStore, checkpoint_directory, describe, loaded_from, target_hash
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
-from forerun.training.loop.trainer import Evaluate, train
+from forerun.training.loop.trainer import Training
 from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flat, to_plain
+from forerun.training.recipe import MAY_CHANGE, EvaluationSettings, TrainRecipe, flat, to_plain
 from forerun.types import SamplingParams, SpeculationStats
 
 
-def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
-    """Load and check everything, on the device of this process; nothing is trained yet."""
-    kind = kind_named(recipe.kind)
-    make_objective = objective_for(kind)
-    format_for(kind.stored_as)  # what could not be written need not be trained
-    model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
-    data = PreparedData.open(recipe.data, tokenizer=tokenizer)
-    head = _head(recipe, model, data).to(model.device)
-    settings = dataclasses.replace(
-        recipe.objective,
-        gradient_checkpointing=recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing,
-    )
-    objective: Objective = make_objective(head, FrozenTarget.of(model), settings)
-    windows = PackedWindows(data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
-    prompts = PreparedData.open(recipe.evaluation.prompts) if recipe.evaluation.prompts is not None else None
-    return Run(
-        recipe=recipe,
-        model=model,
-        data=data,
-        prompts=prompts,
-        head=head,
-        objective=objective,
-        batches=_batches(recipe, model, tokenizer, windows, head, parallel.world),
-        evaluate=None if prompts is None else _evaluation(recipe.evaluation, prompts, model, head),
-    )
+class Run:
+    """A recipe, loaded and checked on the device of this process. Every process makes one and calls its methods."""
+
+    def __init__(self, recipe: TrainRecipe[Any], parallel: Parallel) -> None:
+        """Nothing is trained yet; raises what loading does, and ArgumentError for a recipe that contradicts itself."""
+        kind = kind_named(recipe.kind)
+        make_objective = objective_for(kind)
+        format_for(kind.stored_as)  # what could not be written need not be trained
+        self.recipe, self.parallel = recipe, parallel
+        self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
+        self.data = PreparedData(recipe.data, tokenizer=tokenizer)
+        self.head: Head = _head(recipe, self.model, self.data).to(self.model.device)
+        forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
+        settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
+        self.objective: Objective = make_objective(self.head, FrozenTarget.of(self.model), settings)
+        self.batches = RunBatches(self, tokenizer)
+        prompts = recipe.evaluation.prompts
+        self.prompts = None if prompts is None else PreparedData(prompts)  # What is decoded while training
+
+    def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
+        """Train, take the best weights, write the finished head. The outcome, for a report."""
+        recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
+        trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
+        training = Training(
+            self.objective,
+            self.batches,
+            recipe.training,
+            output,
+            parallel=parallel,
+            trackers=trackers,
+            evaluate=None if self.prompts is None else self.evaluate,
+            recipe=self.fixed(),
+            allow_changes=allow_changes,
+        )
+        result = training.run()
+        weights = output / "best" if result.best is not None else result.checkpoint
+        outcome = {name: value for name, value in dataclasses.asdict(result).items() if name != "checkpoint"}
+        return outcome | {
+            "interrupted": result.interrupted,
+            "head": parallel.on_first(lambda: str(self.export(weights))),
+        }
+
+    def evaluate(self, _step: int) -> dict[str, float]:
+        """`evaluate` of the head, as it is, on the beginnings of the first documents of `prompts`."""
+        wanted, source = self.recipe.evaluation, self.prompts
+        assert source is not None
+        count = min(wanted.count, len(source))
+        prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
+        return evaluate(self.head, self.model, prompts, wanted.settings)
+
+    def plan(self) -> dict[str, Any]:
+        """Parameters, bytes, steps, and the time of a step, measured; trains nothing."""
+        settings, windows = self.recipe.training, self.recipe.windows
+        weights = sum(weight.numel() for weight in self.head.trainable().values())
+        steps = settings.total_steps(self.batches.steps_per_epoch)
+        model = spread(self.objective, self.parallel)
+        began = time.perf_counter()
+        backward(model, self.batches, 0, settings, self.parallel)
+        seconds = time.perf_counter() - began
+        self.head.zero_grad()
+        moments = 2 if settings.optimizer == "adamw" else 1
+        return {
+            "trainable_parameters": weights,
+            "weights_gradients_and_optimizer_bytes": 4 * weights * (2 + moments),
+            "target_bytes": int(self.model.get_memory_footprint()),
+            "documents": len(self.data),
+            "tokens": self.data.num_tokens,
+            "steps": steps,
+            "tokens_per_step": windows.rows * windows.length * settings.accumulation * self.parallel.world,
+            "seconds_per_step": seconds,
+            "hours": steps * seconds / 3600,
+            "recipe": to_plain(self.recipe),
+        }
+
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed run must keep besides the settings of the loop, by key; directories by what they hold."""
+        values = flat(self.recipe).items()
+        found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
+        contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
+        if self.prompts is not None:
+            contents["evaluation.prompts"] = self.prompts.hash
+        found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
+        if isinstance(self.batches.source, FeatureStore):
+            stored = self.batches.source.manifest
+            found["features"] = f"{stored.dtype} by {stored.source}"
+        # Twice the processes with half the rows see the same batches.
+        found["windows.rows x processes"] = found.pop("windows.rows") * self.parallel.world
+        return found
+
+    def export(self, weights: Path) -> Path:
+        """Write the head of a checkpoint to ``output/head``, in the format of its kind that most engines read."""
+        head = type(self.head)(self.head.config)  # ours may be spread over several processes
+        checkpoint.load_weights(weights, head)
+        head.to(self.model.dtype)
+        folder = Path(self.recipe.output) / "head"
+        facts = TargetFacts.of(self.model.config, self.recipe.target)
+        write_head(HeadCheckpoint.of(head), folder, format_for(head.config.kind), facts)
+        return folder
 
 
 def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
@@ -84,130 +155,28 @@ def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
     return kind.head.initial(model, config, ids, seed=recipe.training.seed)
 
 
-def _batches(
-    recipe: TrainRecipe[Any], model: Any, tokenizer: Any, windows: PackedWindows, head: Head, world: int
-) -> RunBatches:
-    source: OnlineFeatures | OfflineFeatures
-    if recipe.features is None:
-        source = OnlineFeatures(model, head.config.boundaries)
-    else:
-        target, config = demo.resolve(recipe.target), head.config
-        wanted = wanted_manifest(target, tokenizer, windows.data, config.boundaries, config.target_hidden_size)
-        source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), windows)
-    return RunBatches(
-        windows=windows,
-        source=source,
-        device=model.device,
-        steps_per_epoch=windows.steps_per_epoch(world),
-        together=recipe.target_parallel == "tp",
-    )
-
-
-def _evaluation(wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head) -> Evaluate:
-    count = min(wanted.count, len(source))
-    prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
-    evaluation = Evaluation(model, prompts, wanted.settings)
-    return lambda step: evaluation(head)
-
-
-def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
-    """Train, take the best weights, write the finished head; every process must call it. The outcome, for a report."""
-    recipe, output = run.recipe, Path(run.recipe.output)
-    trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
-    result = train(
-        run.objective,
-        run.batches,
-        recipe.training,
-        output,
-        parallel=parallel,
-        trackers=trackers,
-        evaluate=run.evaluate,
-        recipe=run.fixed(parallel),
-        allow_changes=allow_changes,
-    )
-    weights = output / "best" if result.best is not None else result.checkpoint
-    outcome = {name: value for name, value in dataclasses.asdict(result).items() if name != "checkpoint"}
-    return outcome | {"interrupted": result.interrupted, "head": parallel.on_first(lambda: str(run.export(weights)))}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """Everything that the loop needs, and what comes after it."""
-
-    recipe: TrainRecipe[Any]
-    model: Any
-    data: PreparedData
-    prompts: PreparedData | None  # What is decoded while training
-    head: Head
-    objective: Objective
-    batches: RunBatches
-    evaluate: Evaluate | None
-
-    def plan(self, parallel: Parallel) -> dict[str, Any]:
-        """Parameters, bytes, steps, and the time of a step, measured; trains nothing. Every process must call it."""
-        settings, windows = self.recipe.training, self.recipe.windows
-        weights = sum(weight.numel() for weight in self.head.trainable().values())
-        steps = settings.total_steps(self.batches.steps_per_epoch)
-        model = spread(self.objective, parallel)
-        began = time.perf_counter()
-        backward(model, self.batches, 0, settings, parallel)
-        seconds = time.perf_counter() - began
-        self.head.zero_grad()
-        moments = 2 if settings.optimizer == "adamw" else 1
-        return {
-            "trainable_parameters": weights,
-            "weights_gradients_and_optimizer_bytes": 4 * weights * (2 + moments),
-            "target_bytes": int(self.model.get_memory_footprint()),
-            "documents": len(self.data),
-            "tokens": self.data.num_tokens,
-            "steps": steps,
-            "tokens_per_step": windows.rows * windows.length * settings.accumulation * parallel.world,
-            "seconds_per_step": seconds,
-            "hours": steps * seconds / 3600,
-            "recipe": to_plain(self.recipe),
-        }
-
-    def fixed(self, parallel: Parallel) -> dict[str, Any]:
-        """What a resumed run must keep besides the settings of the loop, by key. Directories count by what they hold,
-        so that they may move."""
-        values = flat(self.recipe).items()
-        found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
-        contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
-        if self.prompts is not None:
-            contents["evaluation.prompts"] = self.prompts.hash
-        found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
-        if isinstance(self.batches.source, OfflineFeatures):
-            stored = self.batches.source.store.manifest
-            found["features"] = f"{stored.dtype} by {stored.source}"
-        # Twice the processes with half the rows see the same batches.
-        found["windows.rows x processes"] = found.pop("windows.rows") * parallel.world
-        return found
-
-    def export(self, weights: Path) -> Path:
-        """Write the head of a checkpoint to ``output/head``, in the format of its kind that most engines read."""
-        head = type(self.head)(self.head.config)  # ours may be spread over several processes
-        checkpoint.load_weights(weights, head)
-        head.to(self.model.dtype)
-        folder = Path(self.recipe.output) / "head"
-        facts = TargetFacts.of(self.model.config, self.recipe.target)
-        write_head(HeadCheckpoint.of(head), folder, format_for(head.config.kind), facts)
-        return folder
-
-
-@dataclass(kw_only=True, slots=True)
 class RunBatches(Batches):
     """Packed windows with features: computed when they are wanted, or read from disk."""
 
-    windows: PackedWindows
-    source: OnlineFeatures | OfflineFeatures
-    device: torch.device
-    steps_per_epoch: int
-    together: bool = False  # Whether a pass of the target needs all processes, with the same tokens (tensor parallel)
+    def __init__(self, run: Run, tokenizer: Any) -> None:
+        recipe, config = run.recipe, run.head.config
+        self.device: torch.device = run.model.device
+        # Whether a pass of the target needs all processes, with the same tokens.
+        self.together = recipe.target_parallel == "tp"
+        self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
+        self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
+        self.source: OnlineFeatures | FeatureStore
+        if recipe.features is None:
+            self.source = OnlineFeatures(run.model, config.boundaries)
+        else:
+            directory, size = checkpoint_directory(recipe.target), config.target_hidden_size
+            wanted = describe(directory, recipe.target, tokenizer, run.data, config.boundaries, hidden_size=size)
+            self.source = FeatureStore(recipe.features, wanted)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
-        if isinstance(self.source, OfflineFeatures):
-            return self.source.features(step, rank, world).to(self.device)
+        if isinstance(self.source, FeatureStore):
+            return self.source.features(self.windows, step, rank, world).to(self.device)
         for member in range(world) if self.together else (rank,):
             found = self.source.features(self.windows.batch(step, member, world).to(self.device))
             if member == rank:
@@ -215,58 +184,48 @@ class RunBatches(Batches):
         return mine
 
 
-class Evaluation:
-    """Acceptance of a head in real speculative decoding of held-out `prompts` (token ids) by the target `model`."""
+def evaluate(
+    head: Head, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings
+) -> dict[str, float]:
+    """Acceptance of a head in speculative decoding of held-out `prompts` (token ids) by the target `model`.
+    ``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1`` are mean acceptance lengths, bonus included; ``acceptance_0``
+    ... say how often the chain at temperature 0 got that far."""
+    from forerun import LLM
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings) -> None:
-        self.model, self.prompts, self.settings = model, [list(prompt) for prompt in prompts], settings
+    drafting = copy.deepcopy(head).to(model.device, model.dtype).eval()
+    longest = max(map(len, prompts)) + settings.max_tokens
+    llm = LLM(model, tokenizer=False, max_num_seqs=settings.rows, max_model_len=longest, self_check=False)
+    depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
+    base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth, "adaptive": False}
+    tree = {"top_k": settings.top_k, "nodes": settings.nodes}
+    shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
+    plain: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "detokenize": False}
+    plain |= {"max_tokens": settings.max_tokens, "seed": settings.seed}
+    found: dict[str, float] = {}
+    for temperature in (0, 1):
+        params = SamplingParams(temperature=temperature, **plain)
+        for name, config in shapes.items():
+            stats = _stats(llm, prompts, params, config)
+            found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
+            if name == "chain" and temperature == 0:
+                found.update({f"acceptance_{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)})
+    return found
 
-    def __call__(self, head: Head) -> Mapping[str, float]:
-        """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included. Also
-        ``acceptance_0`` ...: how often the chain at temperature 0 got that far."""
-        from forerun import LLM
 
-        drafting = copy.deepcopy(head).to(self.model.device, self.model.dtype).eval()
-        longest = max(map(len, self.prompts)) + self.settings.max_tokens
-        llm = LLM(self.model, tokenizer=False, max_num_seqs=self.settings.rows, max_model_len=longest, self_check=False)
-        depth = min(self.settings.num_speculative_tokens, head.config.max_depth or self.settings.num_speculative_tokens)
-        base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth, "adaptive": False}
-        tree = {"top_k": self.settings.top_k, "nodes": self.settings.nodes}
-        shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
-        found: dict[str, float] = {}
-        for temperature in (0, 1):
-            for name, config in shapes.items():
-                stats = self._stats(llm, config, float(temperature))
-                found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
-                if name == "chain" and temperature == 0:
-                    found.update({f"acceptance_{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)})
-        return found
-
-    def _stats(self, llm: Any, config: Mapping[str, Any], temperature: float) -> SpeculationStats:
-        params = SamplingParams(
-            temperature=temperature,
-            top_p=1.0,
-            top_k=0,
-            repetition_penalty=1.0,
-            max_tokens=self.settings.max_tokens,
-            seed=self.settings.seed,
-            detokenize=False,
-        )
-        total = SpeculationStats()
-        with torch.random.fork_rng(devices=[]):
-            prompts = [{"prompt_token_ids": prompt} for prompt in self.prompts]
-            for output in llm.generate(prompts, params, speculative=config):
-                total.add(output.outputs[0].speculation)
-        return total
+def _stats(
+    llm: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, config: Mapping[str, Any]
+) -> SpeculationStats:
+    total = SpeculationStats()
+    with torch.random.fork_rng(devices=[]):
+        for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, speculative=config):
+            total.add(output.outputs[0].speculation)
+    return total
 
 
 def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
-    """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it.
-
-    `spread`: ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part
-    of each layer on every process, by transformers' ``tp_plan``; ArgumentError if the heads cannot be split over so
-    many. Embedding and output head stay whole everywhere: the head that is trained reads both.
-    """
+    """The frozen causal LM and its tokenizer; every process must call it. `spread`: ``fsdp`` shards the decoder layers
+    and gathers one when it runs; ``tp`` computes a part of each layer on every process, by transformers' ``tp_plan``,
+    or ArgumentError. Embedding and output head stay whole: the head that is trained reads both."""
     from transformers import AutoTokenizer
 
     path = demo.resolve(name)
@@ -282,7 +241,7 @@ def _open(name: str | Path, options: LoadOptions) -> Any:
 
 
 def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
-    """Load and shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
+    """Shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
     mesh = init_device_mesh(parallel.device.type, (parallel.world,))
     mine = int(os.environ.get("LOCAL_RANK", parallel.rank))
     model = None

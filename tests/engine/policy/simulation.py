@@ -18,7 +18,8 @@ from forerun.core.row import Row
 from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.guarded import Deferred, Guarded
+from forerun.drafters.guarded import Deferred
+from forerun.engine.config import MAX_SPECULATIVE_TOKENS
 from forerun.engine.costs import DraftCost, PassShape, StepCosts
 from forerun.engine.policy.policy import Arm, Policy
 from forerun.engine.policy.settings import SETTINGS
@@ -154,7 +155,7 @@ class World:
             Arm(
                 name=spec.name,
                 key=spec.name,
-                drafter=Deferred(Guarded(drafter, spec.name, setup)),
+                drafter=Deferred(drafter, spec.name, setup),
                 copies=spec.copies,
                 limit=spec.limit,
             )
@@ -202,7 +203,7 @@ class World:
             drafter.step = self.count
         members = list(range(len(self.rows)))
         asked = -self._lookup_ms()
-        groups = self.policy.plan(self.rows, members, [None] * len(members), awaited=self.awaited)
+        groups = self.policy.plan(self.rows, members, [MAX_SPECULATIVE_TOKENS] * len(members), awaited=self.awaited)
         asked += self._lookup_ms()
         trees, spent = [TokenTree(row.tokens[-1]) for row in self.rows], asked - self._reading()
         for group in groups:
@@ -220,7 +221,7 @@ class World:
         self._teach(groups, emitted)
         self.policy.learn(emitted)
         for row in self.rows:
-            row.drafter_errors += self._failures.take(row.cache_row)
+            row.drafter_errors += self._failures.pop(row.cache_row, 0)
         names = {index: group.name for group in groups for index in group.members}
         self.steps.names.append([names.get(index) for index in members])
         self.steps.depths.append(counts)

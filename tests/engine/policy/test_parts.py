@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,17 +347,22 @@ def shown(texts: dict[int, list[int]], fresh: Sequence[int]) -> DraftContext:
     )
 
 
+def put_off(drafter: Drafter) -> Deferred:
+    target: Any = SimpleNamespace(vocab_size=4, num_layers=4)
+    return Deferred(drafter, "heard", DrafterSetup(target=target, tokenizer=None, rows=8, slots=64))
+
+
 @pytest.mark.parametrize("remembers", [False, True])
 def test_a_deferred_drafter_says_what_the_drafter_says(remembers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Heard, "remembers", property(lambda _: remembers))
-    deferred = Deferred(Heard())
+    deferred = put_off(Heard())
     assert deferred.remembers is remembers
     assert deferred.requires == Heard().requires and deferred.watches == Heard().watches
 
 
 def test_tokens_and_states_are_put_aside_until_the_drafter_is_asked() -> None:
     heard = Heard()
-    deferred = Deferred(heard)
+    deferred = put_off(heard)
     texts = {4: [1, 1, 1], 7: [1, 1]}
     deferred.extend(shown(texts, [3, 2]))
     texts[4] += [1, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,17 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreT
 import forerun
 from forerun.checkpoints import read_head
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.training.convert.model import EagleModel, disable_huggingface_checkpointing
+from forerun.training.convert.model import EagleModel
 from training.convert.converted import base, config, text
 
 
 @pytest.fixture
-def enabled() -> Iterator[None]:
+def enabled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The hook, until the test ends; what was there before."""
+    before = PreTrainedModel.__dict__["from_pretrained"]
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", before)
     forerun.enable_huggingface_checkpointing()
-    yield
-    disable_huggingface_checkpointing()
+    return before
 
 
 def converted(**options: Any) -> Any:
@@ -80,14 +81,10 @@ def test_the_converted_class_loads_without_the_hook(tmp_path: Path) -> None:
     assert back(text(), labels=text()).loss == model(text(), labels=text()).loss
 
 
-def test_the_hook_can_be_set_twice_and_undone() -> None:
-    before = PreTrainedModel.__dict__["from_pretrained"]
+def test_the_hook_can_be_set_twice(enabled: Any) -> None:
+    once = PreTrainedModel.__dict__["from_pretrained"]
     forerun.enable_huggingface_checkpointing()
-    forerun.enable_huggingface_checkpointing()
-    assert PreTrainedModel.__dict__["from_pretrained"] is not before
-    disable_huggingface_checkpointing()
-    disable_huggingface_checkpointing()
-    assert PreTrainedModel.__dict__["from_pretrained"] is before
+    assert PreTrainedModel.__dict__["from_pretrained"] is once is not enabled
 
 
 @pytest.mark.usefixtures("enabled")

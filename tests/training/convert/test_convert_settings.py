@@ -11,9 +11,9 @@ from forerun.errors import ArgumentError
 from forerun.training.convert.settings import (
     EAGLE1_DEFAULT_CFG,
     EAGLE3_DEFAULT_CFG,
+    ConvertSettings,
     head_shape,
     read_mode,
-    read_settings,
 )
 from forerun.types import LAST_HIDDEN
 from training.convert.converted import config
@@ -21,7 +21,7 @@ from training.ttt import model
 
 
 def shape_of(architecture: dict[str, Any]) -> EagleConfig:
-    return head_shape(model(), read_settings(config(architecture)))
+    return head_shape(model(), ConvertSettings(config(architecture)))
 
 
 def test_the_presets_have_modelopts_values() -> None:
@@ -53,9 +53,9 @@ def test_the_preset_is_a_head_for_a_model() -> None:
 
 
 def test_what_is_missing_takes_the_preset() -> None:
-    assert read_settings({}) == read_settings({"eagle_architecture_config": {}})
-    filled = read_settings(EAGLE3_DEFAULT_CFG["config"])
-    empty = read_settings({})
+    assert vars(ConvertSettings({})) == vars(ConvertSettings({"eagle_architecture_config": {}}))
+    filled = ConvertSettings(EAGLE3_DEFAULT_CFG["config"])
+    empty = ConvertSettings({})
     assert (empty.steps, empty.decay, empty.architecture) == (filled.steps, filled.decay, filled.architecture)
 
 
@@ -113,7 +113,7 @@ def test_variants_that_modelopt_lacks() -> None:
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        read_settings(given)
+        ConvertSettings(given)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data.regenerate import Director, Endpoint, EndpointError, Generation, Plan, plan, with_endpoint
+from forerun.training.data.regenerate import Director, Endpoint, EndpointError, Plan, with_endpoint
+from forerun.types import SamplingParams
 from training.data.conftest import byte_tokenizer, write_lines
 
 httpx = pytest.importorskip("httpx")
@@ -68,8 +69,9 @@ def assistant(text: str) -> dict[str, str]:
 
 def todo(folder: Path, records: list[Any], **more: Any) -> Plan:
     source = write_lines(folder / "in.jsonl", records)
-    director = Director(tokenizer=byte_tokenizer(), prompt_tokens=4, seed=more.pop("seed", None))
-    return plan(source, folder / "out.jsonl", director, **more)
+    params = SamplingParams(**{"max_tokens": 1024, **more.pop("sampling", {})})
+    director = Director(tokenizer=byte_tokenizer(), prompt_tokens=4, params=params)
+    return Plan(source, folder / "out.jsonl", director, **more)
 
 
 def ask(work: Plan, server: Server, *, concurrency: int = 4, retries: int = 3, **more: Any) -> Any:
@@ -101,8 +103,8 @@ def test_user_turns_are_kept_and_every_answer_is_new_and_built_on_the_new_ones(t
 
 def test_sampling_is_passed_on_and_each_question_has_a_seed_of_its_own(tmp_path: Path) -> None:
     server = Server()
-    generation = Generation(max_tokens=9, temperature=0.7, top_p=0.9)
-    ask(todo(tmp_path, [{"messages": TALK}, {"messages": TALK}], seed=1), server, generation=generation)
+    sampling = {"max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "seed": 1}
+    ask(todo(tmp_path, [{"messages": TALK}, {"messages": TALK}], sampling=sampling), server)
     body = server.bodies[0]
     assert {key: body[key] for key in ("model", "max_tokens", "temperature", "top_p")} == {
         "model": "m", "max_tokens": 9, "temperature": 0.7, "top_p": 0.9,
@@ -223,7 +225,7 @@ def test_bad_input_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="limit"):
         todo(tmp_path, [{"prompt": "q"}], limit=0)
     with pytest.raises(ArgumentError, match="is the input"):
-        plan(tmp_path / "in.jsonl", tmp_path / "in.jsonl", Director(tokenizer=None))
+        Plan(tmp_path / "in.jsonl", tmp_path / "in.jsonl", Director(tokenizer=None))
     (tmp_path / "out.jsonl").write_text('{"no": "id"}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"out\.jsonl, line 1"):
         todo(tmp_path, [{"prompt": "q"}])
@@ -231,4 +233,4 @@ def test_bad_input_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
         Endpoint(url="here:8000", model="m").client()
     for wrong in ({"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
-            Generation(**wrong)
+            Director(tokenizer=None, params=SamplingParams(**wrong))

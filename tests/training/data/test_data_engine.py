@@ -11,12 +11,12 @@ import pytest
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
 from forerun.training.data.prepare import prepare
-from forerun.training.data.regenerate import Director, Generation, plan, with_engine
+from forerun.training.data.regenerate import Director, Plan, with_engine
 from training.data.conftest import write_lines
 
 __all__ = ["checkpoint"]
 
-GREEDY = Generation(max_tokens=6, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,8 @@ def llm(checkpoint: Path) -> LLM:
 
 def run(llm: LLM, folder: Path, records: list[Any], **more: Any) -> list[dict[str, Any]]:
     source = write_lines(folder / "in.jsonl", records)
-    generation = more.pop("generation", GREEDY)
-    todo = plan(source, folder / "out.jsonl", Director(tokenizer=llm.tokenizer, prompt_tokens=4, **more))
-    with_engine(todo, llm, generation, concurrency=3)
+    director = Director(tokenizer=llm.tokenizer, prompt_tokens=4, **{"params": GREEDY, **more})
+    with_engine(Plan(source, folder / "out.jsonl", director), llm, concurrency=3)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -54,11 +53,11 @@ def test_texts_are_continued_and_only_the_continuation_counts(llm: LLM, tmp_path
 
 
 def test_a_seed_makes_sampling_repeatable(llm: LLM, tmp_path: Path) -> None:
-    sampled = Generation(max_tokens=8, temperature=1.0)
     texts = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         (tmp_path / name).mkdir()
-        lines = run(llm, tmp_path / name, [{"prompt": "the cat"}, {"prompt": "the"}], generation=sampled, seed=seed)
+        sampled = SamplingParams(max_tokens=8, temperature=1.0, seed=seed)
+        lines = run(llm, tmp_path / name, [{"prompt": "the cat"}, {"prompt": "the"}], params=sampled)
         texts.append(sorted(line["messages"][1]["content"] for line in lines))
     assert texts[0] == texts[1] != texts[2]
 

@@ -12,7 +12,7 @@ import pytest
 from damage import flipped
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import MANIFEST
-from forerun.training.data.prepare import PrepareOptions, prepare
+from forerun.training.data.prepare import prepare
 from forerun.training.data.store import PreparedData
 from training.data.conftest import CHAT, MARKED, PLAIN, byte_tokenizer, store, write_lines
 
@@ -42,10 +42,10 @@ def test_a_changed_byte_anywhere_is_found_when_the_data_are_opened(tmp_path: Pat
     tried = 0
     for path in flipped(tmp_path / "data"):
         with pytest.raises(DataError, match=rf"{path.name} (has changed|is no JSON|does not|has format)"):
-            PreparedData.open(tmp_path / "data")
+            PreparedData(tmp_path / "data")
         tried += 1
     assert tried >= 200
-    PreparedData.open(tmp_path / "data")
+    PreparedData(tmp_path / "data")
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "mask.bin", "offsets.bin"])
@@ -54,10 +54,10 @@ def test_a_file_cut_short_or_missing_is_refused_by_name(tmp_path: Path, name: st
     path = tmp_path / "data" / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match=name):
-        PreparedData.open(tmp_path / "data")
+        PreparedData(tmp_path / "data")
     path.unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):
-        PreparedData.open(tmp_path / "data")
+        PreparedData(tmp_path / "data")
 
 
 def test_another_version_and_other_directories_are_refused(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_another_version_and_other_directories_are_refused(tmp_path: Path) -> No
     ):
         path.write_text(content)
         with pytest.raises(DataError, match=message):
-            PreparedData.open(tmp_path / "data")
+            PreparedData(tmp_path / "data")
     with pytest.raises(DataError, match="is not prepared data"):
-        PreparedData.open(tmp_path)
+        PreparedData(tmp_path)
 
 
 def test_another_tokenizer_or_template_is_refused_by_name(tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_another_tokenizer_or_template_is_refused_by_name(tmp_path: Path) -> Non
     text = write_lines(tmp_path / "text.jsonl", [{"text": "no template needed"}])
     prepare([chat], own, tmp_path / "chat", name="org/target")
     prepare([text], own, tmp_path / "text", name="org/target")
-    assert len(PreparedData.open(tmp_path / "chat", tokenizer=own)) == 1
+    assert len(PreparedData(tmp_path / "chat", tokenizer=own)) == 1
     with pytest.raises(VocabularyMismatchError, match=r"org/target.*not\s+that of 'unnamed'"):
-        PreparedData.open(tmp_path / "chat", tokenizer=byte_tokenizer(PLAIN, extra=["xy"]))
+        PreparedData(tmp_path / "chat", tokenizer=byte_tokenizer(PLAIN, extra=["xy"]))
     with pytest.raises(VocabularyMismatchError, match="chat template"):
-        PreparedData.open(tmp_path / "chat", tokenizer=byte_tokenizer(MARKED))
-    assert len(PreparedData.open(tmp_path / "text", tokenizer=byte_tokenizer(MARKED))) == 1
+        PreparedData(tmp_path / "chat", tokenizer=byte_tokenizer(MARKED))
+    assert len(PreparedData(tmp_path / "text", tokenizer=byte_tokenizer(MARKED))) == 1
 
 
 def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path) -> 
 
 def test_the_manifest_says_what_went_in(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}, {"text": "abc"}, {"wrong": 1}])
-    done = prepare([path], byte_tokenizer(), tmp_path / "data", options=PrepareOptions(skip_bad=True))
+    done = prepare([path], byte_tokenizer(), tmp_path / "data", skip_bad=True)
     manifest = done.data.manifest
     assert manifest["counts"] == {
         "documents": 2, "tokens": done.data.num_tokens, "counted_tokens": 9, "records": 2, "conversations": 1,
@@ -122,11 +122,10 @@ def test_long_documents_are_cut_or_split_and_dropped_without_a_counted_token(tmp
     entries = [{"text": "abcdefgh", "prompt_tokens": 5}, {"text": "abc"}]
     path = write_lines(tmp_path / "a.jsonl", entries)
     tokenizer = byte_tokenizer()
-    cut = prepare([path], tokenizer, tmp_path / "cut", options=PrepareOptions(max_length=4)).data
+    cut = prepare([path], tokenizer, tmp_path / "cut", max_length=4).data
     assert [tokenizer.decode(cut.document(i)[0].tolist()) for i in range(len(cut))] == ["abc"]
     assert (cut.manifest["counts"]["cut"], cut.manifest["counts"]["dropped"]) == (1, 1)
-    options = PrepareOptions(max_length=4, split_long=True)
-    split = prepare([path], tokenizer, tmp_path / "split", options=options).data
+    split = prepare([path], tokenizer, tmp_path / "split", max_length=4, split_long=True).data
     assert [tokenizer.decode(split.document(i)[0].tolist()) for i in range(len(split))] == ["efgh", "abc"]
     assert split.document(0)[1].tolist() == [0, 1, 1, 1]
 
@@ -137,9 +136,9 @@ def test_errors_name_the_place(tmp_path: Path) -> None:
         prepare([path], byte_tokenizer(), tmp_path / "data")
     only = write_lines(tmp_path / "b.jsonl", [{"messages": CHAT[:2]}])
     with pytest.raises(DataError, match=r"nothing to learn.*no assistant turn"):
-        prepare([only], byte_tokenizer(), tmp_path / "data", options=PrepareOptions(skip_bad=True))
+        prepare([only], byte_tokenizer(), tmp_path / "data", skip_bad=True)
     with pytest.raises(DataError, match="named twice"):
         prepare([only, only], byte_tokenizer(), tmp_path / "data")
     with pytest.raises(ArgumentError, match="max_length"):
-        PrepareOptions(max_length=1)
+        prepare([path], byte_tokenizer(), tmp_path / "short", max_length=1)
     assert not (tmp_path / "data").exists()

@@ -12,7 +12,7 @@ import torch
 
 from forerun.manifests import TokenizerIdentity
 from forerun.training.batch import TokenBatch
-from forerun.training.features.manifest import FeatureManifest
+from forerun.training.features.store import FeatureManifest
 from model.families import random_tokens
 
 LENGTHS = (11, 3, 17, 9, 24, 1, 12)

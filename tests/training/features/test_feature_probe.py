@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.training.features import vllm_source
-from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
+from forerun.training.features.online import BoundaryCheck, OnlineFeatures, compare, reference_states, require
 from forerun.training.features.vllm_source import FinalNorm, VllmFeatures
 from forerun.types import LAST_HIDDEN
 from model.families import make, random_tokens
@@ -27,28 +27,31 @@ from model.families import make, random_tokens
 TOKENS = [random_tokens(21, seed=1), random_tokens(12, seed=2)]
 
 
+def compared(model: Any, captured: Sequence[Mapping[int, Tensor]]) -> list[BoundaryCheck]:
+    """With the states that the model reports itself."""
+    return compare(captured, [reference_states(model, tokens) for tokens in TOKENS])
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "granite"])
 def test_the_probe_passes_for_every_boundary(family: str) -> None:
     model = make(family)
-    report = probe(model, OnlineFeatures(model, (0, 1, 2, 3, 4)).documents, TOKENS).require()
-    assert [check.boundary for check in report.checks] == [0, 1, 2, 3, 4, LAST_HIDDEN]
-    assert report.passed and report.tokens == 33 and min(check.lowest for check in report.checks) > 0.9999
+    checks = compared(model, OnlineFeatures(model, (0, 1, 2, 3, 4)).documents(TOKENS))
+    require(checks)
+    assert [check.boundary for check in checks] == [0, 1, 2, 3, 4, LAST_HIDDEN]
+    assert all(check.passed for check in checks) and min(check.lowest for check in checks) > 0.9999
 
 
-def wrong(model: Any, change: Any) -> Any:
-    def capture(documents: Sequence[Sequence[int]]) -> list[Mapping[int, Tensor]]:
-        return [change(reference_states(model, tokens)) for tokens in documents]
-
-    return capture
+def wrong(model: Any, change: Any) -> list[Mapping[int, Tensor]]:
+    return [change(reference_states(model, tokens)) for tokens in TOKENS]
 
 
 def test_the_probe_catches_layer_ids_that_are_off_by_one() -> None:
     model = make("llama")
     off = wrong(model, lambda own: {1: own[1], 2: own[3], LAST_HIDDEN: own[LAST_HIDDEN]})
-    report = probe(model, off, TOKENS)
-    assert [check.passed for check in report.checks] == [True, False, True]
+    checks = compared(model, off)
+    assert [check.passed for check in checks] == [True, False, True]
     with pytest.raises(DataError, match=r"boundary 2: cosine 0\.\d+.*nearest is boundary 3: layer ids are off by one"):
-        report.require()
+        require(checks)
 
 
 def test_the_probe_catches_a_last_state_without_its_norm_even_where_the_norm_only_scales() -> None:
@@ -57,16 +60,16 @@ def test_the_probe_catches_a_last_state_without_its_norm_even_where_the_norm_onl
         model.model.norm.weight.data = weights
         raw = wrong(model, lambda own: {2: own[2], LAST_HIDDEN: own[4]})
         with pytest.raises(DataError, match=r"boundary LAST_HIDDEN: .*nearest is boundary 4"):
-            probe(model, raw, TOKENS).require()
+            require(compared(model, raw))
 
 
 def test_the_probe_refuses_nan_and_other_shapes() -> None:
     model = make("llama")
     nan = wrong(model, lambda own: {2: own[2] * float("nan")})
     with pytest.raises(DataError, match="boundary 2: cosine nan"):
-        probe(model, nan, TOKENS).require()
+        require(compared(model, nan))
     with pytest.raises(DataError, match=r"boundary 2: features \(31, 64\), the target has \(33, 64\)"):
-        probe(model, wrong(model, lambda own: {2: own[2][1:]}), TOKENS)
+        compared(model, wrong(model, lambda own: {2: own[2][1:]}))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
@@ -148,8 +151,7 @@ def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_sta
     assert speculation["draft_model_config"] == {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}
     assert fake.arguments["enable_prefix_caching"] is fake.arguments["enable_chunked_prefill"] is False
     assert fake.arguments["max_num_batched_tokens"] == fake.arguments["max_model_len"] == 23
-    references = [reference_states(model, tokens) for tokens in TOKENS]
-    assert compare(source.documents(TOKENS), references).passed
+    require(compared(model, source.documents(TOKENS)))
     folder = Path(fake.arguments["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"])
     assert not list(folder.iterdir())
     source.close()
@@ -182,8 +184,8 @@ def test_on_an_accelerator_the_writer_is_waited_for_but_not_for_ever(
     # The writer lets go of a file when the reader has found it locked once.
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), os.close(fake.locks[len(waited) - 1])))
-    references = [reference_states(model, tokens) for tokens in TOKENS]
-    assert compare(source.documents(TOKENS), references).passed and len(waited) == len(TOKENS)
+    require(compared(model, source.documents(TOKENS)))
+    assert len(waited) == len(TOKENS)
     monkeypatch.setattr(vllm_source, "WRITE_TIMEOUT_S", -1.0)
     with pytest.raises(DataError, match="unset VLLM_ENABLE_V1_MULTIPROCESSING"):
         source.documents(TOKENS)

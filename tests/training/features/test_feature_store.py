@@ -16,17 +16,20 @@ from torch import Tensor
 from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.model.load import read_header
-from forerun.training.features import manifest as manifests
-from forerun.training.features.manifest import (
+from forerun.training.features import store as stores
+from forerun.training.features.online import OnlineFeatures
+from forerun.training.features.store import (
     FeatureManifest,
+    FeatureStore,
+    FeatureWriter,
     check_lengths,
     check_room,
+    checkpoint_directory,
     describe,
+    extract,
+    passes,
     target_hash,
-    wanted_manifest,
 )
-from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, FeatureWriter, OfflineFeatures, extract, passes
 from forerun.types import LAST_HIDDEN
 from model.families import make
 from training.features.conftest import LENGTHS, Documents, Segment, Windows, manifest_of
@@ -56,7 +59,7 @@ def everything(dtype: torch.dtype = torch.float32) -> dict[int, dict[int, Tensor
 @pytest.fixture
 def store(tmp_path: Path) -> FeatureStore:
     fill(tmp_path, everything(), manifest_of(Documents()))
-    return FeatureStore.open(tmp_path)
+    return FeatureStore(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -64,7 +67,7 @@ def test_what_goes_in_comes_out_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     manifest = manifest_of(Documents(), dtype=dtype)
     given = everything(getattr(torch, dtype))
     fill(tmp_path, given, manifest)
-    store = FeatureStore.open(tmp_path, manifest)
+    store = FeatureStore(tmp_path, manifest)
     assert len(store) == 7 and len(list(tmp_path.glob("shard-*.bin"))) > 1
     assert sum(path.stat().st_size for path in tmp_path.glob("shard-*.bin")) == manifest.tokens * manifest.record_bytes
     for document, states in given.items():
@@ -79,7 +82,7 @@ def test_float8_keeps_three_bits_of_every_state_and_takes_half_the_bytes(tmp_pat
     manifest = manifest_of(Documents(), dtype="float8_e4m3fn")
     given = everything() | {1: {boundary: torch.zeros(3, 64) for boundary in (1, 3, LAST_HIDDEN)}}
     fill(tmp_path, given, manifest)
-    store = FeatureStore.open(tmp_path)
+    store = FeatureStore(tmp_path)
     assert (
         sum(path.stat().st_size for path in tmp_path.glob("shard-*.bin"))
         == manifest.tokens * manifest.record_bytes
@@ -104,7 +107,7 @@ def test_a_killed_run_goes_on_after_its_last_finished_shard(tmp_path: Path) -> N
     killed._file.close()
     assert list((tmp_path / "killed").glob("*.partial"))
     with pytest.raises(DataError, match="unfinished: it holds 1 of 7 documents"):
-        FeatureStore.open(tmp_path / "killed")
+        FeatureStore(tmp_path / "killed")
     writer = FeatureWriter(tmp_path / "killed", manifest_of(data), shard_bytes=SHARD)
     assert writer.done == {4} and writer.tokens == 24 and not list((tmp_path / "killed").glob("*.partial"))
     fill(tmp_path / "killed", given, manifest_of(data))
@@ -144,7 +147,7 @@ def test_a_full_disk_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"disk is full: shard 1.*The 1 finished shards are safe"):
         run()
     fill(tmp_path, given, manifest_of(data))
-    assert torch.equal(FeatureStore.open(tmp_path).read(1)[3], given[1][3])
+    assert torch.equal(FeatureStore(tmp_path).read(1)[3], given[1][3])
 
 
 CHANGED: dict[str, Any] = {
@@ -169,13 +172,13 @@ def test_features_of_something_else_are_refused_with_both_values(store: FeatureS
     stored = shown(getattr(store.manifest, field))
     expected = rf"{field}: stored {stored}, wanted {shown(CHANGED[field])}"
     with pytest.raises(DataError, match=expected):
-        FeatureStore.open(store.directory, wanted)
+        FeatureStore(store.directory, wanted)
     with pytest.raises(DataError, match=expected):
         FeatureWriter(store.directory, wanted)
 
 
 def test_another_name_dtype_or_source_may_be_read_but_not_resumed(store: FeatureStore) -> None:
-    FeatureStore.open(store.directory, manifest_of(Documents(), target="moved", dtype="bfloat16", source="vllm"))
+    FeatureStore(store.directory, manifest_of(Documents(), target="moved", dtype="bfloat16", source="vllm"))
     FeatureWriter(store.directory, manifest_of(Documents(), target="moved"))
     for change in ({"dtype": "bfloat16"}, {"source": "vllm"}):
         with pytest.raises(DataError, match=next(iter(change))):
@@ -187,10 +190,10 @@ def test_a_changed_byte_anywhere_is_found_before_anybody_trains_on_it(store: Fea
     for path in flipped(store.directory):
         named = rf"{path.name} (has changed|is no JSON|does not|has format)"
         with pytest.raises(DataError, match=named):
-            everywhere(FeatureStore.open(store.directory, manifest_of(Documents())))
+            everywhere(FeatureStore(store.directory, manifest_of(Documents())))
         tried += 1
     assert tried > 900
-    everywhere(FeatureStore.open(store.directory))
+    everywhere(FeatureStore(store.directory))
 
 
 def everywhere(store: FeatureStore) -> None:
@@ -203,7 +206,7 @@ def test_a_document_is_compared_when_it_is_read_and_a_deleted_shard_made_anew(st
     path, given = store.directory / "shard-00001.bin", everything()
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    opened = FeatureStore.open(store.directory)
+    opened = FeatureStore(store.directory)
     hurt = json.loads(path.with_suffix(".json").read_text())["documents"][-1]
     for document in sorted(set(given) - {hurt}):
         opened.read(document)
@@ -213,10 +216,10 @@ def test_a_document_is_compared_when_it_is_read_and_a_deleted_shard_made_anew(st
         opened.read(hurt, 0, 1)
     path.unlink(), path.with_suffix(".json").unlink()
     with pytest.raises(DataError, match=r"unfinished: it holds \d of 7 documents"):
-        FeatureStore.open(store.directory)
+        FeatureStore(store.directory)
     fill(store.directory, given, store.manifest)
     assert path.read_bytes() == good
-    assert all(torch.equal(FeatureStore.open(store.directory).read(d)[3], given[d][3]) for d in given)
+    assert all(torch.equal(FeatureStore(store.directory).read(d)[3], given[d][3]) for d in given)
 
 
 def test_another_version_and_a_broken_manifest_are_refused(store: FeatureStore) -> None:
@@ -225,15 +228,15 @@ def test_another_version_and_a_broken_manifest_are_refused(store: FeatureStore) 
     for version, why in ((4, "another forerun wrote it"), (2, "an older forerun wrote it, without")):
         path.write_text(good.replace('"version": 3', f'"version": {version}'))
         with pytest.raises(DataError, match=f"format version {version}, this forerun reads 3: {why}.*forerun features"):
-            FeatureStore.open(store.directory)
+            FeatureStore(store.directory)
         with pytest.raises(DataError, match=f"format version {version}, this forerun reads 3"):
             FeatureWriter(store.directory, store.manifest)
     path.write_text(good[:40])
     with pytest.raises(DataError, match=r"manifest\.json is no JSON"):
-        FeatureStore.open(store.directory)
+        FeatureStore(store.directory)
     path.unlink()
     with pytest.raises(DataError, match="is not a feature store"):
-        FeatureStore.open(store.directory)
+        FeatureStore(store.directory)
 
 
 def test_a_shard_cut_short_or_missing_is_refused_by_name_and_size(store: FeatureStore) -> None:
@@ -242,13 +245,13 @@ def test_a_shard_cut_short_or_missing_is_refused_by_name_and_size(store: Feature
     with path.open("r+b") as file:
         file.truncate(size - 1)
     with pytest.raises(DataError, match=rf"shard-00001\.bin is cut short.*: {size - 1} bytes, expected {size}"):
-        FeatureStore.open(store.directory)
+        FeatureStore(store.directory)
     path.unlink()
     with pytest.raises(DataError, match=rf"shard-00001\.bin.*: 0 bytes, expected {size}"):
-        FeatureStore.open(store.directory)
+        FeatureStore(store.directory)
     path.with_suffix(".json").unlink()
     with pytest.raises(DataError, match=r"unfinished: it holds \d of 7 documents"):
-        FeatureStore.open(store.directory)
+        FeatureStore(store.directory)
 
 
 def test_a_strange_directory_is_not_written_to(tmp_path: Path) -> None:
@@ -296,12 +299,12 @@ def test_the_size_is_known_beforehand_and_compared_with_the_disk(
     assert manifest_of(Documents(), dtype="bfloat16", **wide).record_bytes == 32 * 1024
     assert manifest_of(Documents(), dtype="float8_e4m3fn", **wide).record_bytes == 16 * 1024 + 16
     usage = shutil.disk_usage(tmp_path)._replace(free=5 * 1024)
-    monkeypatch.setattr(manifests.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: usage)
     assert check_room(tmp_path / "not" / "yet", 5 * 1024) == 5 * 1024
     with pytest.raises(DataError, match=r"still need 2\.0 MiB, but .* has 5\.0 KiB free"):
         check_room(tmp_path, 2 << 20)
     with pytest.raises(ArgumentError, match="not 'int4'"):
-        manifests.dtype_named("int4")
+        stores.dtype_named("int4")
 
 
 def test_passes_cover_every_missing_document_once_and_stay_in_their_budget() -> None:
@@ -319,7 +322,7 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
     manifest = manifest_of(data)
     counted: list[int] = []
     with FeatureWriter(tmp_path, manifest, shard_bytes=SHARD) as writer:
-        extract(online, data, writer, batch_tokens=40, progress=lambda *, advance: counted.append(advance))
+        extract(online.documents, data, writer, batch_tokens=40, progress=lambda *, advance: counted.append(advance))
     assert sum(counted) == manifest.tokens
     segments = [
         Segment(row=0, column=0, document=2, offset=0, length=17),
@@ -328,8 +331,8 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
         Segment(row=1, column=20, document=5, offset=0, length=1),
     ]
     windows = Windows(data, segments, (2, 22))
-    offline = OfflineFeatures(FeatureStore.open(tmp_path, manifest), windows)
-    stored, made = offline.features(3), online.features(windows.batch(3, 0, 1))
+    offline = FeatureStore(tmp_path, manifest)
+    stored, made = offline.features(windows, 3), online.features(windows.batch(3, 0, 1))
     real = stored.batch.documents >= 0
     assert set(stored.features) == {*online.boundaries, LAST_HIDDEN} == set(made.features)
     for boundary, states in stored.features.items():
@@ -340,11 +343,11 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
 def test_a_piece_within_a_document_gets_the_states_of_the_whole_document(store: FeatureStore) -> None:
     data = Documents()
     windows = Windows(data, [Segment(row=0, column=2, document=4, offset=10, length=6)], (1, 9))
-    found = OfflineFeatures(store, windows).features(0).features
+    found = store.features(windows, 0).features
     assert torch.equal(found[3][0, 2:8], states_of(4, 24)[3][10:16])
     longer = Windows(Documents((11, 4)), [Segment(row=0, column=0, document=1, offset=0, length=4)], (1, 9))
     with pytest.raises(DataError, match="document 1 has 3 tokens"):
-        OfflineFeatures(store, longer).features(0)
+        store.features(longer, 0)
 
 
 def test_the_targets_hash_tells_weights_and_configuration_apart_but_not_places(tmp_path: Path) -> None:
@@ -373,12 +376,14 @@ def test_the_description_of_a_run_names_what_it_depends_on(tmp_path: Path) -> No
     data = Documents()
     plain = describe(tmp_path, "a/b", tokenizer, data, (1, 3), hidden_size=64, dtype="float8")
     assert (plain.target, plain.dtype, plain.documents, plain.tokens) == ("a/b", "float8_e4m3fn", 7, sum(LENGTHS))
-    wanted = wanted_manifest(tmp_path, tokenizer, data, (1, 3, LAST_HIDDEN), 64)
+    directory = checkpoint_directory(tmp_path)
+    wanted = describe(directory, "moved", tokenizer, data, (1, 3, LAST_HIDDEN), hidden_size=64)
     plain.refuse_other(wanted, tmp_path, reading=True)
+    other = describe(directory, "moved", tokenizer, data, (3, 1), hidden_size=64)
     with pytest.raises(DataError, match=r"boundaries: stored 1,3, wanted 3,1"):
-        plain.refuse_other(wanted_manifest(tmp_path, tokenizer, data, (3, 1), 64), tmp_path, reading=True)
+        plain.refuse_other(other, tmp_path, reading=True)
     with pytest.raises(CheckpointError, match="there is no directory"):
-        wanted_manifest(tmp_path / "gone", tokenizer, data, (1,), 64)
+        checkpoint_directory(tmp_path / "gone")
     tokenizer.chat_template = "{{ other }}"
     other = describe(tmp_path, "a/b", tokenizer, Documents((3, 4)), (1, 3), hidden_size=64)
     assert other.template_hash != plain.template_hash and other.tokenizer_hash == plain.tokenizer_hash

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from forerun.errors import ArgumentError
 from forerun.training.loop.distributed import Parallel
-from forerun.training.loop.trainer import train
 from ports import free_ports
-from training.loop.toy import Head, Numbers, Toy, weights
+from training.loop.toy import Head, Numbers, Toy, train, weights
 from training.loop.worker import CUT, MODES, OPTIMIZERS, STEPS, choice
 
 pytestmark = pytest.mark.thorough

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from forerun.errors import ArgumentError
 from forerun.training.loop.trackers import Bar, JsonLines, tracker
-from forerun.training.loop.trainer import train
-from training.loop.toy import Numbers, Toy, settings
+from training.loop.toy import Numbers, Toy, settings, train
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])

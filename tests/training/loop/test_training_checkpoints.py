@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.training.loop import checkpoint
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.loop.trainer import TrainResult, train
-from training.loop.toy import Head, Numbers, Pressed, Toy, logged, run, settings, weights
+from forerun.training.loop.trainer import TrainResult
+from training.loop.toy import Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
 
 KEYS = ("loss", "accuracy", "learning_rate", "gradient_norm", "tokens")
 
@@ -252,7 +252,7 @@ def test_the_callers_recipe_is_kept_too(begun: Path, tmp_path: Path) -> None:
         again(begun, tmp_path / "two", {})
     result = again(begun, tmp_path / "three", {"data": "xyz"}, allow_changes=True)
     assert result.steps == 2
-    assert checkpoint.read(result.checkpoint).recipe == {
+    assert checkpoint.Saved(result.checkpoint).recipe == {
         "data": "xyz",
         **json.loads(json.dumps(settings(steps=2).fixed())),
     }

@@ -17,9 +17,8 @@ from forerun.errors import ArgumentError, NumericError
 from forerun.training.batch import FeatureBatch, LossReport
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.loop.trainer import train
 from forerun.training.loop.update import build_optimizers, moved_by_muon
-from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, weights
+from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
 
 
 def test_muon_moves_the_matrices_of_the_layers_and_nothing_else() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from forerun.training.batch import FeatureBatch, LossReport, TokenBatch
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.loop.trainer import TrainResult, train
+from forerun.training.loop.trainer import Training, TrainResult
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 11, 6, 8, 5
 FLOAT = {"dtype": "float32", "learning_rate": 1e-2, "muon_learning_rate": 1e-2, "log_every_steps": 1}
@@ -108,6 +108,11 @@ class Numbers:
 
 def settings(**values: object) -> TrainSettings:
     return TrainSettings(**(FLOAT | values))  # type: ignore[arg-type]
+
+
+def train(*given: object, **more: object) -> TrainResult:
+    """Make a `Training` and run it."""
+    return Training(*given, **more).run()  # type: ignore[arg-type]
 
 
 def run(output: Path, objective: Toy | None = None, *, allow_changes: bool = False, **values: object) -> TrainResult:

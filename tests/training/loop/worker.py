@@ -14,8 +14,7 @@ from forerun.cli import leave
 from forerun.errors import CheckpointError, NumericError
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel
-from forerun.training.loop.trainer import train
-from training.loop.toy import Head, Numbers, Toy, settings
+from training.loop.toy import Head, Numbers, Toy, settings, train
 
 MODES = ("ddp", "fsdp")
 OPTIMIZERS = ("adamw", "muon")

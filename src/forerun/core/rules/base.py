@@ -6,16 +6,17 @@ A rule sees one row's tree, the target's distributions at its nodes, and rng. It
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from forerun.core.probs import NodeProbs
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, nearest
-from forerun.types import DraftKind, Drawn, Source, Verdict
+from forerun.types import DraftKind, Source, Verdict
 
 RULES: dict[str, str] = {
     "argmax_walk": "forerun.core.rules.argmax_walk:ArgmaxWalk",
@@ -35,39 +36,33 @@ class Reads:
 
     argmax: bool = False  # Only the token of largest processed logit
     rungs: int | None = 0  # Most children of a node that are rejected one after the other; None: all. 0: it only draws.
-    weighted: bool = False
-    """Whether children are rejected with the weight of block and traversal verification, or with 1."""
+    weighted: bool = False  # Whether children are rejected with the weight of block and traversal verification, not 1
     entropy: bool = False  # Also the entropy, and the probability of each child's token
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """Keeps a path of the tree and names the token after it."""
 
     name: ClassVar[str]
-    lossless: ClassVar[bool]  # True if the emitted distribution is exactly the target's
-    summary: ClassVar[str]  # One line, with the paper
     reads: ClassVar[Reads]
+    lossless: ClassVar[bool] = True  # Whether the emitted distribution is exactly the target's
 
     def verifies(self, kind: DraftKind) -> bool:
         """Whether the rule uses all nodes of such drafts. Of others it leaves some out, which is lossless, too."""
-        ...
+        return True
 
+    @abstractmethod
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Verify the tree. Asks `target` only for what `reads` names; draws only from `rng`."""
-        ...
-
-
-def rule_named(name: str) -> Rule:
-    """The rule of that name. ArgumentError: there is none; the message names the nearest."""
-    if name not in RULES:
-        raise ArgumentError(f"unknown verification rule {name!r}; there are {', '.join(RULES)}.{nearest(name, RULES)}")
-    return _loaded(RULES[name])
 
 
 @cache
-def _loaded(where: str) -> Rule:
-    """Rules keep nothing from one tree to the next, so one of each will do."""
-    module, _, attribute = where.partition(":")
+def rule_named(name: str) -> Rule:
+    """The rule of that name; one of each will do, for rules keep nothing from one tree to the next. ArgumentError:
+    there is none; the message names the nearest."""
+    if name not in RULES:
+        raise ArgumentError(f"unknown verification rule {name!r}; there are {', '.join(RULES)}.{nearest(name, RULES)}")
+    module, _, attribute = RULES[name].partition(":")
     rule: Rule = getattr(importlib.import_module(module), attribute)()
     return rule
 
@@ -92,16 +87,6 @@ def walk(tree: TokenTree, choose: Callable[[int], int]) -> Verdict:
             last = next((node for node in nodes if tree.children[node]), nodes[0])
             return Verdict(path=tree.path(last), next_token=token, kind=ending(tree, last))
         nodes = below
-
-
-def kind_of(tree: TokenTree) -> DraftKind:
-    """The narrowest kind that holds for one tree. For tests: the engine asks the drafter, before anything is drawn."""
-    sampled = [sum(tree.drawn[child] is not Drawn.DETERMINISTIC for child in children) for children in tree.children]
-    return DraftKind(
-        sampled=max(sampled) > 0,
-        chain=all(len(children) <= 1 for children in tree.children),
-        multipath=max(sampled) <= 1,
-    )
 
 
 def default_rule(kind: DraftKind, *, greedy: bool) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.core.probs import NodeProbs, Probs, share
-from forerun.core.rules.base import Reads, ending
+from forerun.core.rules.base import Reads, Rule, ending
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import DraftKind, Source, Verdict
 
 
-class BlockVerification:
+class BlockVerification(Rule):
     """Keeps the longest prefix whose own independent coin lands; optimal among rules for one chain.
 
     Sun et al., arXiv 2403.10444. With weights w_0 = 1, w_i = min(w_{i-1} * target(x_i) / draft(x_i), 1) and, below node
@@ -20,13 +18,10 @@ class BlockVerification:
     the target after the whole chain. A deterministic node counts as a draw from a point mass.
     """
 
-    name: ClassVar[str] = "block"
-    lossless: ClassVar[bool] = True
-    reads: ClassVar[Reads] = Reads(rungs=1, weighted=True)
-    summary: ClassVar[str] = "block verification of a sampled chain, optimal there (Sun et al., arXiv 2403.10444)"
+    name = "block"
+    reads = Reads(rungs=1, weighted=True)
 
     def verifies(self, kind: DraftKind) -> bool:
-        """Chains."""
         return kind.chain
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:

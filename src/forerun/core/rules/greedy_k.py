@@ -1,20 +1,16 @@
-"""The greedy-k rule: deterministic siblings, and at most one sibling drawn from the distribution restricted to the
-other tokens."""
+"""The greedy-k rule: deterministic siblings, and at most one drawn from the distribution restricted to other tokens."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.core.probs import NodeProbs
-from forerun.core.rules.base import Reads, ending
+from forerun.core.rules.base import Reads, Rule, ending
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import DraftKind, Drawn, Verdict
 
 
-class GreedyK:
-    """At each node: reject or accept the one sampled child against its distribution q', then walk on the deterministic
-    ones.
+class GreedyK(Rule):
+    """At each node: reject or accept the one sampled child against q', then walk on the deterministic ones.
 
     Hu et al., arXiv 2502.18779. q' is the recorded distribution: the draft's, restricted to the tokens that no
     deterministic sibling holds. The sampled child is accepted with probability min(1, p(x) / q'(x)); else a token is
@@ -23,15 +19,10 @@ class GreedyK:
     q' is, restricted or not.
     """
 
-    name: ClassVar[str] = "greedy_k"
-    lossless: ClassVar[bool] = True
-    reads: ClassVar[Reads] = Reads(rungs=1)
-    summary: ClassVar[str] = (
-        "deterministic siblings plus one drawn from the rest (greedy-k, Hu et al., arXiv 2502.18779)"
-    )
+    name = "greedy_k"
+    reads = Reads(rungs=1)
 
     def verifies(self, kind: DraftKind) -> bool:
-        """Drafts with at most one sampled node among the children of any node."""
         return kind.chain or kind.multipath or not kind.sampled
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:

@@ -1,18 +1,15 @@
-"""Recursive rejection on siblings: each sibling is tried against what its elder siblings left of the target's
-distribution."""
+"""Recursive rejection: each sibling is tried against what its elder siblings left of the target's distribution."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.core.probs import NodeProbs
-from forerun.core.rules.base import Reads, ending
+from forerun.core.rules.base import Reads, Rule, ending
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
-from forerun.types import DraftKind, Verdict
+from forerun.types import Verdict
 
 
-class RecursiveRejection:
+class RecursiveRejection(Rule):
     """For each sibling x in drawing order: accept with probability min(1, p(x) / q(x)), else p <- norm[p - q]_+.
 
     p is the target's distribution as the elder siblings left it, q the distribution that x was drawn from given them:
@@ -21,14 +18,8 @@ class RecursiveRejection:
     none is accepted the token is drawn from p.
     """
 
-    name: ClassVar[str] = "recursive_rejection"
-    lossless: ClassVar[bool] = True
-    reads: ClassVar[Reads] = Reads(rungs=None)
-    summary: ClassVar[str] = "sibling after sibling (SpecInfer, arXiv 2305.09781; Sequoia, arXiv 2402.12374)"
-
-    def verifies(self, kind: DraftKind) -> bool:
-        """Any draft."""
-        return True
+    name = "recursive_rejection"
+    reads = Reads(rungs=None)
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Verify the tree from the root down."""

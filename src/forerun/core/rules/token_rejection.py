@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.core.probs import NodeProbs
-from forerun.core.rules.base import Reads, ending
+from forerun.core.rules.base import Reads, Rule, ending
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import DraftKind, Source, Verdict
 
 
-class TokenRejection:
+class TokenRejection(Rule):
     """Accepts x with probability min(1, target(x) / draft(x)); the first rejection emits norm[target - draft]_+.
 
     Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Exact since draft * min(1, target / draft) +
@@ -19,13 +17,10 @@ class TokenRejection:
     as a draw from a point mass.
     """
 
-    name: ClassVar[str] = "token_rejection"
-    lossless: ClassVar[bool] = True
-    reads: ClassVar[Reads] = Reads(rungs=1)
-    summary: ClassVar[str] = "token-by-token rejection on a chain (Leviathan, arXiv 2211.17192; Chen, arXiv 2302.01318)"
+    name = "token_rejection"
+    reads = Reads(rungs=1)
 
     def verifies(self, kind: DraftKind) -> bool:
-        """Chains."""
         return kind.chain
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:

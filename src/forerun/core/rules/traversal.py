@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.core.probs import NodeProbs, share
-from forerun.core.rules.base import Reads, ending
+from forerun.core.rules.base import Reads, Rule, ending
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
-from forerun.types import DraftKind, Verdict
+from forerun.types import Verdict
 
 
-class TraversalVerification:
+class TraversalVerification(Rule):
     """Tries leaves left to right; a rejected leaf is deleted and its parent's distribution and weight are corrected.
 
     Weng et al., arXiv 2505.12398. A node has a weight r (root 1, child min(r * target(x) / draft(x), 1)) and a target
@@ -22,14 +20,8 @@ class TraversalVerification:
     draw from a point mass, which is exact too.
     """
 
-    name: ClassVar[str] = "traversal"
-    lossless: ClassVar[bool] = True
-    reads: ClassVar[Reads] = Reads(rungs=None, weighted=True)
-    summary: ClassVar[str] = "leaves first, for sampled trees; equals block on a chain (arXiv 2505.12398)"
-
-    def verifies(self, kind: DraftKind) -> bool:
-        """Any draft."""
-        return True
+    name = "traversal"
+    reads = Reads(rungs=None, weighted=True)
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Verify the tree from its first leaf to the root."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from forerun.core.probs import NodeProbs
-from forerun.core.rules.base import Reads, ending
+from forerun.core.rules.base import Reads, Rule, ending
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
-from forerun.types import DraftKind, Verdict
+from forerun.types import Verdict
 
 
-class TypicalAcceptance:
+class TypicalAcceptance(Rule):
     """Accepts x where target(x) > min(epsilon, delta * exp(-H(target))); keeps the longest accepted path.
 
     Medusa (Cai et al., arXiv 2401.10774), H in nats. Among paths of equal length the one that the target finds
@@ -24,17 +23,12 @@ class TypicalAcceptance:
         delta: scale of the entropy-dependent threshold.
     """
 
-    name: ClassVar[str] = "typical"
-    lossless: ClassVar[bool] = False
-    reads: ClassVar[Reads] = Reads(rungs=0, entropy=True)
-    summary: ClassVar[str] = "LOSSY: keeps what the target finds plausible (Medusa, arXiv 2401.10774)"
+    name = "typical"
+    lossless = False
+    reads = Reads(rungs=0, entropy=True)
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         self.epsilon, self.delta = epsilon, delta
-
-    def verifies(self, kind: DraftKind) -> bool:
-        """Any draft: no draft distribution is read."""
-        return True
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Search the tree for the longest plausible path, then draw the token after it from the target."""

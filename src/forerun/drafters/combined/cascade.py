@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -23,12 +22,11 @@ from forerun.core.row import Row
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.step import Group, context_for, step
 from forerun.core.tree import TokenTree, graft
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, changed, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, changed, check_least
 from forerun.drafters.combined.members import Spec, options_of
-from forerun.drafters.domains import PerDomain
-from forerun.drafters.draft_models.draft_model import CHUNK, fitted
+from forerun.drafters.draft_models.draft_model import CHUNK, fitted, load_draft
 from forerun.drafters.guarded import Guarded
-from forerun.drafters.vocabulary import check_vocabulary, resolved
+from forerun.drafters.vocabulary import check_vocabulary
 from forerun.errors import NumericError
 from forerun.model import Scored, Target
 from forerun.model.inputs import Nodes
@@ -59,17 +57,14 @@ class CascadeDrafter(Drafter):
 
     def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
         self.config = config
-        model = resolved(config.model)
-        device = setup.device_for(model)
         slots = setup.slots + config.num_speculative_tokens + config.inner_nodes + config.tail
-        self.model = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
-        check_vocabulary(setup, model, self.model.vocab_size)
+        self.model = load_draft(DraftTarget, config, setup, slots)
+        check_vocabulary(setup, config.model, self.model.vocab_size)
         self.model.speak(setup.target.vocab_size)
         inner = replace(setup, target=self.model, slots=slots)
         self._inner = Guarded.built(*options_of("member", config.inner), inner)
         self._estimates = PerDomain(Acceptance)
         self._rows = defaultdict[int, _Row](_Row)
-        self._samplers = WeakKeyDictionary[Sampler, Sampler]()
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(sampled=not sampler.greedy, chain=self.config.tail == 0)
@@ -144,17 +139,17 @@ class CascadeDrafter(Drafter):
         """The context's row as the inner level's."""
         row_id, tokens, sampler = context.rows[index], context.tokens[index], context.samplers[index]
         self._agree(row_id, min(self._rows[row_id].text, len(tokens)), tokens)
-        if sampler.greedy and sampler not in self._samplers:  # one that also tells how probable each token was
-            self._samplers[sampler] = changed(sampler, logprobs=0, logprobs_mode="raw_logprobs")
+        greedy = sampler.greedy
         return InnerRow(
             cache_row=row_id,
             tokens=self.model.readable(tokens),
             prompt_length=context.prompt_lengths[index],
-            sampler=self._samplers[sampler] if sampler.greedy else sampler,
+            # At temperature 0 one that also tells how probable each token was.
+            sampler=changed(sampler, logprobs=0, logprobs_mode="raw_logprobs") if greedy else sampler,
             seed=context.rng[index].seed,
             stop_ids=frozenset(),
             room=room,
-            rule=None if sampler.greedy else "sample_walk",
+            rule=None if greedy else "sample_walk",
             outer=context.rng[index],
             begun=len(tokens),
             cache_salt=context.salt(index),
@@ -185,13 +180,8 @@ class CascadeDrafter(Drafter):
         """Step until every row's chain is as long as it should be: a length that no drawn token decides."""
         running = list(rows)
         while running:
-            group = Group(
-                name=self._inner.method,
-                drafter=self._inner,
-                members=range(len(running)),
-                depths=[row.room for row in running],
-                nodes=self.config.inner_nodes,
-            )
+            members, depths, most = range(len(running)), [row.room for row in running], self.config.inner_nodes
+            group = Group(name=self._inner.method, drafter=self._inner, members=members, depths=depths, nodes=most)
             for row, emitted in zip(running, step(self.model, running, [group], isolate=True), strict=True):
                 row.room -= len(emitted.tokens)
                 if row.error is not None:
@@ -204,7 +194,7 @@ class CascadeDrafter(Drafter):
         """The chain as a tree, each sampled token with the distribution that it was drawn from."""
         state = self._rows[row.cache_row]
         state.chain = row.chain
-        state.submitted = submitted = Drafted.below(tree, row.begun, self._estimates.of(row.cache_salt))
+        state.submitted = submitted = Drafted(tree, self._estimates.of(row.cache_salt))
         for position, token in enumerate(row.chain):
             probs = row.probs.get(position)
             if probs is None:
@@ -249,8 +239,7 @@ class InnerRow(Row):
 
     outer: Rng  # Of the outer level's step
     begun: int  # Committed tokens when the draft began
-    probs: dict[int, Tensor] = field(default_factory=dict)
-    """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
+    probs: dict[int, Tensor] = field(default_factory=dict)  # By place in the chain: (V,) its token was drawn from it
     drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
     certainty: list[float] = field(default_factory=list)  # At temperature 0: the draft model's probability of each
 

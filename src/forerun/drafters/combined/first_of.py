@@ -20,8 +20,7 @@ from forerun.types import Budget
 class FirstOfConfig(ComposedConfig):
     """Options of `first_of`; the member to be preferred stands first."""
 
-    min_tokens: float | Sequence[float] = 1.0
-    """Drafted tokens that a draft must be expected to bring; one number, or one for each drafter but the last."""
+    min_tokens: float | Sequence[float] = 1.0  # Tokens a draft must promise; a number, or one per drafter but the last
 
     def __post_init__(self) -> None:
         check_specs("first_of", self.drafters)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.core.sampling import Sampler
 from forerun.drafters import entry_named
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, Seeds
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, repeatable
 from forerun.drafters.guarded import Guarded
 from forerun.errors import ArgumentError
 from forerun.types import Boundary, DraftKind, Verdict
@@ -52,11 +52,10 @@ class Composed(Drafter):
     def __init__(self, config: ComposedConfig, setup: DrafterSetup) -> None:
         self.config = config
         self.members = [Guarded.built(*options_of("member", spec), setup) for spec in config.drafters]
-        self._seeds = Seeds(hide=config.reproducible)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """Which member drafts a row, and what stands beside its nodes, is decided in each step: trees."""
-        seen = self._seeds.seen(sampler)
+        seen = repeatable(sampler) if self.config.reproducible else sampler
         return DraftKind(sampled=any(member.kind(seen).sampled for member in self.members))
 
     @property
@@ -83,5 +82,5 @@ class Composed(Drafter):
         return sum(member.memory_bytes() for member in self.members)
 
     def for_members(self, context: DraftContext) -> DraftContext:
-        """The context as members see it: rows that are to be reproducible look as if they were greedy."""
-        return self._seeds.hidden(context)
+        """The context as members see it."""
+        return context.repeatable() if self.config.reproducible else context

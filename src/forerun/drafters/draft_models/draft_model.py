@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
 
-CHUNK = 16
-"""Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
+CHUNK = 16  # Rows with more tokens to catch up on run them apart: the others need not be padded to their length
+Model = TypeVar("Model", bound=Target)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +75,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._tree = config.fixed_tree()
-        model, slots = resolved(config.model), self._room * setup.slots + self._tree.shape.size
-        device = setup.device_for(model)
-        self.model = Target.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+        self.model = load_draft(Target, config, setup, self._room * setup.slots + self._tree.shape.size)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
@@ -184,6 +183,13 @@ class DraftModelDrafter(Drafter):
         check_vocabulary(setup, self.config.model, self.model.vocab_size)
 
 
+def load_draft(kind: type[Model], config: Any, setup: DrafterSetup, slots: int) -> Model:
+    """The draft model that a configuration names, beside the target; one that is loaded stays where it is."""
+    model = resolved(config.model)
+    device = setup.target.device if isinstance(model, str | Path) else None
+    return kind.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+
+
 def fitted(logits: Tensor, vocabulary: int) -> Tensor:
     """(.., V') -> (.., V) of so many ids: padding is dropped, ids that the draft model lacks are impossible."""
     missing = vocabulary - logits.shape[-1]
@@ -203,12 +209,10 @@ def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missi
 
 
 class Stop(StrEnum):
-    """When a draft is long enough: a confidence threshold, or a bound on acceptance from the distribution's entropy.
-
-    A rule looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
+    """When a draft is long enough: a confidence threshold, or a bound on acceptance from the distribution's entropy. A
+    rule looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
     drafting ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn
-    last does not.
-    """
+    last does not."""
 
     NEVER = "never"  # Only the budget ends it
     CONFIDENCE = "confidence"  # The likeliest token has less than the threshold (``assistant_confidence_threshold``)
@@ -216,16 +220,13 @@ class Stop(StrEnum):
     ADAEDL = "adaedl"  # The bound ``1 - sqrt(0.2 entropy)`` on acceptance is below it (AdaEDL, arXiv 2410.18351)
 
 
-DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}
-"""Threshold of each rule; SVIP and AdaEDL tune theirs to the pair of models."""
+DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}  # Thresholds; SVIP and AdaEDL tune theirs
 ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
 
 
 def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor:
-    """(..,) bool: whether to draft behind a token that is drawn from these distributions (.., V); with the rule's own
-    threshold where none is given."""
-    if rule is Stop.NEVER:
-        return torch.ones(probs.shape[:-1], dtype=torch.bool, device=probs.device)
+    """(..,) bool: whether to draft behind a token drawn from these distributions (.., V), by any rule but `NEVER`; its
+    own threshold where none is given."""
     threshold = DEFAULTS[rule] if threshold is None else threshold
     if rule is Stop.CONFIDENCE:
         return probs.amax(-1) >= threshold

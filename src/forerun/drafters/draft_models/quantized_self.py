@@ -25,8 +25,7 @@ from forerun.model.layers import base_name, base_of, layers_of, replaced, shallo
 BITS = (8, 4)
 GROUPS = (64, 32)  # Inputs that share a scale at 4 bits; the first that divides a layer's inputs
 _INT4_OUTPUTS = 16  # torch's 4-bit kernel computes outputs in blocks of so many; other layers get 8 bits
-KERNEL_ROWS = 24
-"""Up to so many rows torch's int8 kernel is faster than unpacking the weight for one matrix product (AMD, AVX-512)."""
+KERNEL_ROWS = 24  # Up to so many rows torch's int8 kernel is faster than unpacking the weight (AMD, AVX-512)
 _LARGEST = 127
 
 
@@ -59,9 +58,8 @@ class QuantizedSelfDrafter(DraftModelDrafter):
 
 
 def rounded_twin(model: Any, bits: int = 8) -> Any:
-    """The same causal LM with rounded linears in its decoder layers; everything else is shared, nothing is written to.
-    UnsupportedModelError: it has no plain linear layers, they are moved between devices, or torch has no 4-bit
-    kernel."""
+    """The same causal LM with rounded linears in its decoder layers; all else is shared, nothing is written to.
+    UnsupportedModelError: it has no plain linear layers, is not on one device, or torch has no 4-bit kernel."""
     if bits == 4 and model.device.type != "cpu":
         raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
     if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
@@ -173,7 +171,6 @@ class Int4Linear(_Rounded):
         return weight.shape[0] % _INT4_OUTPUTS == 0 and any(weight.shape[1] % size == 0 for size in GROUPS)
 
     def product(self, rows: Tensor) -> Tensor:
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            rows.contiguous(), self.rounded, self.group, self.scales
-        )
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        product: Tensor = multiply(rows.contiguous(), self.rounded, self.group, self.scales)
         return product

@@ -13,31 +13,27 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
-from forerun.drafters.draft_models.draft_model import run_missing
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.drafters.draft_models.draft_model import load_draft, run_missing
 from forerun.drafters.draft_models.token_bytes import (
     Encoder,
-    Span,
     TokenBytes,
     opening_of,
     rendering,
     starts_character,
     whole_characters,
 )
-from forerun.drafters.vocabulary import draft_tokenizer, resolved, target_tokenizer
+from forerun.drafters.vocabulary import tokenizers
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
 
 _WORDS = 4  # So many times the look-behind a word is searched for; a text without spaces is taken up at any token
-_ROOM = 2
-"""The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
+_ROOM = 2  # The draft model's cache holds so many times the target's tokens; a row that needs more drafts nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,25 +59,21 @@ class SlemDrafter(Drafter):
 
     def __init__(self, config: SlemConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
-        self._draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
-        model, slots = resolved(config.model), _ROOM * setup.slots + config.num_speculative_tokens
-        device = setup.device_for(model)
-        self.model = Target.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+        self._target, self._draft = map(TokenBytes, tokenizers(self.name, config, setup))
+        self.model = load_draft(Target, config, setup, _ROOM * setup.slots + config.num_speculative_tokens)
         self._vocabulary = setup.target.vocab_size
         self._to_target = Encoder(self._target)
         self._written = rendering(self._draft, self._target)
         self._estimates = PerDomain(Acceptance)
+        encoder, shown, back = Encoder(self._draft), rendering(self._target, self._draft), config.look_behind
         opening = opening_of(self._draft)
-        alignment = partial(
-            TextAlignment,
-            encoder=Encoder(self._draft),
-            shown=rendering(self._target, self._draft),
-            look_behind=config.look_behind,
-            opening=opening,
-            silent=self._target.tokenizer.bos_token_id if opening else None,
-        )
-        self._rows = defaultdict[int, _Row](lambda: _Row(alignment=alignment()))
+        silent = self._target.tokenizer.bos_token_id if opening else None
+
+        def row() -> _Row:
+            own = TextAlignment(encoder=encoder, shown=shown, look_behind=back, opening=opening, silent=silent)
+            return _Row(alignment=own)
+
+        self._rows = defaultdict[int, _Row](row)
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
@@ -159,31 +151,27 @@ class SlemDrafter(Drafter):
 
     def _chain(self, tree: TokenTree, text: _Written, most: int) -> None:
         """The drafted text as a chain of the target's tokens."""
-        text.row.submitted, found = None, self._translate(text)
-        if found is None:
-            return
-        spans, confidences, length = found
-        text.row.submitted = Drafted.below(tree, len(text.tokens), text.acceptance)
-        for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
-            # The last token may go on: with the text that follows the target might read a longer one there.
-            last = span.end == length and not text.ended
-            text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), raw))
-
-    def _translate(self, text: _Written) -> tuple[list[Span], list[float], int] | None:
-        """The target's tokens of what was written, a raw confidence for each, and the length of the text in bytes."""
-        tail = bytes(text.row.alignment.data[text.row.alignment.covered :])
-        written = b"".join(text.pieces)
+        text.row.submitted, alignment = None, text.row.alignment
+        tail, written = bytes(alignment.data[alignment.covered :]), b"".join(text.pieces)
         if not written.startswith(tail):
-            return None  # the draft model could not read the last bytes, and did not write them again either
+            return  # the draft model could not read the last bytes, and did not write them again either
         before = self._before(text.tokens)
         length = whole_characters(before + written[len(tail) :]) - len(before)
         spans = self._to_target.after(before, written[len(tail) : len(tail) + max(0, length)])
         if not spans:
-            return None
-        unknown = self._target.tokenizer.unk_token_id
-        good = list(itertools.takewhile(lambda span: span.id < self._vocabulary and span.id != unknown, spans))
-        starts = [0, *itertools.accumulate(len(piece) for piece in text.pieces)]
-        return good, _attributed(good, [start - len(tail) for start in starts], text.probs), length
+            return
+        text.row.submitted, unknown = Drafted(tree, text.acceptance), self._target.tokenizer.unk_token_id
+        starts, drafted = list(itertools.accumulate(map(len, text.pieces), initial=-len(tail))), 0
+        for node, span in enumerate(spans[:most]):
+            if span.id >= self._vocabulary or span.id == unknown:
+                return
+            prob = 1.0  # Of the drafted tokens that begin in it, together
+            while drafted < len(text.probs) and starts[drafted] < span.end:
+                prob *= text.probs[drafted]
+                drafted += 1
+            # The last token may go on: with the text that follows the target might read a longer one there.
+            last = span.end == length and not text.ended
+            text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), prob))
 
     def _before(self, tokens: Sequence[int]) -> bytes:
         """The end of the committed text as the target's tokens write it, from the beginning of a character on."""
@@ -193,18 +181,6 @@ class SlemDrafter(Drafter):
             start -= 1
             data = self._target.of(tokens[start]) + data
         return data
-
-
-def _attributed(spans: Sequence[Span], starts: Sequence[int], probs: Sequence[float]) -> list[float]:
-    """Of each of the target's tokens the probability of the drafted tokens that begin in it, together."""
-    found, drafted = list[float](), 0
-    for span in spans:
-        together = 1.0
-        while drafted < len(probs) and starts[drafted] < span.end:
-            together *= probs[drafted]
-            drafted += 1
-        found.append(together)
-    return found
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of
 from forerun.drafters.drawing import DraftVocabulary
-from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
+from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels.packing import PackedLinear, packable
 from forerun.model.layers import OutputHead
@@ -35,8 +35,7 @@ class TliConfig(DraftModelConfig):
 
     tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
     target_tokenizer: Any = None  # The target's; None takes the engine's
-    min_shared: float = 0.05
-    """Refuse to draft with fewer common tokens: below 1 a share of the smaller vocabulary, else a number of tokens."""
+    min_shared: float = 0.05  # Least common tokens: below 1 a share of the smaller vocabulary, else a number of them
 
     def __post_init__(self) -> None:
         self.check("tli")
@@ -63,21 +62,19 @@ class TliDrafter(DraftModelDrafter):
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         """Find the shared tokens, and whether there are enough."""
-        config = self.config
-        target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
-        draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
-        shared = Intersection.of(target, draft, setup.target.vocab_size, self.model.vocab_size)
-        require(shared, config.min_shared, target, draft)
+        target, draft = map(TokenBytes, tokenizers(self.name, self.config, setup))
+        shared = intersection(target, draft, setup.target.vocab_size, self.model.vocab_size)
+        require(shared, self.config.min_shared, target, draft)
         widest = max(self._tree.shape.widths)
         if len(shared) < widest:
             common = f"{target!r} and {draft!r} have {len(shared)}"
             raise VocabularyMismatchError(f"tli: {widest} children a node need as many common tokens; {common}")
         dictionary, device = Dictionary(target, Encoder(draft), self.model.vocab_size), self.model.device
         self._alignments = defaultdict[int, TokenAlignment](lambda: TokenAlignment(dictionary))
-        self._shared = DraftVocabulary(token_ids=shared.target_ids.to(device), size=setup.target.vocab_size)
-        self._draft_ids = shared.draft_ids.to(device)
+        target_ids, self._draft_ids = shared.T.contiguous().to(device)
+        self._shared = DraftVocabulary(token_ids=target_ids, size=setup.target.vocab_size)
         self._translated = torch.zeros(setup.target.vocab_size, dtype=torch.int64, device=device)
-        self._translated[self._shared.token_ids] = self._draft_ids
+        self._translated[target_ids] = self._draft_ids
         self._pruned = prune_head(self.model, self._draft_ids)
 
     def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
@@ -95,31 +92,20 @@ class TliDrafter(DraftModelDrafter):
         return logits if self._pruned is not None else logits[..., self._draft_ids]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Intersection:
-    """Pairs of token ids that stand for the same bytes, and special tokens that mean the same; each id once."""
-
-    target_ids: Tensor  # (V',) int64, ascending
-    draft_ids: Tensor  # (V',) int64, the draft model's id of each
-
-    def __len__(self) -> int:
-        return len(self.target_ids)
-
-    @classmethod
-    def of(cls, target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Intersection:
-        """What both spell; `target_size` and `draft_size` are the embeddings' token ids, a tokenizer may hold more."""
-        pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
-        taken = set[int]()
-        for ours, theirs in target.counterparts(draft).items():
-            if theirs not in taken:
-                pairs[ours] = theirs
-                taken.add(theirs)
-        kept = sorted((o, t) for o, t in pairs.items() if o < target_size and t < draft_size)
-        ids = torch.tensor(kept, dtype=torch.int64).view(-1, 2)
-        return cls(target_ids=ids[:, 0].contiguous(), draft_ids=ids[:, 1].contiguous())
+def intersection(target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Tensor:
+    """(V', 2) int64: token ids of target and draft that stand for the same bytes, or are special and mean the same;
+    each id once, ascending in the target's, below `target_size` and `draft_size`, of the embeddings."""
+    pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
+    taken = set[int]()
+    for ours, theirs in target.counterparts(draft).items():
+        if theirs not in taken:
+            pairs[ours] = theirs
+            taken.add(theirs)
+    kept = sorted((ours, theirs) for ours, theirs in pairs.items() if ours < target_size and theirs < draft_size)
+    return torch.tensor(kept, dtype=torch.int64).view(-1, 2)
 
 
-def require(shared: Intersection, least: float, target: TokenBytes, draft: TokenBytes) -> None:
+def require(shared: Tensor, least: float, target: TokenBytes, draft: TokenBytes) -> None:
     """Raise VocabularyMismatchError where too little is shared; `least` is below 1 a share of the smaller vocabulary,
     else a number of tokens."""
     needed = max(1, round(least * min(len(target), len(draft)) if least < 1 else least))

@@ -156,11 +156,9 @@ class Span(NamedTuple):
 
 
 class Encoder:
-    """A tokenizer as a function from bytes to spans.
-
-    It takes text, not bytes, may put a space before it, and may change it (case, accents, spaces). So what its tokens
-    stand for is compared with what it was given; where that differs, the spans are those that it reports itself.
-    """
+    """A tokenizer as a function from bytes to spans. It takes text, not bytes, may put a space before it, and may
+    change it (case, accents, spaces). So what its tokens stand for is compared with what it was given; where that
+    differs, the spans are those that it reports itself."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self.token_bytes = token_bytes

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
@@ -21,7 +22,7 @@ from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Submitted, check_drawing, not_finite
+from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, check_drawing, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
@@ -209,7 +210,7 @@ class _Row:
     """What is known of one row."""
 
     ready: bool = False  # The head has seen every committed token, the root included
-    submitted: Submitted | None = None
+    submitted: Proposal | None = None
 
 
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:

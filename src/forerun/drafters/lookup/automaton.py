@@ -41,8 +41,7 @@ class SuffixAutomaton:
         self._index: dict[int, int] = {}  # (state, token) to further transition
         self._link[self._new(0, 0)] = NONE
         self._last = ROOT
-        self._deep, self._deep_length = ROOT, 0
-        """State of the text's last `depth` tokens (fewer at the beginning), and how many these are."""
+        self._deep, self._deep_length = ROOT, 0  # State of the text's last `depth` tokens, and how many these are
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -227,12 +226,10 @@ class Cursor:
 
 
 class OutputStore:
-    """Outputs of requests that have ended, in one index of at most so many `tokens` and `requests`.
-
-    SuffixDecoding's global tree (arXiv 2411.04975) as two generations of automata: new outputs enter the younger; when
-    that is full, the older one is dropped and the younger takes its place. An output waits until `digest` has room for
-    it, so that a long one does not hold up a step.
-    """
+    """Outputs of requests that have ended, in one index of at most so many `tokens` and `requests`. SuffixDecoding's
+    global tree (arXiv 2411.04975) as two generations of automata: new outputs enter the younger; when that is full, the
+    older one is dropped and the younger takes its place. An output waits until `digest` has room for it, so that a long
+    one does not hold up a step."""
 
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
         self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2

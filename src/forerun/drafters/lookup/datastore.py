@@ -1,14 +1,12 @@
 """Datastores for `rest`: a corpus as token ids with a sorted index of positions, memory-mapped.
 
-A directory holds
+A directory, which `training.data.datastore` writes, holds
 
 * ``tokens.bin``, uint32 little endian: `SEPARATOR`, then every document followed by `SEPARATOR`.
 * ``suffixes.bin``, uint32 little endian: places in ``tokens.bin``, those that have a token of their document before
   them and hold one, sorted by the `SORTED_TOKENS` tokens *before* the place, read backwards: the suffix array of the
   reversed text. All places that follow the same words stand together, for any number of words.
 * ``manifest.json``: version, tokenizer, counts, and for both files the bytes and the sha256.
-
-`training.data.datastore` writes one.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,18 +71,16 @@ class Datastore:
                 raise DataError(f"{self.folder / name} has changed since it was written; {KIND.remedy}")
 
     def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> Match | None:
-        """Where the longest end of `text`, of `shortest` to `longest` tokens, occurs; None if none does.
-
-        Places are sorted by the tokens before them read backwards, so those that match one token more are a part of
-        those that match so far: one interval, narrowed token by token, O(log(places)) for each.
-        """
+        """Where the longest end of `text`, of `shortest` to `longest` tokens, occurs; None if none does. Places are
+        sorted by the tokens before them read backwards, so those that match one token more are a part of those that
+        match so far: one interval, narrowed token by token, O(log(places)) for each."""
         start, stop, length = 0, len(self.places), 0
         for back, token in enumerate(reversed(text[-longest:]), start=1):
             narrower = self._narrowed(start, stop, back, token)
             if narrower[0] == narrower[1]:
                 break
             (start, stop), length = narrower, back
-        return Match(length=length, start=start, stop=stop) if length >= shortest else None
+        return Match(length, range(start, stop)) if length >= shortest else None
 
     def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
         """Those of the places ``start:stop`` that have `token` `back` tokens before them. All of them match ``back -
@@ -102,9 +98,9 @@ class Datastore:
     def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
         """What followed: (H, length) uint32, ended early by a separator where a document ends. Of more than `most`
         places every so manieth is taken, spread evenly over all."""
-        chosen = self.places[match.start : match.stop]
-        if match.hits > most:
-            chosen = chosen[np.arange(most) * match.hits // most]
+        chosen = self.places[match.places.start : match.places.stop]
+        if len(chosen) > most:
+            chosen = chosen[np.arange(most) * len(chosen) // most]
         grid = chosen.astype(np.int64)[:, None] + np.arange(length)
         found: NDArray[np.uint32] = self.tokens[np.minimum(grid, len(self.tokens) - 1)]
         return found
@@ -153,14 +149,8 @@ class Manifest:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The places that follow the longest stretch of the text's end that occurs in the datastore."""
 
     length: int  # Tokens that match
-    start: int  # The first of the places, as an index into the sorted ones
-    stop: int  # One beyond the last
-
-    @property
-    def hits(self) -> int:
-        return self.stop - self.start
+    places: range  # Indices into the sorted places

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_choice, check_least
-from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.copying import by_match
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_choice, check_least
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
-_SCANNED = 32
-"""Most earlier positions looked at for one n-gram, at the end that `match` prefers: a frequent word has thousands."""
+_SCANNED = 32  # Most earlier positions looked at for one n-gram, at the end that `match` prefers
 _MATCHES = ("last", "first", "most_frequent")
 
 
@@ -60,14 +57,13 @@ class NgramDrafter(Drafter):
         return DraftKind(chain=self.config.max_branches == 1)
 
     def extend(self, context: DraftContext) -> None:
-        entries = zip(context.rows, context.tokens, context.fresh, strict=True)
-        for index, (row_id, tokens, fresh) in enumerate(entries):
+        for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             if row_id not in self._rows:
                 self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
             row = self._rows[row_id]
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.follow(tokens)
+                row.drafted.learn(tokens[len(row.tokens) :])
                 row.drafted = None
             for token in tokens[len(row.tokens) :]:
                 row.append(token, self._sizes)
@@ -94,7 +90,7 @@ class NgramDrafter(Drafter):
 
     def _grow(self, tree: TokenTree, row: _Row, nodes: int, depth: int) -> None:
         """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
-        row.drafted = drafted = Drafted.below(tree, len(row.tokens), row.acceptance)
+        row.drafted = drafted = Drafted(tree, row.acceptance)
         length = min(self.config.num_speculative_tokens, depth)
         branches = 0
         for position, size in self._matches(row, length):

@@ -7,12 +7,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.core.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.copying import by_match
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
@@ -41,12 +39,10 @@ class _Row:
 
 
 class PredictionDrafter(Drafter):
-    """Drafts the predicted tokens from where the answer stands among them; nothing where it stands nowhere.
-
-    Until the answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
+    """Drafts the predicted tokens from where the answer stands among them; nothing where it stands nowhere. Until the
+    answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
     `num_speculative_tokens`; nearer to an edit it is shorter, so that a prediction which was wrong costs little.
-    ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary.
-    """
+    ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary."""
 
     name = "prediction"
     Config = PredictionConfig
@@ -68,15 +64,23 @@ class PredictionDrafter(Drafter):
                 del self._rows[row_id]
             row = self._row(context, index)
             if row.drafted is not None:
-                row.drafted.follow(tokens)
+                row.drafted.learn(tokens[row.read :])
             self._read(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
         for index, tokens in enumerate(context.tokens):
-            row = self._row(context, index)
+            row, parent = self._row(context, index), 0
             self._read(row, tokens)
-            row.drafted = self._draft(trees[index], row, min(budget.nodes[index], budget.depth[index]))
+            row.drafted, alignment = None, row.alignment
+            if alignment.position is None:
+                continue
+            length = min(budget.nodes[index], budget.depth[index], self.config.num_speculative_tokens)
+            if alignment.edited:
+                length = min(length, _TRUST * alignment.matched)
+            row.drafted, source = Drafted(trees[index], row.acceptance), "edited" if alignment.edited else "prediction"
+            for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
+                parent = row.drafted.add(token, parent, by_match(source, alignment.matched + offset))
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -100,19 +104,6 @@ class PredictionDrafter(Drafter):
             row.alignment.advance(token)
         row.read = max(row.read, len(tokens))
 
-    def _draft(self, tree: TokenTree, row: _Row, most: int) -> Drafted | None:
-        alignment = row.alignment
-        if alignment.position is None:
-            return None
-        length = min(most, self.config.num_speculative_tokens)
-        if alignment.edited:
-            length = min(length, _TRUST * alignment.matched)
-        drafted, parent = Drafted.below(tree, row.read, row.acceptance), 0
-        source = "edited" if alignment.edited else "prediction"
-        for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
-            parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))
-        return drafted
-
 
 def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequence[int]:
     if text is None:
@@ -126,12 +117,10 @@ def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequenc
 
 
 class Alignment:
-    """The position in `predicted` at which the answer goes on, if it goes on as predicted.
-
-    In step, a token that agrees moves it by one. After an edit the last tokens of the answer are searched for: the
-    longest string first, the nearest position ahead of where the two texts parted, and only strings of `_LONGEST`
-    tokens also behind it. A token costs a few look-ups whatever the length of the texts.
-    """
+    """The position in `predicted` at which the answer goes on, if it goes on as predicted. In step, a token that agrees
+    moves it by one. After an edit the last tokens of the answer are searched for: the longest string first, the nearest
+    position ahead of where the two texts parted, and only strings of `_LONGEST` tokens also behind it. A token costs a
+    few look-ups whatever the length of the texts."""
 
     def __init__(self, predicted: Sequence[int]) -> None:
         self.predicted = predicted

@@ -23,8 +23,7 @@ from safetensors.numpy import save
 
 from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
 from forerun.types import Budget, Verdict
@@ -40,7 +39,7 @@ _TENSOR = "successors"
 _MOST = 80  # Nodes of the paper's tree
 _REGROWN = 64  # Steps between two looks at what an adaptive tree should be
 _SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
-_MOST_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
+_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
 WEIGHT = 32.0  # Observations that the measured rate is worth
 _MEASURED = (
     (0.50, 0.090, 0.040, 0.030, 0.016, 0.014, 0.012, 0.010),
@@ -92,22 +91,19 @@ class RecyclingDrafter(Drafter):
             raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
         identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
         path = None if config.path is None else Path(config.path).expanduser()
-        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)
-        """Of the domain that requests without a salt share."""
+        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)  # Of requests without a salt
         self._first = None if path is None else self.matrix.successors.copy()
         self._nodes = config.nodes or _MOST
         self._prior = measured(config.num_speculative_tokens, config.top_k)
         if config.nodes is None and setup.pass_ms is not None:
             self._nodes = paying(self._prior, setup.pass_ms, _MOST)
         self._shared = self._memory_of(self.matrix)
-        self._memories = PerDomain(
-            self._memory_of, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
-        )
+        self._memories = PerDomain(self._memory_of, size=lambda own: own.matrix.successors.nbytes, most_size=_BYTES)
         self._steps = self._saved = 0
         self._rows: dict[int, Drafted] = {}
         self._covered: dict[int, int] = {}
         # Text is learned from until the process ends; the callback must not keep the drafter alive.
-        self._finalizer = weakref.finalize(self, save_quietly, self.matrix)
+        self._finalizer = weakref.finalize(self, self.matrix.save)
 
     @property
     def watches(self) -> bool:
@@ -119,11 +115,10 @@ class RecyclingDrafter(Drafter):
         return self.config.top_k
 
     def extend(self, context: DraftContext) -> None:
-        entries = zip(context.rows, context.tokens, context.fresh, strict=True)
-        for index, (row_id, tokens, fresh) in enumerate(entries):
+        for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
             if drafted is not None:
-                drafted.follow(tokens)
+                drafted.learn(tokens[len(tokens) - fresh :])
             # Where the target scored a token for this drafter, its own successors are known already.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
@@ -157,7 +152,7 @@ class RecyclingDrafter(Drafter):
             elif row_id in self._covered:
                 self._covered[row_id] = min(self._covered[row_id], length - 1)
         if 0 in lengths and self._steps - self._saved >= _SAVED:
-            save_quietly(self.matrix)
+            self.matrix.save()
             self._saved = self._steps
 
     def memory_bytes(self) -> int:
@@ -177,7 +172,7 @@ class RecyclingDrafter(Drafter):
 
     def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        drafted = Drafted.below(TokenTree(tokens[-1]), len(tokens), memory.acceptance)
+        drafted = Drafted(TokenTree(tokens[-1]), memory.acceptance)
         grown = {-1: (0, tokens[-1])}
         for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
             if level > depth or parent not in grown:
@@ -201,11 +196,9 @@ class SuccessorMatrix:
 
     @classmethod
     def open(cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None) -> Self:
-        """The matrix in the file at `path`; an empty one where there is no file yet.
-
-        ArgumentError: the file holds another number of successors, or its directory does not exist. DataError: it is no
-        matrix, or cut short. VocabularyMismatchError: it belongs to another tokenizer.
-        """
+        """The matrix in the file at `path`; an empty one where there is no file yet. ArgumentError: the file holds
+        another number of successors, or its directory does not exist. DataError: it is no matrix, or cut short.
+        VocabularyMismatchError: it belongs to another tokenizer."""
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
         made = cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
@@ -241,20 +234,16 @@ class SuccessorMatrix:
         self.changed = True
 
     def save(self) -> None:
-        """Write the file if there is one to write: complete under its name, or as it was before. OSError if not."""
+        """Write the file if there is one to write: complete under its name, or as it was before. An error, which would
+        cost somebody's answer, is logged."""
         if self.path is None or not self.changed:
             return
-        with written(self.path) as fresh:
-            fresh.write_bytes(save({_TENSOR: self.successors}, {"format": FORMAT, "tokenizer": self._tokenizer}))
-        self.changed = False
-
-
-def save_quietly(matrix: SuccessorMatrix) -> None:
-    """`SuccessorMatrix.save`, for where an error would cost somebody's answer: it is logged instead."""
-    try:
-        matrix.save()
-    except OSError as error:
-        log.warning("recycling: what was learned could not be kept in %s: %s", matrix.path, error)
+        try:
+            with written(self.path) as fresh:
+                fresh.write_bytes(save({_TENSOR: self.successors}, {"format": FORMAT, "tokenizer": self._tokenizer}))
+            self.changed = False
+        except OSError as error:
+            log.warning("recycling: what was learned could not be kept in %s: %s", self.path, error)
 
 
 def _read(path: Path) -> tuple[NDArray[np.int32], str]:

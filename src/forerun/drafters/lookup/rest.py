@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.acceptance import Acceptance, Evidence
+from forerun.core.acceptance import BINS, Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.copying import SHARES
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.datastore import SEPARATOR, SORTED_TOKENS, Datastore
 from forerun.errors import ArgumentError
 from forerun.manifests import TokenizerIdentity
@@ -62,41 +60,33 @@ class RestDrafter(Drafter):
         self._estimates = PerDomain(Acceptance)
 
     def extend(self, context: DraftContext) -> None:
-        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
+        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             drafted = self._rows.pop(row_id, None)
             if drafted is not None:
-                drafted.follow(tokens)
+                drafted.learn(tokens[len(tokens) - fresh :])
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        trees = context.trees()
+        trees, config = context.trees(), self.config
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
             self._rows.pop(row_id, None)
-            acceptance = self._estimates.of(context.salt(index))
-            drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth, acceptance)
-            if drafted is not None:
-                self._rows[row_id], trees[index] = drafted, drafted.tree
+            if nodes < 1 or depth < 1:
+                continue
+            match = self.store.longest(tokens, shortest=config.min_match, longest=config.max_match)
+            if match is None:
+                continue
+            found = self.store.continuations(match, min(config.num_speculative_tokens, depth), config.max_hits)
+            trie, acceptance = merge(found, min(nodes, config.nodes)), self._estimates.of(context.salt(index))
+            evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
+            confidence = [acceptance.estimate(*one) for one in evidence]
+            trees[index] = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
+            drafted = self._rows[row_id] = Drafted(trees[index], acceptance)
+            drafted.evidence = dict(enumerate(evidence, start=1))
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id in rows:
             self._rows.pop(row_id, None)
-
-    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int, acceptance: Acceptance) -> Drafted | None:
-        length = min(self.config.num_speculative_tokens, depth)
-        if nodes < 1 or length < 1:
-            return None
-        match = self.store.longest(tokens, shortest=self.config.min_match, longest=self.config.max_match)
-        if match is None:
-            return None
-        found = self.store.continuations(match, length, self.config.max_hits)
-        trie = merge(found, nodes)
-        evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
-        confidence = [acceptance.estimate(*one) for one in evidence]
-        tree = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
-        drafted = Drafted.below(tree, len(tokens), acceptance)
-        drafted.evidence = dict(enumerate(evidence, start=1))
-        return drafted
 
 
 def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
@@ -104,7 +94,7 @@ def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
     One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says."""
     parent = trie.parents[node]
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
-    key = match.bit_length(), min(total.bit_length(), 8), min(SHARES * count // total, SHARES - 1)
+    key = match.bit_length(), min(total.bit_length(), 8), min(BINS * count // total, BINS - 1)
     return Evidence(key, count / (total + 1))
 
 
@@ -131,12 +121,8 @@ class Trie:
         """The most frequent ones first, under new ids, which puts parents before their children."""
         order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
         names = {0: 0} | {node + 1: name for name, node in enumerate(order, start=1)}
-        return Trie(
-            self.most,
-            tokens=[self.tokens[node] for node in order],
-            parents=[names[self.parents[node]] for node in order],
-            counts=[self.counts[node] for node in order],
-        )
+        tokens, counts = [self.tokens[node] for node in order], [self.counts[node] for node in order]
+        return Trie(self.most, tokens, [names[self.parents[node]] for node in order], counts)
 
 
 def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
-from forerun.core.acceptance import Acceptance, Evidence
+from forerun.core.acceptance import Acceptance, Evidence, by_match
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.automaton import NONE, ROOT, Cursor, OutputStore, SuffixAutomaton
-from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
@@ -27,8 +26,7 @@ _SEEN = 32  # Most continuations of one string looked at for a tree: a frequent 
 _WIDTH = 8  # Most of them that become nodes, the most frequent ones
 _BACKED_OFF = 4  # Ever shorter strings asked for the share of a continuation
 _UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts for
-_PACE = 64
-"""Tokens of past outputs indexed in a call at least; besides, two for each token that the running requests gained."""
+_PACE = 64  # Tokens of past outputs indexed in a call at least, and two for each token that running requests gained
 _FULL_STORES = 4  # What the stores of all isolation domains may hold together, in full ones
 
 
@@ -48,19 +46,14 @@ class SuffixConfig:
     cache_prompts: bool = False  # Keep the prompts of past requests too
 
     def __post_init__(self) -> None:
-        check_least("suffix", self, num_speculative_tokens=1, max_tree_depth=2, min_match=1)
-        requests, tokens = self.max_cached_requests, self.max_cached_tokens
-        checks = [
-            (self.max_spec_factor >= 0, "max_spec_factor", "0 or more"),
-            (self.max_spec_offset >= 0, "max_spec_offset", "0 or more"),
-            (0 <= self.min_token_prob <= 1, "min_token_prob", "in 0..1"),
-            (self.nodes is None or self.nodes >= 1, "nodes", "at least 1, or None for a chain"),
-            (requests == 0 or requests >= 2, "max_cached_requests", "0 (off) or at least 2"),
-            (tokens == 0 or tokens >= 4, "max_cached_tokens", "0 (off) or at least 4"),
-        ]
-        for passed, name, expected in checks:
-            if not passed:
-                raise ArgumentError(f"suffix: {name} must be {expected}, got {getattr(self, name)}")
+        check_least("suffix", self, num_speculative_tokens=1, max_tree_depth=2, min_match=1, nodes=1)
+        check_least("suffix", self, max_spec_factor=0, max_spec_offset=0)
+        if not 0 <= self.min_token_prob <= 1:
+            raise ArgumentError(f"suffix: min_token_prob must be in 0..1, got {self.min_token_prob}")
+        for name, least in (("max_cached_requests", 2), ("max_cached_tokens", 4)):
+            given = getattr(self, name)
+            if given < least and given != 0:
+                raise ArgumentError(f"suffix: {name} must be 0 (off) or at least {least}, got {given}")
         if self.max_spec_factor == 0 and self.max_spec_offset < 1:
             raise ArgumentError("suffix: max_spec_factor 0 with max_spec_offset below 1 never drafts; raise one")
 
@@ -96,7 +89,7 @@ class SuffixDrafter(Drafter):
             row.prompt_length = prompt_length
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.follow(tokens)
+                row.drafted.learn(tokens[len(row.automaton) :])
                 row.drafted = None
             self._follow(row, tokens)
 
@@ -150,17 +143,15 @@ class SuffixDrafter(Drafter):
 
     def _best_draft(self, row: _Row, nodes: int, depth: int) -> Drafted | None:
         """The draft with most expected tokens, of the request's own text at equality; None without any match."""
-        config, best, most = self.config, None, 0.0
+        config, drafts = self.config, list[tuple[Drafted, float]]()
         positions = [("request", row.automaton, *row.automaton.repeated())]
         positions += [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
         for source, automaton, state, matched in positions:
             wanted = int(config.max_spec_factor * matched + config.max_spec_offset + 1e-6)
             length = min(config.num_speculative_tokens, wanted, depth)
             if matched >= config.min_match and length > 0 and nodes > 0:
-                drafted, expected = self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length)
-                if best is None or expected > most:
-                    best, most = drafted, expected
-        return best
+                drafts.append(self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length))
+        return max(drafts, key=itemgetter(1), default=(None, 0.0))[0]
 
     def _draft(
         self, row: _Row, automaton: SuffixAutomaton, position: _Position, source: str, nodes: int, depth: int
@@ -168,7 +159,7 @@ class SuffixDrafter(Drafter):
         """The `nodes` nodes of largest estimated survival below a position, and the sum of their survival."""
         ends, acceptance = automaton.suffixes(), row.memory.acceptance
         most = nodes if self.config.nodes is None else min(nodes, self.config.nodes)
-        drafted = Drafted.below(TokenTree(row.automaton.tokens[-1]), len(row.automaton), acceptance)
+        drafted = Drafted(TokenTree(row.automaton.tokens[-1]), acceptance)
         heap: list[tuple[float, int, int, int, int, Evidence, _Position]] = []
         parent, level, survival, expected, serial = 0, 0, 1.0, 0.0, 0
         while drafted.tree.size < most:
@@ -186,27 +177,25 @@ class SuffixDrafter(Drafter):
 
     def _branches(
         self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]
-    ) -> list[tuple[int, Evidence, _Position]]:
+    ) -> Iterator[tuple[int, Evidence, _Position]]:
         """(token, evidence, where it leads) of each way on from a position, the most frequent first; one of a chain."""
         state, matched, probability = position
         while (likeliest := automaton.likeliest(state)) == NONE and state != ROOT:
             state, matched = automaton.shorter(state)
         if likeliest == NONE or matched == 0:
-            return []
+            return
         if not automaton.counted(state):
             counts, total = {likeliest: 1}, 1
         else:
             total = automaton.count(state) - (state in ends)
             states = [likeliest] if self.config.nodes is None else automaton.following(state, _SEEN)
             counts = {following: automaton.count(following) for following in (likeliest, *states)}
-        found = []
         for following, count in sorted(counts.items(), key=lambda item: -item[1])[:_WIDTH]:
             chance = probability * count / total
             if chance >= self.config.min_token_prob:
                 token = automaton.token(following)
                 evidence = by_match(source, matched, _share(automaton, state, token, ends))
-                found.append((token, evidence, _Position(following, matched + 1, chance)))
-        return found
+                yield token, evidence, _Position(following, matched + 1, chance)
 
 
 class _Position(NamedTuple):

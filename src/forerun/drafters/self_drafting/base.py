@@ -67,12 +67,12 @@ class SelfDrafter(Drafter):
             surest = children.confidence.flatten(1).amax(1).tolist()
             return [below is not None and sure < below for sure, below in zip(surest, thresholds, strict=True)]
 
-        limits = Limits(self._tree.shape.levels, [within[index] for index in active], stopped)
+        shape = self._tree.shape
+        limits = Limits(shape.levels, [within[index] for index in active], stopped)
         rows, roots = [context.rows[index] for index in active], [context.tokens[index][-1] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:
-            parents = self._tree.shape.parents
-            return self.logits(rows, Nodes.of_levels(roots, ids, parents, counts=limits.nodes, start=level.start))
+            return self.logits(rows, Nodes.of_levels(roots, ids, shape.parents, counts=limits.nodes, start=level.start))
 
         first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
         draws = self._tree.draws(context, active, first.device, first.shape[-1])

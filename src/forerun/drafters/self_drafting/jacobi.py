@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.types import Budget, DraftKind, Verdict
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class JacobiDrafter(WindowDrafter[WindowRow]):
             row, parent = self._row(context, index), 0
             length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
             row.window.fit(tokens, length + 1)
-            row.guessed = Drafted.below(trees[index], len(tokens), row.acceptance)
+            row.guessed = Drafted(trees[index], row.acceptance)
             for position, column in enumerate(row.window.columns[1:]):
                 parent = row.guessed.add(column[0], parent, Evidence(position, _PRIOR))
         return trees
@@ -163,12 +162,10 @@ class Window:
         return found
 
     def roll(self, new: Sequence[int], emitted: int) -> None:
-        """Each column loses its oldest token and gains its entry of `new`; columns move left as the text grows.
-
-        Row r + 1 becomes row r, one position nearer: exactly where it belongs if one token was emitted. Every further
-        one passes a column. Columns that `new`, as `read` gave it, does not reach are dropped; if it is empty, the
-        window was not scored and the next `fit` drops what is late.
-        """
+        """Each column loses its oldest token and gains its entry of `new`; columns move left as the text grows. Row r +
+        1 becomes row r, one position nearer: exactly where it belongs if one token was emitted. Every further one
+        passes a column. Columns that `new`, as `read` gave it, does not reach are dropped; if it is empty, the window
+        was not scored and the next `fit` drops what is late."""
         if new:
             grown = [[*column[1:], token] for column, token in zip(self.columns, new, strict=False)]
             self.columns = grown[emitted - 1 :]

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from forerun.core.acceptance import by_draft_prob
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, DrafterSetup, check_least
-from forerun.drafters.domains import PerDomain
+from forerun.drafters.base import DraftContext, Drafted, DrafterSetup, PerDomain, check_least
 from forerun.drafters.self_drafting.jacobi import Window, WindowDrafter, WindowRow
 from forerun.types import Budget, Drawn
 
@@ -87,7 +86,7 @@ class LookaheadDrafter(WindowDrafter[_Row]):
             if nodes <= 0 or depth <= 0:
                 continue
             spare = column if column <= min(depth, nodes) else 0
-            row.guessed = Drafted.below(tree, len(tokens), row.acceptance)
+            row.guessed = Drafted(tree, row.acceptance)
             longest = min(depth, self.config.num_speculative_tokens or depth)
             self._guess(row.guessed, row.pool, nodes - spare, longest)
             row.window.fit(tokens, min(self.config.window, row.window.widest(nodes - tree.size, depth)))
@@ -127,9 +126,6 @@ class Pool:
     def __init__(self, per_key: int, keys: int) -> None:
         self._per_key, self._keys = per_key, keys
         self._grams: dict[int, dict[Gram, None]] = {}
-
-    def __len__(self) -> int:
-        return sum(len(grams) for grams in self._grams.values())
 
     def add(self, first: int, rest: Gram) -> None:
         """Remember that `rest` may follow `first`."""

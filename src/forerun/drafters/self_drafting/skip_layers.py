@@ -26,13 +26,9 @@ from forerun.model import Plan
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
 
-SKIP_RATIO = 0.45
-WINDOW = 32
-PATIENCE = 300
 MAX_CANDIDATES = 1000
 BAYES_EVERY = 25
 GOOD_ENOUGH = 0.95
-_KAPPA = 2.5
 _MEMORY = 8  # Windows after which the best set's older counts fade
 SEARCHES = ("swift",)
 _FIRST_THRESHOLD = (0.8, 0.5)  # Where an adapted threshold begins: greedy, sampled (Draft & Verify)
@@ -43,14 +39,12 @@ _RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9  # Draft & Verify's beta
 class SkipLayersConfig(TreeOptions):
     """Options of `skip_layers`."""
 
-    skip: Sequence[str] | str | None = None
-    """Sub-layers to leave out, ``["3.attn", "3.mlp", ...]``, or the file that ``forerun tune skip-layers`` wrote."""
+    skip: Sequence[str] | str | None = None  # Sub-layers to leave out, ``["3.attn", ...]``, or the file of the tuner
     search: str | None = None  # ``swift`` searches the set while decoding, instead of `skip`
-    skip_ratio: float = SKIP_RATIO  # Share of all sub-layers that ``swift`` skips, 0..1
-    search_window: int = WINDOW  # Drafted nodes over which ``swift`` judges a set
-    search_patience: int = PATIENCE  # ``swift`` ends after so many sets in a row that were no better
-    stop_below: float | None = None
-    """Draft no deeper once every last node of a row is less likely than this, 0..1; None drafts the whole shape."""
+    skip_ratio: float = 0.45  # Share of all sub-layers that ``swift`` skips, 0..1
+    search_window: int = 32  # Drafted nodes over which ``swift`` judges a set
+    search_patience: int = 300  # ``swift`` ends after so many sets in a row that were no better
+    stop_below: float | None = None  # Draft no deeper once all last nodes are less likely, 0..1; None: the whole shape
     adapt_threshold: bool = False
     """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are accepted. Without
     `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones."""
@@ -78,19 +72,21 @@ class SkipLayersDrafter(SelfDrafter):
 
     def __init__(self, config: SkipLayersConfig, setup: DrafterSetup) -> None:
         super().__init__(config.fixed_tree(), setup.target)
-        self.config = config
+        self.config, layers = config, setup.target.num_layers
         self.search: OnlineSearch | None = None  # What SWIFT knows; None where the set is given
+        self.skip: SkipSet  # The sub-layers that the next draft leaves out; may be replaced between steps
         if config.search is not None:
-            self.search = OnlineSearch(
-                setup.target.num_layers, config.skip_ratio, window=config.search_window, patience=config.search_patience
-            )
-        self.skip: SkipSet = self.search.best if self.search else _given(config.skip, setup)
-        """The sub-layers that the next draft leaves out; may be replaced between steps."""
+            self.search = OnlineSearch(layers, config)
+            self.skip = self.search.best
+        elif isinstance(config.skip, str | Path):
+            self.skip = SkipFile.read(Path(config.skip), setup.target).skip
+        else:
+            self.skip = parse(config.skip or (), layers)
         self._thresholds: dict[int, Threshold] = {}
         # One token with these left out: a model that cannot do this is refused now, not when it drafts.
         tried = frozenset(self.search.space.allowed) if self.search else self.skip
         row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
-        self.target.run([row], [TokenTree(0)], Plan(stop=self.target.num_layers, skip=tried))
+        self.target.run([row], [TokenTree(0)], Plan(stop=layers, skip=tried))
         self.target.truncate([row], [self.target.lengths[row]])
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
@@ -149,44 +145,29 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
     return right, judged
 
 
-def _given(skip: Sequence[str] | str | None, setup: DrafterSetup) -> SkipSet:
-    """The set that a list or a file names."""
-    if isinstance(skip, str | Path):
-        path = Path(skip)
-        found = SkipFile.read(path)
-        found.check(setup.target, path)
-        return found.skip
-    return parse(skip or (), setup.target.num_layers)
-
-
 class OnlineSearch:
     """SWIFT: which set drafts the coming step; learns from how it did.
 
-    As in the paper a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates are
-    random except every 25th, which a Gaussian process proposes (upper confidence bound), and are judged over a window
-    of tokens by how often their likeliest token is the target's, until one scores .95 or many were no better.
+    As in the paper a fixed share (`skip_ratio`) of all sub-layers is skipped, the first and the last layer are kept,
+    candidates are random but for every 25th, which a Gaussian process proposes (upper confidence bound), and are judged
+    over `search_window` drafted nodes by how often their likeliest token is the target's, until one scores .95 or
+    `search_patience` in a row were no better. ArgumentError: the ratio leaves no choice.
 
     Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
     scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
-    that can no longer reach the best is dropped before its window is full, and the best set's score goes on being
-    measured, so that a set which was lucky once is replaced.
-
-    Of a model of `layers`, the share `ratio` of all sub-layers is skipped (ArgumentError: that leaves no choice); a
-    candidate is judged over `window` drafted nodes, and `patience` failures in a row end the search.
+    that can no longer win is dropped early, and the best set is measured on, so that a lucky one is replaced.
     """
 
-    def __init__(
-        self, layers: int, ratio: float = SKIP_RATIO, *, window: int = WINDOW, patience: int = PATIENCE, seed: int = 0
-    ) -> None:
+    def __init__(self, layers: int, config: SkipLayersConfig) -> None:
         allowed = tuple(sublayer for sublayer in every(layers) if 0 < sublayer[0] < layers - 1)
-        size = round(ratio * 2 * layers)
+        ratio, size = config.skip_ratio, round(config.skip_ratio * 2 * layers)
         if not 1 <= size < len(allowed):
             fitting = f"1 to {len(allowed) - 1} of {2 * layers}: SWIFT keeps the first and the last layer"
             raise ArgumentError(f"skip_layers: skip_ratio {ratio:g} skips {size} sub-layers, expected {fitting}")
         self.space = Space(allowed=allowed, size=size)
         self.candidates = 0  # Judged so far
-        self._window, self._patience = window, patience
-        self._proposing, self._random = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+        self._window, self._patience = config.search_window, config.search_patience
+        self._proposing, self._random = np.random.default_rng(0), np.random.default_rng(1)
         self._best = _Record(evenly(allowed, size))
         self._candidate: _Record | None = None
         self._trials: list[Trial] = []
@@ -197,11 +178,6 @@ class OnlineSearch:
     def best(self) -> SkipSet:
         """The best set so far."""
         return self._best.skip
-
-    @property
-    def score(self) -> float:
-        """How often its likeliest token was the target's, 0..1."""
-        return self._best.score
 
     @property
     def done(self) -> bool:
@@ -220,13 +196,14 @@ class OnlineSearch:
 
     def observe(self, skip: SkipSet, right: int, judged: int) -> None:
         """A step drafted with `skip`: at `right` of `judged` nodes its likeliest token was the target's."""
-        if skip == self._best.skip:
-            self._best.add(right, judged)
-            if self._best.judged > _MEMORY * self._window:
-                self._best.right, self._best.judged = self._best.right / 2, self._best.judged / 2
-        elif self._candidate is not None and skip == self._candidate.skip:
-            self._candidate.add(right, judged)
-            self._judge(self._candidate)
+        record = self._best if skip == self._best.skip else self._candidate
+        if record is None or skip != record.skip:
+            return
+        record.right, record.judged = record.right + right, record.judged + judged
+        if record is not self._best:
+            self._judge(record)
+        elif record.judged > _MEMORY * self._window:
+            record.right, record.judged = record.right / 2, record.judged / 2
 
     def _judge(self, candidate: _Record) -> None:
         """Settle a candidate once its window is full, or once it cannot win any more."""
@@ -247,7 +224,7 @@ class OnlineSearch:
         """A random set, every 25th time one that the trials so far speak for; never the best one itself."""
         found: SkipSet | None = None
         if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
-            found = propose(self.space, self._trials, self._proposing, lambda mean, spread, _: mean + _KAPPA * spread)
+            found = propose(self.space, self._trials, self._proposing)
         while found is None or found == self._best.skip:
             found = self.space.random(self._random)
         return found
@@ -281,7 +258,3 @@ class _Record:
     @property
     def score(self) -> float:
         return self.right / self.judged if self.judged else 0.0
-
-    def add(self, right: int, judged: int) -> None:
-        self.right += right
-        self.judged += judged

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ArgumentError, DataError, nearest
+from forerun.manifests import read_object
 from forerun.writing import written
 
 if TYPE_CHECKING:
@@ -70,41 +71,24 @@ _LENGTHS = (0.1, 0.25, 0.5, 1.0)  # Of the exponential, as a share of the number
 _ADDITIVE = (0.0, 0.5, 0.9)
 
 
-class GaussianProcess:
-    """A small Gaussian process over subsets, which are vectors of 0 and 1: `values` (n,) at `points` (n, d) are known,
-    with a variance of `noise` relative to that of all values.
+def predict(points: Floats, values: Floats, others: Floats, *, noise: float = NOISE) -> tuple[Floats, Floats]:
+    """Mean and standard deviation (m,) at `others` (m, d), subsets as vectors of 0 and 1: a small Gaussian process that
+    knows `values` (n,) at `points` (n, d), with a variance of `noise` relative to that of all values.
 
-    Their likeness mixes the share of entries in which they agree (effects that add up) and an exponential of their
-    Hamming distance (effects that do not); the mixture is the likeliest of a few.
+    The likeness of subsets mixes the share of entries in which they agree (effects that add up) and an exponential of
+    their Hamming distance (effects that do not); the mixture is the likeliest of a few.
     """
-
-    def __init__(self, points: Floats, values: Floats, *, noise: float = NOISE) -> None:
-        self._points = points
-        self._mean, self._scale = float(values.mean()), float(values.std()) or 1.0
-        scaled = (values - self._mean) / self._scale
-        best = -math.inf
-        for length, additive in itertools.product(_LENGTHS, _ADDITIVE):
-            factor = np.linalg.cholesky(_likeness(points, points, length, additive) + noise * np.eye(len(values)))
-            weights = np.linalg.solve(factor.T, np.linalg.solve(factor, scaled))
-            evidence = -0.5 * float(scaled @ weights) - float(np.log(np.diag(factor)).sum())
-            if evidence > best:
-                best, self._kernel, self._factor, self._weights = evidence, (length, additive), factor, weights
-
-    def predict(self, points: Floats) -> tuple[Floats, Floats]:
-        """Mean (m,) and standard deviation (m,) at `points` (m, d), in the units of the values."""
-        cross = _likeness(points, self._points, *self._kernel)
-        solved = np.linalg.solve(self._factor, cross.T)
-        spread = np.sqrt(np.clip(1.0 - (solved**2).sum(0), 1e-12, None))
-        return cross @ self._weights * self._scale + self._mean, spread * self._scale
-
-
-def expected_improvement(mean: Floats, spread: Floats, best: float) -> Floats:
-    """(m,) how much better than `best` a value is expected to be, worse ones counted as 0."""
-    scaled = (mean - best) / spread
-    above = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in scaled])
-    density = np.exp(-0.5 * scaled**2) / math.sqrt(2 * math.pi)
-    improvement: Floats = (mean - best) * above + spread * density
-    return improvement
+    mean, scale = float(values.mean()), float(values.std()) or 1.0
+    scaled, fits = (values - mean) / scale, []
+    for kernel in itertools.product(_LENGTHS, _ADDITIVE):
+        factor = np.linalg.cholesky(_likeness(points, points, *kernel) + noise * np.eye(len(values)))
+        weights = np.linalg.solve(factor.T, np.linalg.solve(factor, scaled))
+        evidence = -0.5 * float(scaled @ weights) - float(np.log(np.diag(factor)).sum())
+        fits.append((evidence, kernel, factor, weights))
+    _, kernel, factor, weights = max(fits, key=itemgetter(0))
+    cross = _likeness(others, points, *kernel)
+    spread = np.sqrt(np.clip(1.0 - (np.linalg.solve(factor, cross.T) ** 2).sum(0), 1e-12, None))
+    return cross @ weights * scale + mean, spread * scale
 
 
 def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
@@ -114,11 +98,8 @@ def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Fl
     return likeness
 
 
-Acquisition = Callable[[Floats, Floats, float], Floats]
-"""(mean (m,), standard deviation (m,), best value) -> (m,) how much each is worth trying."""
-
+_KAPPA = 2.5  # Standard deviations above the mean at which an untried subset is valued
 _POOL = 384  # Random subsets among which the next one is chosen; as many neighbours of the best come on top
-_ENUMERABLE = 10  # Up to so many sub-layers every subset is in the pool
 _REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
 _SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Of the sub-layers, skipped at even distances in the first trials
 _RANDOM_STARTS = 3
@@ -130,12 +111,6 @@ class Space:
 
     allowed: tuple[Sublayer, ...]  # Sub-layers that may be skipped, in order
     size: int | None = None  # How many are skipped; None: any number but none and all
-
-    def __post_init__(self) -> None:
-        least = 1 if self.size is None else self.size
-        if not 1 <= least < len(self.allowed):
-            count = len(self.allowed)
-            raise ArgumentError(f"skip_layers: to skip {least} of {count} sub-layers leaves nothing to search")
 
     def vector(self, skip: SkipSet) -> Floats:
         """(d,) of 0 and 1."""
@@ -160,11 +135,6 @@ class Space:
         valid = len(found) == self.size if self.size is not None else 0 < len(found) < len(self.allowed)
         return frozenset(found) if valid else skip
 
-    def all(self) -> list[SkipSet]:
-        """Every subset, where they are few."""
-        sizes = range(1, len(self.allowed)) if self.size is None else [self.size]
-        return [frozenset(chosen) for size in sizes for chosen in itertools.combinations(self.allowed, size)]
-
 
 class Trial(NamedTuple):
     """One subset that was valued."""
@@ -173,16 +143,11 @@ class Trial(NamedTuple):
     value: float  # Larger is better
 
 
-def propose(
-    space: Space, trials: Sequence[Trial], random: np.random.Generator, acquisition: Acquisition
-) -> SkipSet | None:
-    """The untried subset that is most worth trying by what a Gaussian process says; None if all were tried."""
-    if len(space.allowed) <= _ENUMERABLE:
-        pool = space.all()
-    else:
-        leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
-        pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
-        pool += [space.random(random) for _ in range(_POOL)]
+def propose(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> SkipSet | None:
+    """The untried subset of largest upper confidence bound by a Gaussian process; None if all were tried."""
+    leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
+    pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
+    pool += [space.random(random) for _ in range(_POOL)]
     tried = {trial.skip for trial in trials}
     pool = [skip for skip in dict.fromkeys(pool) if skip not in tried]
     if not pool:
@@ -192,20 +157,19 @@ def propose(
         best = sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)
         known = [*best[: _REMEMBERED // 2], *latest]
     points, values = np.stack([space.vector(trial.skip) for trial in known]), [trial.value for trial in known]
-    mean, spread = GaussianProcess(points, np.array(values)).predict(np.stack([space.vector(skip) for skip in pool]))
-    return pool[int(acquisition(mean, spread, max(trial.value for trial in trials)).argmax())]
+    mean, spread = predict(points, np.array(values), np.stack([space.vector(skip) for skip in pool]))
+    return pool[int((mean + _KAPPA * spread).argmax())]
 
 
 class Search:
-    """Bayesian optimisation by expected improvement, after a few subsets at even distances and at random."""
+    """Bayesian optimisation by an upper confidence bound, after a few subsets at even distances and at random."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         self.space = space
         self.trials: list[Trial] = []
         self._random = np.random.default_rng(seed)
         count = len(space.allowed)
-        sizes = [space.size] if space.size is not None else [max(1, round(share * count)) for share in _SHARES]
-        starts = [evenly(space.allowed, size) for size in sizes]
+        starts = [evenly(space.allowed, max(1, round(share * count))) for share in _SHARES]
         starts += [space.random(self._random) for _ in range(_RANDOM_STARTS)]
         self._starts = list(dict.fromkeys(starts))
 
@@ -213,7 +177,7 @@ class Search:
         """What to value next; None if every subset was."""
         if len(self.trials) < len(self._starts):
             return self._starts[len(self.trials)]
-        return propose(self.space, self.trials, self._random, expected_improvement)
+        return propose(self.space, self.trials, self._random)
 
     def tell(self, skip: SkipSet, value: float) -> None:
         """A subset's value."""
@@ -222,8 +186,7 @@ class Search:
 
 FORMAT = "forerun-skip-layers"
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)
-"""What makes a set of sub-layers transferable: two checkpoints that agree in these are taken for relatives."""
+_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)  # Models that agree in these are taken for relatives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,28 +211,24 @@ class SkipFile:
             raise DataError(f"{path} cannot be written: {error}. Choose another --output.") from error
 
     @classmethod
-    def read(cls, path: Path) -> SkipFile:
-        """The file at `path`. DataError: it is missing, no JSON, or not what the tuner writes."""
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read the skipped sub-layers from {path}: {error}") from error
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
+    def read(cls, path: Path, target: Target) -> SkipFile:
+        """The file at `path`. DataError: it is missing, or not what the tuner writes. ArgumentError: it was tuned on
+        another kind of model than `target`."""
+        body = read_object(path, "tune a set: forerun tune skip-layers")
+        if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
         known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
         try:
-            return cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
+            found = cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
         except (KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error!r}); tune again") from error
-
-    def check(self, target: Target, path: Path) -> None:
-        """Raise ArgumentError unless the set was tuned on a model like this one."""
         remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
-        if self.num_layers != target.num_layers:
-            tuned = f"{path} was tuned on {self.model} with {self.num_layers} layers"
+        if found.num_layers != target.num_layers:
+            tuned = f"{path} was tuned on {found.model} with {found.num_layers} layers"
             raise ArgumentError(f"{tuned}; this model has {target.num_layers}. {remedy}")
-        if self.structure != structure_hash(target):
-            raise ArgumentError(f"{path} was tuned on {self.model}, which is built differently. {remedy}")
+        if found.structure != structure_hash(target):
+            raise ArgumentError(f"{path} was tuned on {found.model}, which is built differently. {remedy}")
+        return found
 
 
 def structure_hash(target: Target) -> str:

@@ -14,8 +14,8 @@ submitted nodes have run through all layers, so scoring is left with the final n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
-from forerun.drafters.drawing import Shape, attempt
+from forerun.drafters.drawing import attempt
 from forerun.errors import UnsupportedModelError
 from forerun.model.inputs import Nodes
 from forerun.model.layers import Plan, is_quantised
@@ -54,28 +54,23 @@ class SpeedDrafter(Drafter):
         """UnsupportedModelError: no layers share their weights, or the logits do not come out the same."""
         self.target = setup.target
         self._pipeline = Pipeline(setup.target)
-        self._shape = Shape.regular((1,) * config.num_speculative_tokens)
+        self._most = config.num_speculative_tokens
         compare(setup.target, _stream, (0, 1))
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=True)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        limits = [
-            self._shape.within(nodes, min(depth, self.target.max_length - len(tokens)))
-            for nodes, depth, tokens in zip(budget.nodes, budget.depth, context.tokens, strict=True)
-        ]
+        most, room = self._most, self.target.max_length
+        bounds = zip(budget.nodes, budget.depth, context.tokens, strict=True)
+        limits = [min(most, nodes, depth, room - len(tokens)) for nodes, depth, tokens in bounds]
         members = [index for index, limit in enumerate(limits) if limit > 0]
         trees = context.trees()
         if not members:
             return trees
-        run = _Run(
-            members=members,
-            limits=[limits[index] for index in members],
-            ids=torch.zeros(len(members), 0, dtype=torch.int64, device=self.target.device),
-            confidence=[[] for _ in members],
-            finished=[],
-        )
+        ids = torch.zeros(len(members), 0, dtype=torch.int64, device=self.target.device)
+        limits = [limits[index] for index in members]
+        run = _Run(members=members, limits=limits, ids=ids, confidence=[[] for _ in members])
         self._stream(context, run)
         states = torch.cat(run.finished, dim=1)
         for entry, index in enumerate(members):
@@ -94,8 +89,8 @@ class SpeedDrafter(Drafter):
         depth, states, step = self._pipeline.depth, None, 0
         while (first := len(run.finished)) <= max(run.limits):
             last = min(step, max(run.limits))
-            parents, counts = self._shape.parents, run.limits
-            nodes = Nodes.of_levels(roots, run.ids[:, :last], parents, counts=counts, start=first)
+            chain = range(-1, self._most)
+            nodes = Nodes.of_levels(roots, run.ids[:, :last], chain, counts=run.limits, start=first)
             blocks = [step - node for node in range(first, last + 1)]
             held = None if states is None else states[:, : last + 1 - first]
             states = self._pipeline.advance(rows, nodes, held, blocks)
@@ -149,7 +144,7 @@ class _Run:
     limits: list[int]  # Per row the last node that may still be submitted; a flush lowers it
     ids: Tensor  # (A, K) drafted tokens
     confidence: list[list[float]]
-    finished: list[Tensor]  # (A, 1, H) at the last boundary, node by node
+    finished: list[Tensor] = field(default_factory=list)  # (A, 1, H) at the last boundary, node by node
 
 
 class Pipeline:
@@ -194,24 +189,24 @@ class Pipeline:
         return target._ranges.run(block, inputs, states.reshape(batch * count, 1, -1)).view(batch, count, -1)
 
 
+@dataclass(frozen=True, slots=True)
 class _Cache:
     """The target's cache for a batch of B * F tokens: token f of a row is at block ``blocks[f]``."""
 
-    is_compileable = False
-
-    def __init__(
-        self, pipeline: Pipeline, rows: Sequence[int], slots: Tensor, width: int, blocks: Sequence[int]
-    ) -> None:
-        self._cache, self._size = pipeline.target.cache, pipeline.size
-        self._rows, self._slots, self._width, self._blocks = rows, slots, width, blocks
+    is_compileable: ClassVar[bool] = False
+    pipeline: Pipeline
+    rows: Sequence[int]
+    slots: Tensor
+    width: int
+    blocks: Sequence[int]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_args: object, **_kwargs: object) -> Any:
         """As `SlotCache.update`, each token at its own layer."""
-        seen = []
-        for token, block in enumerate(self._blocks):
-            self._cache.begin(self._rows, self._slots[:, token : token + 1], self._width)
-            mine = [part.reshape(len(self._rows), -1, *part.shape[1:])[:, token] for part in (keys, values)]
-            seen.append(self._cache.update(mine[0], mine[1], block * self._size + layer % self._size))
+        seen, cache, size = [], self.pipeline.target.cache, self.pipeline.size
+        for token, block in enumerate(self.blocks):
+            cache.begin(self.rows, self.slots[:, token : token + 1], self.width)
+            mine = [part.reshape(len(self.rows), -1, *part.shape[1:])[:, token] for part in (keys, values)]
+            seen.append(cache.update(mine[0], mine[1], block * size + layer % size))
         return tuple(torch.stack(list(parts), dim=1).flatten(0, 1) for parts in zip(*seen, strict=True))
 
 

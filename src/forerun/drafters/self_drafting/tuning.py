@@ -124,20 +124,15 @@ class Worth:
 def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> Worth:
     """The set at the length of the chain that makes a token cheapest. `accepted` are the drafted tokens that were
     accepted in each step, of chains as long as `costs` knows scoring passes for."""
-    draft_ms, found = costs.draft_ms(skip, layers), list[Worth]()
-    for length in range(1, len(costs.verify_ms)):
+    draft_ms = costs.draft_ms(skip, layers)
+
+    def at(length: int) -> Worth:
         tokens = 1 + sum(min(count, length) for count in accepted) / len(accepted)
         cost = (length * draft_ms + costs.verify_ms[length]) / tokens
-        found.append(
-            Worth(
-                skip=skip,
-                num_speculative_tokens=length,
-                ms_per_token=cost,
-                mean_acceptance_length=tokens,
-                draft_ms=draft_ms,
-            )
-        )
-    return min(found, key=attrgetter("ms_per_token"))
+        figures = {"ms_per_token": cost, "mean_acceptance_length": tokens, "draft_ms": draft_ms}
+        return Worth(skip=skip, num_speculative_tokens=length, **figures)
+
+    return min(map(at, range(1, len(costs.verify_ms))), key=attrgetter("ms_per_token"))
 
 
 class Probe:
@@ -165,13 +160,8 @@ class Probe:
         found = list[int]()
         try:
             while running := [row for row, end in zip(rows, ends, strict=True) if len(row.tokens) < end]:
-                group = Group(
-                    name=self._drafter.name,
-                    drafter=self._drafter,
-                    members=range(len(running)),
-                    depths=[self._length] * len(running),
-                    nodes=self._length,
-                )
+                members, depths, drafter = range(len(running)), [self._length] * len(running), self._drafter
+                group = Group(name=drafter.name, drafter=drafter, members=members, depths=depths, nodes=self._length)
                 emitted = step(self._target, running, [group])
                 if any(one.drafted < self._length for one in emitted):
                     raise ForerunError("skip_layers drafted less than was asked for; the log says why")
@@ -203,15 +193,16 @@ class Probe:
         rest = max(0.0, whole - layers * sum(sublayer.values()))
         return Costs(rest_ms=rest, sublayer_ms=sublayer, verify_ms=tuple(times[len(PARTS) :]))
 
-    def _row(self, row: int, tokens: list[int], prompt_length: int) -> Row:
+    def _row(self, row: int, tokens: list[int], length: int) -> Row:
+        sampler, room = Sampler(self._params, tokens[:length]), self._tokens + self._length + 1
         return Row(
             cache_row=row,
             tokens=tokens,
-            prompt_length=prompt_length,
-            sampler=Sampler(self._params, tokens[:prompt_length]),
+            prompt_length=length,
+            sampler=sampler,
             seed=row,
             stop_ids=frozenset(),
-            room=self._tokens + self._length + 1,
+            room=room,
         )
 
 

@@ -25,19 +25,14 @@ class AdaptConfig:
     """How a drafter learns from what it is used for (Online Speculative Decoding, arXiv 2310.07177). ArgumentError: a
     value out of range; the message names it and what is allowed."""
 
-    share: float = 0.1
-    """Most seconds of work per second of wall time, collecting, training, evaluating and saving together, in (0, 1]."""
+    share: float = 0.1  # Most seconds of work (collecting, training, comparing, saving) per second of wall time
     directory: Path | None = None
     """Where accepted weights are kept, and where a later start goes on; None: they end with the process."""
-    learning_rate: float = 1.0e-4
-    """Of AdamW, per step. A candidate that was worse halves it, those that are kept let it recover."""
-    memory_bytes: int = 64 * 2**20
-    """Most bytes of collected positions; the oldest are dropped. Weights and optimizer come on top."""
+    learning_rate: float = 1.0e-4  # Of AdamW, per step. A worse candidate halves it, those kept let it recover
+    memory_bytes: int = 64 * 2**20  # Most bytes of collected positions, oldest dropped; weights, optimizer on top
     top_k: int = 32  # Tokens of the target's distribution that are kept at each position; the rest is one number
-    kept_weight: float = 0.3
-    """What a position counts for in the loss where the draft was not rejected; a rejected one counts 1."""
-    held_every: int = 8
-    """Every so many answers one is held back: nothing is trained on it, candidates are compared on it."""
+    kept_weight: float = 0.3  # What a position counts in the loss where no draft was rejected; a rejected one: 1
+    held_every: int = 8  # One of so many answers is held back: not trained on, candidates are compared on it
     round_pieces: int = 32  # Pieces of answers, of at most `PIECE` positions, that a candidate is trained on
     fresh_pieces: int = 8  # New pieces that must have come in before a candidate is trained
     batch_pieces: int = 4  # Pieces per step of the optimizer
@@ -45,17 +40,15 @@ class AdaptConfig:
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):
             object.__setattr__(self, "directory", Path(self.directory))
-        for name in ("share", "learning_rate"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value <= 0 or (name == "share" and value > 1):
-                allowed = "above 0 and at most 1" if name == "share" else "above 0"
-                raise ArgumentError(f"adapt: {name} must be {allowed}, got {value!r}")
-        if not 0 <= self.kept_weight <= 1:
-            raise ArgumentError(f"adapt: kept_weight must be from 0 to 1, got {self.kept_weight!r}")
-        least = {"memory_bytes": 2**20, "top_k": 1, "held_every": 2, "round_pieces": 1, "fresh_pieces": 1}
-        for name, low in {**least, "batch_pieces": 1}.items():
-            if getattr(self, name) < low:
-                raise ArgumentError(f"adapt: {name} must be at least {low}, got {getattr(self, name)!r}")
+        least = {"memory_bytes": 2**20, "held_every": 2}
+        least |= dict.fromkeys(("top_k", "round_pieces", "fresh_pieces", "batch_pieces"), 1)
+        allowed = {name: (getattr(self, name) >= low, f"at least {low}") for name, low in least.items()}
+        allowed["share"] = 0 < self.share <= 1, "above 0 and at most 1"
+        allowed["learning_rate"] = 0 < self.learning_rate < math.inf, "above 0"
+        allowed["kept_weight"] = 0 <= self.kept_weight <= 1, "from 0 to 1"
+        for name, (fits, wanted) in allowed.items():
+            if not fits:
+                raise ArgumentError(f"adapt: {name} must be {wanted}, got {getattr(self, name)!r}")
 
     @classmethod
     def parse(cls, given: AdaptConfig | Mapping[str, Any] | bool | None) -> AdaptConfig | None:
@@ -82,22 +75,18 @@ def adapt_config(
     """What was asked for, None where nothing was. ArgumentError: an unknown or impossible value, or no configured
     drafter has weights that can be trained while it serves."""
     config = AdaptConfig.parse(given)
-    if config is not None:
-        _refuse_unless_adaptable(speculative)
-    return config
-
-
-def _refuse_unless_adaptable(config: SpeculativeConfig | None) -> None:
-    able = [name for name, entry in DRAFTERS.items() if entry.adapts]
-    advice = f"drafters that can adapt: {', '.join(able)}"
     if config is None:
+        return None
+    advice = f"drafters that can adapt: {', '.join(name for name, entry in DRAFTERS.items() if entry.adapts)}"
+    if speculative is None:
         raise ArgumentError(f"adaptation needs a drafter to adapt, and none is configured; {advice}")
-    if any(DRAFTERS[arm.method].adapts for arm in arms_of(config)):
-        return
-    if config.method == AUTO:
+    if any(DRAFTERS[arm.method].adapts for arm in arms_of(speculative)):
+        return config
+    method = speculative.method
+    if method == AUTO:
         raise ArgumentError(f"{AUTO} has no drafter here that can adapt; give it one as its model. {advice}")
-    has = "has weights, but cannot train them yet" if DRAFTERS[config.method].needs_training else "has nothing to train"
-    raise ArgumentError(f"drafter {config.method!r} {has}; {advice}")
+    has = "has weights, but cannot train them yet" if DRAFTERS[method].needs_training else "has nothing to train"
+    raise ArgumentError(f"drafter {method!r} {has}; {advice}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

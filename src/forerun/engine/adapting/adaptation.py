@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,271 +47,9 @@ _EMBEDDINGS = 64
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """A checkpoint to go on from."""
-
-    path: Path
-    version: int
-    state: dict[str, Tensor]
-    record: Mapping[str, Any]
-
-
-class Snapshots:
-    """The directory of one adapted drafter.
-
-    Args:
-        target: whose distributions it learns; a checkpoint for another one is refused.
-        tokenizer: saved with every checkpoint, so that it can be drafted with as it stands.
-        dtype: of the weights on disk: that of the drafter as it was loaded.
-    """
-
-    def __init__(
-        self, directory: Path, target: Target, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
-    ) -> None:
-        self.directory, self._tokenizer, self._dtype = directory, tokenizer, dtype
-        self._target = fingerprint(target)
-        self._described: dict[str, Any] = {"target": self._target, "target_name": Path(target.name_or_path).name}
-        if tokenizer is not None:
-            self._described["tokenizer"] = TokenizerIdentity.of(tokenizer).record()
-
-    def resume(self) -> Snapshot | None:
-        """The newest checkpoint, or None; removes what an earlier process left half-written. CheckpointError: it adapts
-        a drafter to another target, or cannot be read."""
-        tidy(self.directory)
-        path = self._served()
-        if path is None:
-            return None
-        record = _read(path / RECORD)
-        if record.get("target") != self._target:
-            raise CheckpointError(
-                f"{path} holds a drafter that was adapted to another target ({record.get('target_name')}); "
-                "give another directory, or remove this one"
-            )
-        return Snapshot(path=path, version=int(record["version"]), state=_weights(path), record=record)
-
-    def save(self, twin: Any, version: int, facts: Mapping[str, Any]) -> Path:
-        """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it. A CheckpointError
-        where the disk is full, or refuses; what was there before is untouched."""
-
-        def fill(folder: Path) -> None:
-            with torch.no_grad():
-                stored = copy.deepcopy(twin).to(self._dtype)
-            stored.save_pretrained(folder)
-            if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(folder)
-            record = {"version": version, **self._described, **facts}
-            (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-        path = checkpoint.write_directory(self.directory / f"checkpoint-{version}", fill)
-        self._link(path)
-        checkpoint.rotate(self.directory, KEEP)
-        return path
-
-    def withdraw(self, version: int) -> None:
-        """This version was rolled back: ``latest`` is the one before it again, if there is one."""
-        bad = self.directory / f"checkpoint-{version}"
-        if not bad.is_dir():
-            return
-        before = [path for number, path in checkpoint.checkpoints(self.directory) if number < version]
-        if before:
-            self._link(before[-1])
-        remove_folder(bad)
-        if not before:  # only now: whoever is killed in between must not begin with the newest there is
-            self._link(None)
-
-    def _served(self) -> Path | None:
-        """What ``latest`` points to; where there is no such link, the newest."""
-        link = self.directory / LATEST
-        return link.resolve() if link.is_symlink() and link.is_dir() else checkpoint.latest(self.directory)
-
-    def _link(self, path: Path | None) -> None:
-        link = self.directory / LATEST
-        try:
-            if path is None:
-                link.unlink(missing_ok=True)
-                return
-            with written(link) as fresh:
-                fresh.symlink_to(path.name, target_is_directory=True)
-        except OSError as error:
-            log.warning("%s could not be pointed to %s: %s", link, path, error)
-
-
-def fingerprint(target: Target) -> str:
-    """sha256 of a target's configuration, its vectors (norms, biases) and the first rows of its embedding.
-
-    Enough to tell models apart without reading gigabytes. A fine-tune that left all of these as they were passes for
-    the original: its drafter is then merely worse at first.
-    """
-    config = {key: value for key, value in target.config.to_dict().items() if key not in _VOLATILE}
-    found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    vectors = [weight for _, weight in sorted(target.model.named_parameters()) if weight.dim() == 1]
-    for weight in (*vectors, target.model.get_input_embeddings().weight[:_EMBEDDINGS]):
-        found.update(weight.detach().float().cpu().numpy().tobytes())
-    return found.hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        int(record["version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error!r}); --adapt-dir wants a directory of its own, written by forerun"
-        ) from error
-    return record
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        state: dict[str, Tensor] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); remove it") from error
-    return state
-
-
-# --- training in the background ---
-
-_LOOK_S = 0.05  # Between two looks whether there is something to do, seconds
-
-
-class Background:
-    """Trains for one drafter until it is told to end.
-
-    Args:
-        model: the causal LM that serves, for which weights are made ready.
-        ending: set to end; `run` then returns within one piece of work.
-        version: of the weights that serve at the start, 0 for those of the checkpoint that was given.
-    """
-
-    def __init__(
-        self,
-        drafter: AdaptedDrafter,
-        model: Any,
-        learner: Learner,
-        buffer: ReplayBuffer,
-        *,
-        config: AdaptConfig,
-        throttle: Throttle,
-        ending: threading.Event,
-        snapshots: Snapshots | None,
-        version: int = 0,
-    ) -> None:
-        self._drafter, self._model, self.learner, self._buffer = drafter, model, learner, buffer
-        self._config, self._throttle, self._ending, self._snapshots = config, throttle, ending, snapshots
-        self.version, self._former_version, self._next = version, version, version + 1
-        self.discarded = 0  # Candidates that were not better
-        self.trial = Trial(served=0.0, candidate=0.0)  # The last one
-        self.failed = False
-        self._used = 0
-        self._rollbacks = 0
-
-    def run(self) -> None:
-        """Work until the end; an error ends it earlier, never the serving."""
-        try:
-            with _own_stream(self._model.device):
-                while not self._ending.is_set():
-                    if not self.turn():
-                        self._ending.wait(_LOOK_S)
-        except Exception as error:
-            self.failed = True
-            log.warning("adaptation stopped, drafting goes on with the weights that serve: %r", error)
-            log.debug("adaptation", exc_info=True)
-
-    def turn(self) -> bool:
-        """Whatever there is to do now; False where that was nothing. A candidate is made while the last swap is still
-        being watched, and offered when that one has proved itself."""
-        if self._drafter.rollbacks > self._rollbacks:
-            self._roll_back()
-            return True
-        held = self._buffer.held(HELD_PIECES)
-        enough = sum(len(piece.positions) for piece in held) >= LEAST_HELD
-        if not enough or self._buffer.added - self._used < self._config.fresh_pieces:
-            return False
-        self._used = self._buffer.added
-        with self._throttle.paced() as pause:
-            trial = self.learner.attempt(self._buffer.training(), self._used, held, pause)
-            if trial is None:
-                return False
-            self.trial = trial
-            if not trial.better:
-                self.learner.discard()
-                self.discarded += 1
-                return True
-            weights = ready(self._model, self.learner.twin.state_dict())
-            if self._model.device.type == "cuda":
-                torch.cuda.current_stream(self._model.device).synchronize()
-        while not self._drafter.settled:
-            if self._ending.wait(_LOOK_S):
-                return False
-        if self._drafter.rollbacks > self._rollbacks:
-            return True
-        self.learner.keep()
-        measured = self._drafter.watch.acceptance
-        self._drafter.offer(weights)
-        self._save_when_taken(trial, measured)
-        return True
-
-    def _save_when_taken(self, trial: Trial, measured: float) -> None:
-        """Wait for the engine's next proposal; what was never served is not written."""
-        while self._drafter.waiting:
-            if self._ending.wait(_LOOK_S):
-                return
-        self._former_version, self.version = self.version, self._next
-        self._next += 1
-        log.info(
-            "adaptation: version %d serves; expected acceptance %.3f, before %.3f",
-            self.version,
-            trial.candidate,
-            trial.served,
-        )
-        if self._snapshots is None:
-            return
-        facts = {
-            "examples": self._buffer.positions,
-            "rejected_examples": self._buffer.rejected,
-            "updates": self.learner.updates,
-            "swaps": self._drafter.swaps,
-            "rollbacks": self._drafter.rollbacks,
-            "discarded": self.discarded,
-            "expected_acceptance_before": trial.served,
-            "expected_acceptance": trial.candidate,
-            "measured_acceptance_before": measured,
-        }
-        try:
-            with self._throttle.paced():
-                self._snapshots.save(self.learner.twin, self.version, facts)
-        except ForerunError as error:
-            log.warning("adaptation: version %d serves but could not be saved: %s", self.version, error)
-
-    def _roll_back(self) -> None:
-        self._rollbacks = self._drafter.rollbacks
-        self.learner.roll_back()
-        if self._snapshots is not None:
-            self._snapshots.withdraw(self.version)
-        self.version = self._former_version
-
-
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On a GPU a stream of its own, so that no step waits behind training; it begins when all before is done."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    torch.cuda.synchronize(device)
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
 class Adaptation:
-    """Makes the first drafter that can learn do so.
-
-    Args:
-        target: whose distributions are learned.
-        tokenizer: saved with the drafter; None: nothing is.
-
-    Raises:
-        ForerunError: from `around`: the directory belongs to another target, or the weights cannot be trained.
-    """
+    """Makes the first drafter that can learn do so: learns the distributions of `target`; the tokenizer, if there is
+    one, is saved with the drafter."""
 
     def __init__(self, config: AdaptConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._config, self._target, self._tokenizer = config, target, tokenizer
@@ -323,7 +61,8 @@ class Adaptation:
         self._thread: threading.Thread | None = None
 
     def around(self, drafter: Drafter) -> Drafter:
-        """The drafter, adapted if it can be and none was before; starts nothing yet."""
+        """The drafter, adapted if it can be and none was before; starts nothing yet. ForerunError: the directory
+        belongs to another target, or the weights cannot be trained."""
         model = drafter.trainable
         if model is None or self.drafter is not None:
             return drafter
@@ -338,16 +77,9 @@ class Adaptation:
         readable = min(self._target.vocab_size, learner.vocabulary)
         collector = Collector(self._buffer, top_k=config.top_k, held_every=config.held_every, readable=readable)
         self.drafter = AdaptedDrafter(drafter, collector, self._throttle)
+        version = 0 if kept is None else kept.version
         self.background = Background(
-            self.drafter,
-            model,
-            learner,
-            self._buffer,
-            config=config,
-            throttle=self._throttle,
-            ending=self._ending,
-            snapshots=snapshots,
-            version=0 if kept is None else kept.version,
+            self.drafter, model, learner, self._buffer, self._throttle, self._ending, snapshots, version
         )
         return self.drafter
 
@@ -402,3 +134,240 @@ def _single_threaded(work: Any, name: str) -> threading.Thread:
     begun.wait()
     torch.set_num_threads(before)
     return thread
+
+
+# --- training in the background ---------------------------------------------------------------------------------------
+
+_LOOK_S = 0.05  # Between two looks whether there is something to do, seconds
+
+
+@dataclass(eq=False)
+class Background:
+    """Trains for one drafter until it is told to end."""
+
+    drafter: AdaptedDrafter
+    model: Any  # The causal LM that serves, for which weights are made ready
+    learner: Learner
+    buffer: ReplayBuffer
+    throttle: Throttle
+    ending: threading.Event  # Set to end; `run` then returns within one piece of work
+    snapshots: Snapshots | None
+    version: int = 0  # Of the weights that serve; 0: those of the checkpoint that was given
+    discarded: int = 0  # Candidates that were not better
+    trial: Trial = field(default_factory=Trial)  # The last one
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._former_version, self._next = self.version, self.version + 1
+        self._used = self._rollbacks = 0
+
+    def run(self) -> None:
+        """Work until the end; an error ends it earlier, never the serving."""
+        try:
+            with _own_stream(self.model.device):
+                while not self.ending.is_set():
+                    if not self.turn():
+                        self.ending.wait(_LOOK_S)
+        except Exception as error:
+            self.failed = True
+            log.warning("adaptation stopped, drafting goes on with the weights that serve: %r", error)
+            log.debug("adaptation", exc_info=True)
+
+    def turn(self) -> bool:
+        """Whatever there is to do now; False where that was nothing. A candidate is made while the last swap is still
+        being watched, and offered when that one has proved itself."""
+        if self.drafter.rollbacks > self._rollbacks:
+            self._roll_back()
+            return True
+        held = self.buffer.held(HELD_PIECES)
+        enough = sum(len(piece.positions) for piece in held) >= LEAST_HELD
+        if not enough or self.buffer.added - self._used < self.learner.config.fresh_pieces:
+            return False
+        self._used = self.buffer.added
+        with self.throttle.paced() as pause:
+            trial = self.learner.attempt(self.buffer.training(), self._used, held, pause)
+            if trial is None:
+                return False
+            self.trial = trial
+            if not trial.better:
+                self.learner.discard()
+                self.discarded += 1
+                return True
+            weights = ready(self.model, self.learner.twin.state_dict())
+            if self.model.device.type == "cuda":
+                torch.cuda.current_stream(self.model.device).synchronize()
+        while not self.drafter.settled:
+            if self.ending.wait(_LOOK_S):
+                return False
+        if self.drafter.rollbacks > self._rollbacks:
+            return True
+        self.learner.keep()
+        measured = self.drafter.watch.acceptance
+        self.drafter.offer(weights)
+        self._save_when_taken(trial, measured)
+        return True
+
+    def _save_when_taken(self, trial: Trial, measured: float) -> None:
+        """Wait for the engine's next proposal; what was never served is not written."""
+        while self.drafter.waiting:
+            if self.ending.wait(_LOOK_S):
+                return
+        self._former_version, self.version = self.version, self._next
+        self._next += 1
+        expected = f"expected acceptance {trial.candidate:.3f}, before {trial.served:.3f}"
+        log.info("adaptation: version %d serves; %s", self.version, expected)
+        if self.snapshots is None:
+            return
+        facts = {
+            "examples": self.buffer.positions,
+            "rejected_examples": self.buffer.rejected,
+            "updates": self.learner.updates,
+            "swaps": self.drafter.swaps,
+            "rollbacks": self.drafter.rollbacks,
+            "discarded": self.discarded,
+            "expected_acceptance_before": trial.served,
+            "expected_acceptance": trial.candidate,
+            "measured_acceptance_before": measured,
+        }
+        try:
+            with self.throttle.paced():
+                self.snapshots.save(self.learner.twin, self.version, facts)
+        except ForerunError as error:
+            log.warning("adaptation: version %d serves but could not be saved: %s", self.version, error)
+
+    def _roll_back(self) -> None:
+        self._rollbacks = self.drafter.rollbacks
+        self.learner.roll_back()
+        if self.snapshots is not None:
+            self.snapshots.withdraw(self.version)
+        self.version = self._former_version
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On a GPU a stream of its own, so that no step waits behind training; it begins when all before is done."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    torch.cuda.synchronize(device)
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A checkpoint to go on from."""
+
+    path: Path
+    version: int
+    state: dict[str, Tensor]
+
+
+class Snapshots:
+    """The directory of one adapted drafter.
+
+    Args:
+        target: whose distributions it learns; a checkpoint for another one is refused.
+        tokenizer: saved with every checkpoint, so that it can be drafted with as it stands.
+        dtype: of the weights on disk: that of the drafter as it was loaded.
+    """
+
+    def __init__(
+        self, directory: Path, target: Target, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
+    ) -> None:
+        self.directory, self._tokenizer, self._dtype = directory, tokenizer, dtype
+        self._target = fingerprint(target)
+        self._described: dict[str, Any] = {"target": self._target, "target_name": Path(target.name_or_path).name}
+        if tokenizer is not None:
+            self._described["tokenizer"] = TokenizerIdentity.of(tokenizer).record()
+
+    def resume(self) -> Snapshot | None:
+        """The newest checkpoint that serves, or None; removes what an earlier process left half-written.
+        CheckpointError: it adapts a drafter to another target, or cannot be read."""
+        tidy(self.directory)
+        link = self.directory / LATEST
+        path = link.resolve() if link.is_symlink() and link.is_dir() else checkpoint.latest(self.directory)
+        if path is None:
+            return None
+        record = _read(path / RECORD)
+        if record.get("target") != self._target:
+            raise CheckpointError(
+                f"{path} holds a drafter that was adapted to another target ({record.get('target_name')}); "
+                "give another directory, or remove this one"
+            )
+        return Snapshot(path=path, version=int(record["version"]), state=_weights(path))
+
+    def save(self, twin: Any, version: int, facts: Mapping[str, Any]) -> Path:
+        """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it. A CheckpointError
+        where the disk is full, or refuses; what was there before is untouched."""
+
+        path = self.directory / f"checkpoint-{version}"
+        with checkpoint.new_directory(path) as fresh:
+            with torch.no_grad():
+                stored = copy.deepcopy(twin).to(self._dtype)
+            stored.save_pretrained(fresh)
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(fresh)
+            record = {"version": version, **self._described, **facts}
+            (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        self._link(path)
+        checkpoint.rotate(self.directory, KEEP)
+        return path
+
+    def withdraw(self, version: int) -> None:
+        """This version was rolled back: ``latest`` is the one before it again, if there is one."""
+        bad = self.directory / f"checkpoint-{version}"
+        if not bad.is_dir():
+            return
+        before = [path for number, path in checkpoint.checkpoints(self.directory) if number < version]
+        if before:
+            self._link(before[-1])
+        remove_folder(bad)
+        if not before:  # only now: whoever is killed in between must not begin with the newest there is
+            self._link(None)
+
+    def _link(self, path: Path | None) -> None:
+        link = self.directory / LATEST
+        try:
+            if path is None:
+                link.unlink(missing_ok=True)
+                return
+            with written(link) as fresh:
+                fresh.symlink_to(path.name, target_is_directory=True)
+        except OSError as error:
+            log.warning("%s could not be pointed to %s: %s", link, path, error)
+
+
+def fingerprint(target: Target) -> str:
+    """sha256 of a target's configuration, its vectors (norms, biases) and the first rows of its embedding.
+
+    Enough to tell models apart without reading gigabytes. A fine-tune that left all of these as they were passes for
+    the original: its drafter is then merely worse at first.
+    """
+    config = {key: value for key, value in target.config.to_dict().items() if key not in _VOLATILE}
+    found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    vectors = [weight for _, weight in sorted(target.model.named_parameters()) if weight.dim() == 1]
+    for weight in (*vectors, target.model.get_input_embeddings().weight[:_EMBEDDINGS]):
+        found.update(weight.detach().float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        int(record["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error!r}); --adapt-dir wants a directory of its own, written by forerun"
+        ) from error
+    return record
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        state: dict[str, Tensor] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); remove it") from error
+    return state

@@ -14,13 +14,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+from forerun.core.sampling import Sampler
 from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, Wrapper
+from forerun.drafters.base import DraftContext, Drafter
 from forerun.engine.adapting.learning import Throttle
 from forerun.engine.adapting.replay import Collector
 from forerun.model.kernels.packing import Weights, exchange
-from forerun.types import Budget, Source, Verdict
+from forerun.types import Budget, DraftKind, Source, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ SIGNIFICANT = 3.0
 """Standard errors by which acceptance must have fallen. Tokens of an answer are not independent, hence so many."""
 
 
-class AdaptedDrafter(Wrapper):
-    """What stands around a drafter that learns while it serves."""
+class AdaptedDrafter(Drafter):
+    """What stands around a drafter that learns while it serves, once it has said what it needs."""
 
     name = "adapted"
 
@@ -47,6 +48,12 @@ class AdaptedDrafter(Wrapper):
         self._former: Weights | None = None
         self._changes = 0
         self._read_under: dict[int, int] = {}
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self.drafter.kind(sampler)
+
+    def memory_bytes(self) -> int:
+        return self.drafter.memory_bytes()
 
     @property
     def settled(self) -> bool:

@@ -29,13 +29,9 @@ from forerun.model.layers import OutputHead, base_of, is_quantised
 
 
 class Throttle:
-    """A budget of seconds that several threads spend and one of them waits for.
-
-    Args:
-        share: most seconds of work per second of wall time.
-        ending: ends every pause.
-        now: a clock, seconds; `wait` takes seconds and returns True where `ending` was set meanwhile.
-    """
+    """A budget of seconds that several threads spend and one of them waits for: at most `share` seconds of work per
+    second of wall time; `ending` ends every pause. `now` is a clock, seconds; `wait` takes seconds and returns True
+    where `ending` was set meanwhile."""
 
     def __init__(
         self,
@@ -93,8 +89,8 @@ Pause = Callable[[], bool]  # Called between pieces of work; True: give up, some
 class Trial:
     """What became of one candidate."""
 
-    served: float  # Expected acceptance of the weights that serve, float32, on the held back pieces
-    candidate: float  # Of the candidate, on the same
+    served: float = 0.0  # Expected acceptance of the weights that serve, float32, on the held back pieces
+    candidate: float = 0.0  # Of the candidate, on the same
 
     @property
     def better(self) -> bool:
@@ -111,7 +107,7 @@ class Learner:
     """
 
     def __init__(self, model: Any, config: AdaptConfig, *, state: dict[str, Tensor] | None = None) -> None:
-        self._config = config
+        self.config = config
         self.twin = plain_twin(model, state)
         self._base, self._head = base_of(self.twin), OutputHead(self.twin)
         self.vocabulary = int(self.twin.config.get_text_config(decoder=True).vocab_size)
@@ -128,13 +124,8 @@ class Learner:
         return {name: value.detach().clone() for name, value in self.twin.state_dict().items()}
 
     def attempt(self, pieces: Sequence[Piece], added: int, held: Sequence[Piece], pause: Pause) -> Trial | None:
-        """Train a candidate and compare it; `keep` or `discard` must follow. None: there was no time to finish.
-
-        Args:
-            pieces: to train on, oldest first.
-            added: how many ever came in; the newer ones among `pieces` are trained on first.
-            held: to compare on; the same for both.
-        """
+        """Train a candidate on `pieces`, oldest first, of which `added` ever came in and the newer ones go first, and
+        compare it on those `held` back; `keep` or `discard` must follow. None: there was no time to finish."""
         served = self.acceptance(held, pause)
         if served is None or not self._train(self._chosen(pieces, added), pause):
             return None
@@ -144,14 +135,14 @@ class Learner:
     def keep(self) -> None:
         """The candidate serves from now on; the rate recovers."""
         self._former, self._served = self._served, self.state()
-        self._rate = min(self._config.learning_rate, self._rate * _RECOVERY)
+        self._rate = min(self.config.learning_rate, self._rate * _RECOVERY)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate
 
     def discard(self) -> None:
         """Back to the weights that serve; the optimizer forgets, and goes on at half the rate."""
         self.twin.load_state_dict(self._served)
-        self._rate = max(self._config.learning_rate / _LEAST_RATE, self._rate / 2)
+        self._rate = max(self.config.learning_rate / _LEAST_RATE, self._rate / 2)
         self._optimizer = self._fresh_optimizer()
 
     def roll_back(self) -> None:
@@ -182,7 +173,7 @@ class Learner:
         mass = (1 - probs.sum(1)).clamp_min(0)
         entropy = torch.special.entr(probs).sum(1) + torch.special.entr(mass)
         divergence = -(probs * known).sum(1) - mass * rest - entropy
-        weights = torch.where(torch.from_numpy(piece.rejected), 1.0, self._config.kept_weight).to(logs.device)
+        weights = torch.where(torch.from_numpy(piece.rejected), 1.0, self.config.kept_weight).to(logs.device)
         loss: Tensor = (divergence * weights).sum() / weights.sum().clamp_min(_TINY)
         return loss
 
@@ -205,7 +196,7 @@ class Learner:
 
     def _train(self, pieces: Sequence[Piece], pause: Pause) -> bool:
         """One pass over the pieces; False where it was cut short."""
-        size = self._config.batch_pieces
+        size = self.config.batch_pieces
         for start in range(0, len(pieces), size):
             batch = pieces[start : start + size]
             for piece in batch:
@@ -220,7 +211,7 @@ class Learner:
 
     def _chosen(self, pieces: Sequence[Piece], added: int) -> list[Piece]:
         """The pieces of a round, in random order: those that came in since the last one, filled up with older ones."""
-        most = self._config.round_pieces
+        most = self.config.round_pieces
         fresh = min(added - self._trained, len(pieces), most)
         self._trained = added
         older = len(pieces) - fresh
@@ -235,11 +226,7 @@ class Learner:
 
 def plain_twin(model: Any, state: dict[str, Tensor] | None = None) -> Any:
     """A float32 causal LM of plain modules on the same device, with the weights of `model`, or those of `state`.
-
-    Raises:
-        UnsupportedModelError: quantised, spread over devices, or with an adapter: there are no plain weights to train.
-        CheckpointError: `state` belongs to another model.
-    """
+    UnsupportedModelError: quantised, spread over devices, or with an adapter: there are no plain weights to train."""
     spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     if is_quantised(model) or getattr(model, "peft_config", None) or spread or getattr(model, "_tp_size", None):
         raise UnsupportedModelError(

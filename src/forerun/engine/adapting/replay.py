@@ -164,9 +164,8 @@ class Collector:
         if answer is None or answer.tokens is not tokens:
             self.close([row])
             held = self._begun % self._held_every == 0
-            answer = self._answers[row] = _Answer(
-                tokens=tokens, held=held, temperature=_temperature(context.samplers[index])
-            )
+            temperature = _temperature(context.samplers[index])
+            answer = self._answers[row] = _Answer(tokens=tokens, held=held, temperature=temperature)
             self._begun += 1
         return answer
 

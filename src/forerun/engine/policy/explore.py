@@ -56,13 +56,8 @@ class ModelTrials(Trials):
         self._due, self._wait = max(self._due, step + SETTINGS.interval), 1
 
     def tried(self, step: int, *, tokens: float, cost: float, spent: float) -> bool:
-        """A step of a trial; whether the trial has passed with it.
-
-        Args:
-            tokens: of a row that was tried, on average.
-            cost: plain steps that such a row would answer for if all rows were drafted for.
-            spent: plain steps that the trial added to this one.
-        """
+        """A step of a trial, which added `spent` plain steps; whether the trial has passed with it: a row that was
+        tried had `tokens`, and would answer for `cost` plain steps if all rows were drafted for."""
         self._steps, self._spent = self._steps + 1, self._spent + spent
         self._tokens, self._cost = self._tokens + tokens, self._cost + cost
         good = self._tokens >= SETTINGS.pays * self._cost
@@ -112,12 +107,8 @@ class LookupTrials(Trials):
 
 def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gain_ms: float, plain_ms: float) -> None:
     """Put off the drafter that loses most by being asked; the others are looked at again: they may have drafted the
-    same.
-
-    Args:
-        asked: the trials of each drafter, what asking it added to the step (ms, for all rows), and the tokens that its
-            nodes alone would bring: what all save together, `gain_ms`, is shared by these.
-    """
+    same. `asked`: the trials of each drafter, what asking it added to the step (ms, for all rows), and the tokens that
+    its nodes alone would bring: what all save together, `gain_ms`, is shared by these."""
     tokens = sum(own for *_, own in asked)
     for trials, ms, own in asked:
         trials.looked_up(step, ms=ms, gain_ms=gain_ms * own / tokens if tokens > 0 else 0.0)
@@ -192,13 +183,8 @@ class Survival:
 
 
 def optimism(curve: Sequence[float], evidence: float, steps: int) -> float:
-    """Tokens to add to an expectation for what is not known of it: an upper confidence bound (arXiv 2505.15141).
-
-    Args:
-        curve: probability that depth 1, 2, ... survives.
-        evidence: steps behind the curve.
-        steps: steps so far, of all drafters.
-    """
+    """Tokens to add to an expectation for what is not known of it: an upper confidence bound (arXiv 2505.15141) from
+    the probability that depth 1, 2, ... survives, the steps behind that, and the steps so far of all drafters."""
     mean = sum(curve)
     square = sum((2 * depth - 1) * alive for depth, alive in enumerate(curve, start=1))
     deviation = math.sqrt(max(0.05, square - mean * mean))

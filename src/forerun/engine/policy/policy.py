@@ -33,7 +33,7 @@ from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree, prune
 from forerun.drafters import entry_named
 from forerun.drafters.base import DrafterSetup
-from forerun.drafters.guarded import Deferred, Guarded
+from forerun.drafters.guarded import Deferred
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.engine.measuring import known_or_nominal
@@ -63,22 +63,19 @@ class Offer:
     bids: Mapping[int, Bid]  # By row; only those that it may draft for
     doubted: bool = False  # Its figures speak against it: where it drafts, little is known of it
     tried: Container[int] = ()  # Rows that it may draft for on trial
-    unread: Mapping[int, int] = field(default_factory=dict)
-    """By row, tokens that the drafter must read before its proposal."""
+    unread: Mapping[int, int] = field(default_factory=dict)  # By row, tokens that its drafter has yet to read
 
 
 def best_depth(
     curves: Sequence[Sequence[float]], time: Callable[[int, int], float], rows: int
 ) -> tuple[int, int, float]:
-    """The depth, at least 1, with the most expected tokens per time, if as many rows draft as that is best for.
+    """The depth, at least 1, with the most expected tokens per time, how many rows draft then, and how many times plain
+    decoding's tokens per time that is.
 
     Args:
         curves: of each row that may draft, the probability that depth 1, 2, ... survives; rows may end early.
         time: of (depth, rows that draft): the step, ms; of (0, 0) plain decoding.
         rows: of the step, whether or not they draft.
-
-    Returns:
-        depth, rows that draft, and how many times plain decoding's tokens per time.
     """
     best, most, plain = (1, 1), 0.0, rows / time(0, 0)
     order = sorted(curves, key=sum, reverse=True)
@@ -98,16 +95,14 @@ def best_depth(
 def choose(
     copies: Mapping[int, Bid], offers: Sequence[Offer], shape: PassShape, *, times: Times, goodput: float
 ) -> dict[int, int]:
-    """Row -> the arm that drafts for it, with the largest gain: expected tokens less `goodput` times the step's time.
-
-    With each subset of the offers every row takes what promises it most, those first to which that is most; rows that
-    are missing decode plainly.
+    """Row -> the arm that drafts for it, with the largest gain: expected tokens less `goodput` (tokens per ms) times
+    the step's time. With each subset of the offers every row takes what promises it most, those first to which that is
+    most; rows that are missing decode plainly.
 
     Args:
         copies: by row, what drafters that copy hold ready.
         offers: of drafters that cost a pass.
         times: by size of the pass, ms.
-        goodput: tokens per ms that decoding currently yields.
     """
     best, most = dict[int, Bid](), float("-inf")
     none, own = Bid(-1, 0, 0.0), [bid.nodes for bid in copies.values()]
@@ -136,13 +131,11 @@ def allocate(
     worths: Sequence[Sequence[float]], shape: PassShape, *, times: Times, goodput: float, fixed: Sequence[int] = ()
 ) -> list[int]:
     """How many of its best nodes each row submits, so that tokens less `goodput` times the pass's time are most.
-
     Padded, every row fills the width that gains most; else the node that promises most comes next, whoever's it is.
 
     Args:
         worths: of each row, the expected number of accepted tokens by nodes submitted.
         times: by size of the pass, ms.
-        goodput: tokens per ms that decoding currently yields.
         fixed: nodes of further rows, which cannot be taken away.
     """
     least, order, total = shape.size(fixed), list[int](), 0.0
@@ -167,7 +160,6 @@ def allocate(
 
 
 def _first_best(gains: Sequence[float]) -> int:
-    """The first of those that gain most."""
     most = max(gains)
     return next(index for index, gain in enumerate(gains) if gain >= most - 1e-12)
 
@@ -188,8 +180,7 @@ class Arm:
     lookup_trials: LookupTrials = field(default_factory=LookupTrials)
     survival: Survival = field(default_factory=Survival)
     trials: ModelTrials = field(default_factory=ModelTrials)
-    nodes: dict[int, float] = field(default_factory=dict)
-    """Depth -> nodes of each row of a proposal down to it, of late."""
+    nodes: dict[int, float] = field(default_factory=dict)  # Depth -> nodes of a row in a proposal down to it, of late
     used: float = 1.0  # Share of its offers that were taken, of late
 
     def expected_nodes(self, depth: int) -> int:
@@ -225,8 +216,7 @@ class _StepPlan:
     copies: dict[int, Bid] = field(default_factory=dict)
     offers: list[Offer] = field(default_factory=list)
     taken: dict[int, int] = field(default_factory=dict)  # Row -> the arm that drafts for it
-    ranked: dict[int, Ranking] = field(default_factory=dict)
-    """Deterministic trees that are proposed, wherever they come from."""
+    ranked: dict[int, Ranking] = field(default_factory=dict)  # Deterministic trees that are proposed, by row
     pruned: Container[int] = ()  # Rows that lost nodes after they were drafted
     counts: Sequence[int] = ()  # By row of the step: nodes that the target scores
 
@@ -234,14 +224,14 @@ class _StepPlan:
         """Rows that an arm drafts for."""
         return [row for row, found in self.taken.items() if found == arm]
 
+    def offer(self, arm: int) -> Offer | None:
+        """What an arm offered."""
+        return next((offer for offer in self.offers if offer.arm == arm), None)
+
     def used(self) -> list[Offer]:
         """The offers that were taken."""
         arms = set(self.taken.values())
         return [offer for offer in self.offers if offer.arm in arms]
-
-    def tried(self, arm: int) -> Container[int]:
-        """Rows that an arm may draft for on trial."""
-        return next((offer.tried for offer in self.offers if offer.arm == arm), ())
 
     def unread(self, offer: Offer) -> int:
         """Tokens that the drafter of an offer reads before it drafts for the rows that take it."""
@@ -290,27 +280,22 @@ class Policy:
         return max(1.0, self._goodput.estimate(steps, 1.0))
 
     def plan(
-        self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None], *, awaited: bool = False
+        self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int], *, awaited: bool = False
     ) -> list[Group]:
-        """Who drafts for whom in the coming step.
+        """Who drafts for whom in the coming step: one group per drafter; rows that it does not draft for are its
+        listeners.
 
         Args:
             rows: of the whole step.
             members: which of them this policy decides for.
-            depths: by member, the request's own limit of tokens on a path.
+            depths: by member, most tokens on a path.
             awaited: others wait for their first token: whose text a drafter has yet to read can wait a little.
-
-        Returns:
-            One group per drafter; rows that it does not draft for are its listeners.
         """
         self.steps += 1
         own, batch = {index: rows[index] for index in members}, len(rows)
         context = max(len(row.tokens) for row in own.values())
         times = self.costs.times(batch, context, self._nodes)
-        limits = dict[int, int]()
-        for (index, row), depth in zip(own.items(), depths, strict=True):
-            room = max(0, row.room - 1)
-            limits[index] = room if depth is None else min(room, depth)
+        limits = {index: min(max(0, rows[index].room - 1), depth) for index, depth in zip(members, depths, strict=True)}
         plan = self._plan = _StepPlan(
             rows=own,
             limits=limits,
@@ -331,18 +316,16 @@ class Policy:
         return [self._group(plan, index) for index in range(len(self.arms))]
 
     def _group(self, plan: _StepPlan, index: int) -> Group:
-        arm, chosen, drafted = self.arms[index], plan.of(index), None
-        deepest = next((offer.depth for offer in plan.offers if offer.arm == index), arm.limit)
-        if arm.copies and chosen:
-            drafted = [plan.merged[row].tree for row in chosen]
+        arm, chosen, offer = self.arms[index], plan.of(index), plan.offer(index)
+        deepest = arm.limit if offer is None else min(arm.limit, offer.depth)
         return Group(
             name=arm.name,
             drafter=arm.drafter,
             members=chosen,
-            depths=[min(arm.limit, deepest, plan.limits[row]) for row in chosen],
+            depths=[min(deepest, plan.limits[row]) for row in chosen],
             nodes=self._nodes,
             listeners=[row for row in plan.rows if plan.taken.get(row) != index],
-            trees=drafted,
+            trees=[plan.merged[row].tree for row in chosen] if arm.copies and chosen else None,
         )
 
     def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
@@ -358,7 +341,7 @@ class Policy:
             arm = self.arms[index]
             if counts[row] and arm.copies:
                 plan.ranked[row] = plan.merged[row]
-            elif counts[row] and row not in plan.tried(index) and trees[row].prunable:
+            elif counts[row] and (offer := plan.offer(index)) and row not in offer.tried and trees[row].prunable:
                 plan.ranked[row] = Ranking.of(trees[row], arm.confidence.of(plan.rows[row].cache_row))
         if max(counts, default=0) > self._nodes:
             plan.times = self.costs.times(plan.batch, plan.context, max(counts))
@@ -543,15 +526,14 @@ class Policy:
             self._goodput.learn("unaided", tokens, cost)
 
     def _learn_outcomes(self, plan: _StepPlan, offer: Offer, chosen: Sequence[int], emitted: Sequence[Emitted]) -> None:
-        """What became of the drafts of a drafter with a forward pass."""
         arm, shape = self.arms[offer.arm], self.costs.shape
         matched = {
             member: arm.confidence.learn(plan.rows[member].cache_row, plan.ranked[member], emitted[member].tokens)
             for member in chosen
             if member in plan.ranked
         }
-        if arm.drafter.drafter.failed:
-            arm.drafter.drafter.failed = False
+        if arm.drafter.failed:
+            arm.drafter.failed = False
             arm.trials.fail(self.steps)
             return
         nodes = shape.nodes(shape.size([plan.counts[member] for member in chosen]), len(chosen))
@@ -604,7 +586,8 @@ class Policy:
 
 
 def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, costs: PassCost | None = None) -> Policy:
-    """The policy of a configuration: its drafters are built, what they and the target cost is found out.
+    """The policy of a configuration: its drafters are built, what they and the target cost is found out. ForerunError:
+    whatever keeps a drafter from being built.
 
     Args:
         config: of a drafter, or of `auto`.
@@ -612,9 +595,6 @@ def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, co
         nodes: most drafted nodes of a row.
         costs: known costs, with what drafters cost in ``drafts``, if anything; steps then do not correct them. None
             reads or measures the target's and lets steps correct them.
-
-    Raises:
-        ForerunError: whatever keeps a drafter from being built.
     """
     setup = dataclasses.replace(setup, pass_ms=None)  # the policy itself chooses how much is drafted
     arms = [_arm(own, setup, reproducible=repeats(config)) for own in arms_of(config)]
@@ -629,14 +609,14 @@ def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, co
 
 
 def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) -> Arm:
-    drafter = Guarded.built(config.method, config.drafter_options, setup)
+    drafter = Deferred.built(config.method, config.drafter_options, setup, reproducible=reproducible)
     own = getattr(drafter.drafter, "config", None)
     shape = getattr(own, "shape", None)
     named = len(shape) if shape else getattr(own, "num_speculative_tokens", None)
     return Arm(
         name=config.method,
         key=config.key,
-        drafter=Deferred(drafter, reproducible=reproducible),
+        drafter=drafter,
         copies=entry_named(config.method).copies,
         limit=drafter.depth or named or SETTINGS.unknown_limit,
     )

@@ -46,14 +46,9 @@ class Ranking:
 
     @classmethod
     def merged(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate) -> Ranking:
-        """Trees of one row, by who proposed them, as one of at most `most` nodes.
-
-        The surest of those that hold a path says how likely it is, and `estimate` what that is worth: the surest of
-        several is too sure, above all where the others hold something else or nothing.
-
-        Raises:
-            AssertionError: as `of`.
-        """
+        """Trees of one row, by who proposed them, as one of at most `most` nodes; AssertionError as `of`. The surest of
+        those that hold a path says how likely it is, and `estimate` what that is worth: the surest of several is too
+        sure, above all where the others hold something else or nothing."""
         joined = TokenTree(next(iter(found.values())).tokens[0])
         survival, holders = [1.0], [0]
         for who, tree in found.items():

@@ -43,8 +43,7 @@ class PolicySettings:
     unknown_limit: int = 8  # Most tokens on a path of a drafter that does not say. Chosen.
     most_arms: int = 4
     """Drafters with a forward pass that are also weighed in combination, 16 at most; of more one at a time. Chosen."""
-    dearest_pass: float = 4.0
-    """Plain passes that a pass may cost for copies of its size to be asked for at all. Chosen."""
+    dearest_pass: float = 4.0  # Plain passes that a pass may cost for copies of its size to be asked for. Chosen.
     trial_tokens: float = 100.0
     """Tokens added to what a row on trial is offered: more than a draft brings, so a trial is not put off."""
 
@@ -55,25 +54,21 @@ class PolicySettings:
     shared_evidence: float = 48.0
     """Most steps of other rows behind a row's figures. With 12 the bound added 0.3 tokens anew for every request, and
     models drafted in 30 % of the steps at 50 ms where copies gave more tokens at 37."""
-    pays: float = 1.02
-    """Times plain decoding that a drafter must yield: two engines over the same weights differ by 2 %."""
+    pays: float = 1.02  # Times plain decoding that a drafter must yield: two engines over equal weights differ by 2 %.
     off_after: int = 32  # Steps that a copying drafter is asked before it may be put off. Simulated.
-    interval: int = 64
-    """Steps until the first trial of what is off. Simulated: one that became good is back within 500 steps."""
-    longest: int = 4
-    """Intervals up to which the wait doubles while trials fail: the time that they took fell from 1.5 % to 0.4 %."""
+    interval: int = 64  # Steps until the first trial of what is off; what became good is back within 500. Simulated.
+    longest: int = 4  # Intervals up to which the wait doubles while trials fail: their time fell from 1.5 % to 0.4 %.
     rest: int = 4
     """Steps after one that plain decoding won until models make an offer again: to weigh one takes 0.07 ms, and what
     they offer changes slowly."""
-    trial_share: float = 0.015
+    trial_share: float = 0.01
     """Most share of the time that trials take; dearer ones are waited for longer. To read one text takes 45 ms."""
     trial_rows: int = 8
     """Rows that are tried for all. Asking copies for 64 rows took 37 ms of the host, a model read 64 texts in 1.0 to
     1.6 s: with 8, `auto` at batch 64 went from 0.973 to 1.002 of plain decoding, and the trial to 0.27 s."""
     trial_steps: tuple[int, int] = (2, 6)  # Steps of a trial that fails, and of one that passes. Simulated.
     lookup_steps: int = 8  # Steps in which a copying drafter is asked again before it can be off again. Simulated.
-    cheap: float = 0.01
-    """Share of a plain step that asking a copying drafter may always take. Chosen: less than can be measured."""
+    cheap: float = 0.01  # Share of a plain step that asking a copying drafter may always take. Chosen.
     least_taken: int = 8
     """Nodes that a row is at least thought to take of copies, which are asked for twice what was taken of late."""
     taken_memory: float = 0.95  # What a step leaves of the most nodes that a row took of late. Simulated.
@@ -90,12 +85,10 @@ class PolicySettings:
     # --- costs -------------------------------------------------------------------------------------------------------
     pace_window: int = 8
     """Latest times over what was predicted, whose median is the machine's pace: it moves by a third within an hour."""
-    window: int = 24
-    """Latest figures kept of a size or kind, whose median counts: a garbage collection moves nothing. Simulated."""
+    window: int = 24  # Latest figures kept of a size or kind, whose median counts. Simulated.
     stale: int = 1024
     """Figures after which one no longer counts: plain steps, not seen for long, had kept the price of a slower hour."""
-    new: int = 3
-    """Figures of a size before it has a say in the pace: first seen, it tells nothing of it (see `plain_steps`)."""
+    new: int = 3  # Figures of a size before it has a say in the pace; first seen, it tells nothing of it
     reading: int = 32
     """Tokens from which showing a drafter a row's text is reading it, and timed apart: booked as drafting, 45 ms a
     prompt kept heads from drafting at 16 rows (0.95 of plain decoding, then 1.09)."""

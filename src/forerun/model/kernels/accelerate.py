@@ -1,11 +1,9 @@
 """Makes the passes of a loaded target cheaper: packed linears, folded attention, fused C kernels, compilation.
 
-`accelerate` does what the model, its dtype and the device allow. The replaced modules belong to the model object, so a
-model that a user handed in is only accelerated if asked.
-
-In a compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph;
-what lies between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and
-shapes stay symbolic: there is one graph for one token and one for more. Passes with hooks run as before.
+The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked. In a
+compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph; what
+lies between them (norms, rotary embeddings, activations) is fused. So no weight is packed twice, and shapes stay
+symbolic: there is one graph for one token and one for more. Passes with hooks run as before.
 """
 
 from __future__ import annotations
@@ -62,15 +60,16 @@ class CompiledForward:
             with running(this):
                 result = self._run(inputs)
         except Exception as error:
-            log.warning(
-                "compilation failed, going on without: %s", (str(error) or type(error).__name__).splitlines()[0]
-            )
             log.debug("compilation failed", exc_info=error)
-            self.failed = True
-        if not self.failed and this.attended != self.layers:
-            log.warning("compilation failed, going on without: the model keeps the cache from its attention function")
-            self.failed = True
-        return self.plain(**kwargs) if self.failed else result
+            return self._give_up((str(error) or type(error).__name__).splitlines()[0], kwargs)
+        if this.attended != self.layers:
+            return self._give_up("the model keeps the cache from its attention function", kwargs)
+        return result
+
+    def _give_up(self, why: str, kwargs: dict[str, Any]) -> Any:
+        log.warning("compilation failed, going on without: %s", why)
+        self.failed = True
+        return self.plain(**kwargs)
 
     def _fits(self, kwargs: dict[str, Any]) -> bool:
         needed = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
@@ -148,9 +147,8 @@ class Acceleration:
 
 
 def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
-    """Make the passes of a transformers causal LM, which is in evaluation mode, cheaper, in place. With `compile` the
-    first pass with one token and the first with more take up to a minute each, in later processes seconds; a compiled
-    pass rounds differently from a plain one."""
+    """Make the passes of a causal LM in evaluation mode cheaper, in place. With `compile` the first pass with one token
+    and the first with more take up to a minute each, in later processes seconds; compiled passes round differently."""
     packed = packing.pack(model)
     folded = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
     if folded:
@@ -161,6 +159,5 @@ def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
 
 
 def folds(model: Any, base: Any) -> bool:
-    """Whether passes of `model`, whose `base` model is called, run `fold_attention`, which asks the running `Pass`
-    where tokens stand; in compiled passes it does not."""
+    """Whether passes of `model`, through its `base`, run `fold_attention` uncompiled: it asks the running `Pass`."""
     return attention.installed(model) and not isinstance(base.forward, CompiledForward)

@@ -1,10 +1,9 @@
 """Attention over a key-value cache with grouped heads: the query heads of a group become rows, keys are not repeated.
 
-At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `repeat_kv`. Folding the heads of a group
-into the rows of one problem needs no copy. In bf16 `native` does it where the machine allows, else torch. There few
-rows run in kernels that sum in another order (one row on an Intel with AMX; one, two and three on an AMD with AVX-512),
-so that a token's bits would depend on how many are scored with it: on a CPU problems of fewer than `MIN_ROWS` rows are
-filled up with copies. Soft caps and sinks are refused; models that have them keep their own implementation.
+At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `repeat_kv`; folding needs no copy. In
+bf16 `native` does it where the machine allows, else torch. There few rows run in kernels that sum in another order (one
+row on an Intel with AMX; one, two and three on an AMD with AVX-512), so that a token's bits would depend on how many
+are scored with it: on a CPU problems of fewer than `MIN_ROWS` rows are filled up with copies.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ def fold_attention(
         )
         return result
     this = current()
-    if this.flat is None:
-        return attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout), None
-    query = this.flat.restore(query.transpose(1, 2)).transpose(1, 2)
-    return this.flat.flatten(attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout)), None
+    if this.flat is not None:
+        query = this.flat.restore(query.transpose(1, 2)).transpose(1, 2)
+    attended = attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout)
+    return attended if this.flat is None else this.flat.flatten(attended), None
 
 
 def attend(

@@ -1,8 +1,7 @@
 """Faster forwards for the norms, gated MLPs and attentions of a packed model: the same modules, fewer operations.
 
-Only `forward` of a module is replaced, on the object: weights, names, hooks and children stay, and where a pass is not
-what the kernels take (gradients, another cache, a compiler that traces) the module's own forward runs. A module gets
-one if it is built as these expect and answers random states as before.
+Only `forward` of a module is replaced, on the object; where a pass is not what the kernels take (gradients, another
+cache, a compiler that traces) the module's own runs. A module gets one if it answers random states as before.
 """
 
 from __future__ import annotations
@@ -31,10 +30,6 @@ class _Forward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.plain = module.forward
-
-    def answers(self, forward: Any) -> list[Tensor]:
-        """What `forward` makes of random states: this and the module's own have to agree."""
-        raise NotImplementedError
 
 
 class NormForward(_Forward):
@@ -65,6 +60,7 @@ class NormForward(_Forward):
         return native.rms_norm(states, self.module._parameters["weight"], self.epsilon)  # type: ignore[arg-type]
 
     def answers(self, forward: Any) -> list[Tensor]:
+        """What `forward` makes of random states: this and the module's own have to agree."""
         weight: Any = self.module.weight
         return [forward(_random(1, 3, weight.shape[0]) * scale) for scale in (1.0, 1e-3)]
 
@@ -116,9 +112,10 @@ class GatedForward(_JointForward):
     def __call__(self, states: Tensor) -> Tensor:
         if not native.takes_states(states) or not self.intact():
             mixed: Tensor = self.plain(states)
-            return mixed
-        result: Tensor = self.module._modules["down_proj"](native.silu_and_mul(self.joint.apply(states)))  # type: ignore[misc]
-        return result
+        else:
+            down: Any = self.module._modules["down_proj"]
+            mixed = down(native.silu_and_mul(self.joint.apply(states)))
+        return mixed
 
     def answers(self, forward: Any) -> list[Tensor]:
         return [forward(_random(1, 3, self.joint.in_features))]

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +35,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")  # Tried in this order unless ``$CC`` names one
-FLAGS = (
-    *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma"),
-)
+FLAGS: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
+FLAGS += ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma")
 _PATIENCE_S = 60.0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ONE_BUILDS = threading.Lock()
@@ -51,18 +50,13 @@ def version() -> str:
 
 
 def compiled_library(name: str, loader: Loader = ctypes.CDLL) -> ctypes.CDLL | None:
-    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged once. The `loader`
+    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged. The `loader`
     ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it."""
-    with _ONE_BUILDS:
-        return _known(name, loader)
-
-
-@cache
-def _known(name: str, loader: Loader) -> ctypes.CDLL | None:
     if sys.platform != "linux" or not torch.cpu._is_avx512_bf16_supported():
         return None
     try:
-        return _loaded(name, loader)
+        with _ONE_BUILDS:
+            return _loaded(name, loader)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         log.warning("%s runs in torch, which is slower: the kernel in C could not be compiled: %s", name, reason)
@@ -74,10 +68,9 @@ def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
     path = cache_root() / "kernels" / f"{name}-{version()}.so"
     try:
         return _open(path, loader)
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        log.warning("%s is not used: %s; compiling it anew", path, error)
+        if not isinstance(error, FileNotFoundError):
+            log.warning("%s is not used: %s; compiling it anew", path, error)
     try:
         with written(path) as fresh:
             _compile(name, fresh)
@@ -109,31 +102,28 @@ def _compile(name: str, to: Path) -> None:
 
 def _compiler() -> str:
     names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    found = next((path for path in map(shutil.which, names) if path is not None), None)
-    if found is None:
+    if (found := next(filter(None, map(shutil.which, names)), None)) is None:
         raise FileNotFoundError(f"no C compiler ({', '.join(names)})")
     return found
 
 
 DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
-_STRIDES = {
-    "query": ("batch", "head", "row"),
-    "key": ("batch", "head", "slot"),
-    "value": ("batch", "head", "slot"),
-    "mask": ("batch", "row"),
-}
+
+
+def _fields(pointers: str, counts: str, floats: str) -> list[tuple[str, Any]]:
+    """Of a C structure that ends with the number of threads."""
+    kinds = ((pointers, ctypes.c_void_p), (counts, ctypes.c_int64), (floats, ctypes.c_float))
+    return [*((name, kind) for names, kind in kinds for name in names.split()), ("threads", ctypes.c_int32)]
 
 
 class _Problem(ctypes.Structure):
     """`Problem` of ``attend.c``."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "rows", "out")),
-        *((name, ctypes.c_int64) for name in ("batch", "held", "heads", "key_heads", "count", "width")),
-        *((name, ctypes.c_int64) for name in ("depth", "value_depth")),
-        *((f"{name}_{axis}", ctypes.c_int64) for name, axes in _STRIDES.items() for axis in axes),
-        ("scale", ctypes.c_float),
-        ("threads", ctypes.c_int32),
+    _fields_ = _fields(
+        "query key value mask rows out",
+        "batch held heads key_heads count width depth value_depth query_batch query_head query_row "
+        "key_batch key_head key_slot value_batch value_head value_slot mask_batch mask_row",  # Strides
+        "scale",
     )
 
 
@@ -209,13 +199,10 @@ _ARGUMENTS = {
 class _Placing(ctypes.Structure):
     """`Placing` of ``fused_ops.c``."""
 
-    _fields_ = (
-        *((name, _POINTER) for name in ("states", "cosine", "sine", "query_norm", "key_norm", "places")),
-        *((name, _POINTER) for name in ("query", "keys", "values")),
-        *((name, _COUNT) for name in ("tokens", "slots", "heads", "key_heads", "depth")),
-        ("query_epsilon", ctypes.c_float),
-        ("key_epsilon", ctypes.c_float),
-        ("threads", ctypes.c_int32),
+    _fields_ = _fields(
+        "states cosine sine query_norm key_norm places query keys values",
+        "tokens slots heads key_heads depth",
+        "query_epsilon key_epsilon",
     )
 
 
@@ -234,8 +221,7 @@ def fused_kernels() -> ctypes.CDLL | None:
 
 
 def takes_states(states: Tensor) -> bool:
-    """Whether values like these (.., size) may be handed to the functions below: contiguous bf16 on a CPU that has the
-    instructions, no gradient."""
+    """Whether the functions below take values like these: contiguous bf16 on a fitting CPU, without a gradient."""
     return (
         states.dtype == torch.bfloat16
         and states.is_contiguous()
@@ -345,5 +331,5 @@ def rope_and_write(
 
 def _library() -> ctypes.CDLL:
     found = fused_kernels()
-    assert found is not None, "takes_states() or takes_attention() is asked first"
+    assert found is not None, "takes_states() is asked first"
     return found

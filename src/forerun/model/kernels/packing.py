@@ -1,8 +1,8 @@
 """Linear layers repacked for few rows: weights in oneDNN's own layout, and layers with one input merged into one.
 
-A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 rows on
-every processor that was tried), because a single row runs as two: oneDNN has a separate kernel for one row, which sums
-in another order. Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other devices are left alone.
+A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 were
+tried), because a single row runs as two: oneDNN's separate kernel for one row sums in another order. Knows `nn.Linear`
+only: quantised layers, adapters, offloaded layers and other devices are left alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,8 +27,7 @@ _WEIGHTS: WeakValueDictionary[str, PackedWeight] = WeakValueDictionary()
 _NAMES = itertools.count()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
+class Contents(NamedTuple):
     """The values of a `PackedWeight`."""
 
     packed: Tensor  # In oneDNN's layout; never written to
@@ -39,10 +39,8 @@ class PackedWeight:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.dtype = layers[0].weight.dtype
-        made = self.ready(
-            [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
-        )
-        self.packed, self.bias = made.packed, made.bias
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.packed, self.bias = self.ready([layer.weight for layer in layers], biases)
         self.in_features = layers[0].in_features
         self.sizes = [layer.out_features for layer in layers]
         self.name = str(next(_NAMES))
@@ -73,8 +71,8 @@ class PackedWeight:
 
     def exchange(self, contents: Contents) -> Contents:
         """Hold these values from now on; returns the former ones."""
-        former = Contents(packed=self.packed, bias=self.bias)
-        self.packed, self.bias = contents.packed, contents.bias
+        former = Contents(self.packed, self.bias)
+        self.packed, self.bias = contents
         return former
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedWeight:
@@ -110,7 +108,6 @@ class PackedLinear(nn.Module):
         return None if bias is None else torch.split(bias, self.packed_weight.sizes)[self.index]
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        """A packed model saves what the plain one would."""
         destination[f"{prefix}weight"] = self.weight.clone()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias.clone()
@@ -152,8 +149,7 @@ def _packed_linear_shape(states: Tensor, name: str, outputs: int) -> Tensor:
     return states.new_empty((*states.shape[:-1], outputs))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Packing:
+class Packing(NamedTuple):
     """What `pack` did."""
 
     layers: int  # Linear layers that were repacked
@@ -162,11 +158,10 @@ class Packing:
 
 def packable(layer: nn.Module) -> bool:
     """True for a plain `nn.Linear` in bf16 or fp16 on a CPU whose oneDNN has a fast path for that dtype."""
-    if type(layer) is not nn.Linear or layer.weight.device.type != "cpu" or layer._forward_hooks:
+    if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
         return False
-    if hasattr(layer, "_hf_hook") or layer._forward_pre_hooks:
-        return False
-    return cpu_packs(layer.weight.dtype)
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook")
+    return not hooked and cpu_packs(layer.weight.dtype)
 
 
 def cpu_packs(dtype: torch.dtype) -> bool:
@@ -202,9 +197,8 @@ def pack(model: nn.Module) -> Packing:
 
 def packed_bytes(model: nn.Module) -> int:
     """Bytes of what `pack` packed: weights that are no parameters any longer."""
-    found = [getattr(module, "packed_weight", None) for module in model.modules()]
-    packed: dict[int, int] = {id(weight): weight.nbytes() for weight in found if weight is not None}
-    return sum(packed.values())
+    found = {module.packed_weight for module in model.modules() if isinstance(module, PackedLinear)}
+    return sum(weight.nbytes() for weight in found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

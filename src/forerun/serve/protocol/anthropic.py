@@ -216,7 +216,6 @@ class MessagesRequest(CountRequest):
 
 
 def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
-    """A turn of the client: what calls brought, and text."""
     for is_text, found in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
         some = list(found)
         if is_text:
@@ -228,7 +227,6 @@ def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator
 
 
 def _said(blocks: Sequence[Block]) -> Message:
-    """A turn of the model: reasoning, text and calls."""
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     calls = [ToolCall.of(block.id, block.name, json.dumps(block.input)) for block in uses] or None
     reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None

@@ -8,13 +8,8 @@ from typing import Any
 
 from forerun.errors import ForerunError
 
-_CODES = {
-    401: "invalid_api_key",
-    404: "not_found",
-    405: "method_not_allowed",
-    413: "request_too_large",
-    415: "unsupported_media_type",
-}
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
+_CODES |= {413: "request_too_large", 415: "unsupported_media_type"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 _MOST = 1000  # Characters of a message
@@ -27,27 +22,14 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(ForerunError):
-    """What a client is told: an HTTP status and OpenAI's ``error`` object. Messages of libraries may name files of this
-    machine, or places in their code; neither is told."""
+    """What a client is told: an HTTP status and OpenAI's ``error`` object, without places in files of this machine."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
     ) -> None:
         super().__init__(presentable(message))
-        self.status, self.param = status, param
-        self.code = code or _CODES.get(status)
-        self.retry_after_s = retry_after_s
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """To send along."""
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        self.status, self.param, self.code = status, param, code or _CODES.get(status)
+        self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}  # To send along
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The envelope that clients of `path` know: OpenAI's, or Anthropic's, whose message names the parameter."""
@@ -91,9 +73,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     location = [str(part) for part in error["loc"] if part != "body"]
     param = ".".join(location) or None
     if error["type"] == "extra_forbidden":
-        return bad_request(
-            f"the parameter {param!r} is not supported by this server; leave it out", param, "unsupported"
-        )
+        message = f"the parameter {param!r} is not supported by this server; leave it out"
+        return bad_request(message, param, "unsupported")
     if error["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
     if error["type"] == "missing":

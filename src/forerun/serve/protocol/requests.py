@@ -10,17 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from forerun.engine.grammar import MAX_CHOICES
 from forerun.nesting import MAX_DEPTH, nesting
@@ -55,8 +45,8 @@ class Strict(BaseModel):
         return {key: own for key, own in value.items() if own is not None or key in required}
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        found = handler(schema)
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        found: dict[str, Any] = handler(schema)
         described = handler.resolve_ref_schema(found)
         for name, own in described.get("properties", {}).items():
             if name not in described.get("required", ()):
@@ -138,8 +128,7 @@ class Structured(Strict):
 
     def structured(self) -> StructuredOutputs:
         """The same in the engine's words."""
-        own = {name: getattr(self, name) for name in ("json_object", "regex", "choice", "grammar")}
-        return StructuredOutputs(json=self.json_, **own)
+        return StructuredOutputs(**self.model_dump(by_alias=True))
 
 
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -247,13 +236,11 @@ class Sampling(Neutral):
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a value that may be null, too."""
-    options = schema.get("anyOf", [])
-    if {"type": "null"} in options:
+    if {"type": "null"} in schema.get("anyOf", ()):
         return schema
     outer: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
     inner = {key: value for key, value in schema.items() if key not in outer}
-    return {**outer, "anyOf": [*options, {"type": "null"}] if options else [inner, {"type": "null"}]}
+    return {**outer, "anyOf": [inner, {"type": "null"}]}
 
 
 def joined(content: str | Sequence[Strict]) -> str:
@@ -360,7 +347,7 @@ class FunctionCall(Strict):
             raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
         try:
             is_object = isinstance(json.loads(value or "{}"), dict)
-        except (ValueError, RecursionError):
+        except ValueError:
             is_object = False
         if not is_object:
             raise ValueError("the text of a JSON object is expected")
@@ -427,11 +414,8 @@ class Message(Strict):
         return self
 
     def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:
-        """As chat templates read it; templates know no developer, who is their system.
-
-        Args:
-            text_arguments: the arguments of calls as JSON text, and no content as None; else an object and "".
-        """
+        """As chat templates read it; templates know no developer, who is their system. `text_arguments`: arguments of
+        calls as JSON text, and no content as None; else an object and ""."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = joined(self.content) if self.content is not None else None if text_arguments else ""
         if self.tool_calls:

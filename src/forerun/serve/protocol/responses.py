@@ -180,6 +180,5 @@ class ResponsesRequest(Neutral):
 
 
 def _said(turn: dict[str, Any]) -> Iterator[Message]:
-    """An assistant's turn as a message, if there was one."""
     if "content" in turn or "tool_calls" in turn:
         yield Message(role="assistant", **turn)

@@ -86,13 +86,8 @@ class ToolFormat(ABC):
                 yield Piece(Kind.CONTENT, text.text[start:behind])
 
     def grammar(self, lark: Lark, *, forced: bool, many: bool, content: str | None = None) -> str:
-        """What an answer may be, as a rule's name.
-
-        Args:
-            forced: it must be a call.
-            many: it may be several.
-            content: what it may be instead of calls, as the body of a rule; None is any text, also around calls.
-        """
+        """What an answer may be, as a rule's name: it must be a call (`forced`), may be several (`many`), or may be
+        `content` (the body of a rule) instead of calls; None is any text, also around calls."""
         block = self.block(lark, many=many)
         if forced or content is not None:
             calls = lark.rule(f"{lark.mark(self.mark)} {block}")
@@ -118,7 +113,6 @@ class ToolFormat(ABC):
         return f"call_{secrets.token_hex(12)}"
 
     def _one_of(self, write: Callable[[Function], str]) -> str:
-        """A call of any of the functions, as the body of a rule."""
         return " | ".join(map(write, self.functions))
 
     def _json_call(self, lark: Lark, arguments: str = "arguments") -> str:
@@ -294,15 +288,12 @@ class FieldFormat(ToolFormat):
             return lark.rule(" | ".join(literal(option) for option in options))
         unwritable = next((keyword for keyword in _UNWRITABLE if keyword in schema), None)
         if function.strict and unwritable is not None:
-            raise ArgumentError(
-                f"strict function {function.name!r}: {unwritable!r} cannot be enforced in this model's calls"
-            )
+            raise ArgumentError(f"strict function {function.name!r}: {unwritable!r} cannot be enforced in its calls")
         return None
 
 
 def _options(schema: Mapping[str, Any]) -> list[Any]:
-    options: list[Any] = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return options
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
 
 
 def _is_text(schema: Any) -> bool:

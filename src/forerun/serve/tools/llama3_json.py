@@ -8,8 +8,7 @@ from forerun.serve.tools.incoming import Incoming, Steps
 
 
 class Llama3Json(ToolFormat):
-    """An answer that begins with a call is one; several are separated by semicolons. Without a mark only the names of
-    functions that there are tell a call from an answer in JSON."""
+    """An answer that begins with the name of a function that there is; several calls are separated by semicolons."""
 
     name = "llama3_json"
     signs = ('{"name": function name, "parameters":',)

@@ -1,7 +1,5 @@
-"""`convert`: a loaded transformers model becomes one that trains, saves and exports its own EAGLE head.
-
-The interface is that of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of nvidia-modelopt 0.47.
-"""
+"""`convert`: a loaded transformers model becomes one that trains, saves and exports its own EAGLE head, by the
+interface of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of nvidia-modelopt 0.47."""
 
 from __future__ import annotations
 
@@ -37,16 +35,14 @@ from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.writing import written
 
 FOLDER = "eagle_head"
-MARKER = "forerun_convert.json"
-"""Says that a directory holds a converted model, and with which settings it was converted."""
+MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
 IGNORED = -100  # transformers' label of a token that does not count
 HEAD = "eagle_module"  # The head's name among the model's children, ModelOpt's
-OTHER_INPUTS = ("attention_mask", "labels", "loss_mask", "position_ids")
-_PLAIN = "_forerun_plain"
+_RESTORES = "_forerun_restores_heads"
 
 
 def convert(model: Any, mode: Any) -> Any:
-    """Attach a trainable EAGLE head to a loaded transformers causal LM, in place, and freeze everything else.
+    """Attach a trainable EAGLE head to a loaded transformers causal LM, which is returned, and freeze everything else.
 
     The model keeps its name, its weights and, in eval mode, its behaviour: ``generate`` gives the same tokens. In train
     mode, or with ``labels`` or ``loss_mask``, ``model(input_ids, attention_mask, ...)`` returns an `EagleOutput` whose
@@ -64,12 +60,8 @@ def convert(model: Any, mode: Any) -> Any:
         mode: ``[("eagle", config)]`` with ModelOpt's keys, see `EAGLE3_DEFAULT_CFG`; or
             ``{"algorithm": "eagle", "config": config}``.
 
-    Returns:
-        the same object.
-
-    Raises:
-        ArgumentError: the model is converted already, or the configuration is unknown, contradictory or unsupported.
-        UnsupportedModelError: a model whose hidden states cannot be read (recurrent state, no causal LM).
+    ArgumentError if the model is converted already, or the configuration is unknown, contradictory or unsupported;
+    UnsupportedModelError if the model's hidden states cannot be read (recurrent state, no causal LM).
     """
     if isinstance(model, EagleModel):
         raise ArgumentError("convert: this model is converted already; its head is model.eagle_module")
@@ -92,8 +84,7 @@ def convert(model: Any, mode: Any) -> Any:
 
 
 def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
-    """Attach the head that was saved in `directory`, if any, to its base model; returns the same object.
-    CheckpointError for a head that is incomplete, or not this model's."""
+    """`model` with the head that was saved in `directory`, if any; CheckpointError if it is incomplete or another's."""
     loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
     if not isinstance(directory, str | Path):
         return model
@@ -115,29 +106,19 @@ def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
 
 
 def enable_huggingface_checkpointing() -> None:
-    """From now on ``from_pretrained`` of every transformers class gives a converted model back converted.
-
-    Only directories on this machine are looked at. Calling it again changes nothing.
-    """
-    current = PreTrainedModel.__dict__["from_pretrained"]
-    if hasattr(current, _PLAIN):
+    """From now on ``from_pretrained`` of every transformers class gives a converted model back converted. Only
+    directories on this machine are looked at. Calling it again changes nothing."""
+    plain = PreTrainedModel.__dict__["from_pretrained"].__func__
+    if hasattr(plain, _RESTORES):
         return
-    plain = current.__func__
 
     @functools.wraps(plain)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *arguments: Any, **keywords: Any) -> Any:
         loaded = plain(cls, pretrained_model_name_or_path, *arguments, **keywords)
         return restore(loaded, pretrained_model_name_or_path, keywords.get("subfolder") or "")
 
-    wrapped = classmethod(from_pretrained)
-    setattr(wrapped, _PLAIN, current)
-    PreTrainedModel.from_pretrained = wrapped
-
-
-def disable_huggingface_checkpointing() -> None:
-    """Undo `enable_huggingface_checkpointing`; without it, nothing happens."""
-    current = PreTrainedModel.__dict__["from_pretrained"]
-    PreTrainedModel.from_pretrained = getattr(current, _PLAIN, current)
+    setattr(from_pretrained, _RESTORES, True)
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
 def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: OnlineFeatures) -> None:
@@ -157,18 +138,15 @@ class EagleOutput(ModelOutput):  # type: ignore[misc]
     """What a converted model returns while it trains, or when it is given labels."""
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
-    logits: Tensor | None = None
-    """Always None: the base model's logits are never formed. Ask for them without labels, in eval mode."""
-    train_acc: list[float] | None = None
-    """(T,) share of the counted predictions of which this and all steps before name the target's likeliest token."""
+    logits: Tensor | None = None  # Always None: they are never formed. Ask for them without labels, in eval mode
+    train_acc: list[float] | None = None  # (T,) share of counted predictions right at this step and all before
 
 
 class EagleModel:
     """Mixed into the class of a converted model; not to be made by hand, see `forerun.convert`."""
 
     eagle_module: EagleHead
-    accepts_loss_kwargs = False
-    """For transformers' Trainer: the loss is a mean already, to be averaged over accumulated batches."""
+    accepts_loss_kwargs = False  # For the Trainer: the loss is a mean, to be averaged over accumulated batches
     _eagle_settings: ConvertSettings
     _eagle_source: OnlineFeatures
     _eagle_ready: bool = False
@@ -177,10 +155,8 @@ class EagleModel:
 
     def set_draft_vocabulary(self, token_ids: Sequence[int] | Tensor) -> None:
         """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.
-
         `token_ids` (Vd,) are distinct, in any order; the most frequent of the training data, as a rule. The head's
-        output rows start as the base model's. ArgumentError for other ids, or if they are known already.
-        """
+        output rows start as the base model's. ArgumentError for other ids, or if they are known already."""
         ids = checked_ids(token_ids, self.eagle_module.config)
         if self._eagle_ready:
             raise ArgumentError("the draft vocabulary is set already; another one needs a freshly converted model")
@@ -197,11 +173,9 @@ class EagleModel:
         state_dict: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> None:
-        """Write the base model as an ordinary transformers checkpoint, and the head beside it in ``eagle_head/``.
-
-        The head keeps its dtype (float32) for further training; `export_head` writes one for an engine. ArgumentError
-        for `push_to_hub`, which would leave the head behind, or if the draft vocabulary is not set.
-        """
+        """Write the base model as an ordinary transformers checkpoint, and the head beside it in ``eagle_head/``. The
+        head keeps its dtype (float32) for further training; `export_head` writes one for an engine. ArgumentError for
+        `push_to_hub`, which would leave the head behind, or if the draft vocabulary is not set."""
         if options.get("push_to_hub"):
             raise ArgumentError("save_pretrained: save first, then upload the folder: push_to_hub would omit the head")
         self._check_ready()
@@ -221,10 +195,8 @@ class EagleModel:
 
     def load_head(self, directory: str | os.PathLike[str]) -> None:
         """Put the weights of a saved head into this model's; `directory` is a converted model's or the head's own.
-
         transformers' Trainer reads only the base model back when it resumes: call this with the checkpoint before
-        ``trainer.train(resume_from_checkpoint=...)``. CheckpointError for no head, or one of another shape.
-        """
+        ``trainer.train(resume_from_checkpoint=...)``. CheckpointError for no head, or one of another shape."""
         folder = Path(directory)
         folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         found = read_head(folder, num_layers=cast(Any, self).config.get_text_config().num_hidden_layers)
@@ -239,13 +211,19 @@ class EagleModel:
     def export_head(
         self, directory: str | os.PathLike[str], to: str = "vllm", *, target: str | None = None, force: bool = False
     ) -> Exported:
-        """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture.
-
-        `target` is the path or hub id under which the engine finds the base model; None: where it was loaded from. For
-        the rest, and the errors, see `checkpoints.engines.export_head`; ArgumentError, too, without a draft vocabulary.
-        """
+        """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture. `target`
+        is the path or hub id under which the engine finds the base model; None: where it was loaded from. For the rest,
+        and the errors, see `checkpoints.engines.export_head`; ArgumentError, too, without a draft vocabulary."""
         self._check_ready()
-        head = _for_export(self, self._eagle_settings)
+        config, tensors = self.eagle_module.config, dict(HeadCheckpoint.of(self.eagle_module).tensors)
+        if config.generation == 3 and not config.own_lm_head:
+            config = dataclasses.replace(config, own_lm_head=True)
+            tensors["lm_head.weight"] = cast(Any, self).get_output_embeddings().weight.detach().cpu()
+        given, dtype = self._eagle_settings.export_rope_scaling, getattr(torch, self._eagle_settings.export_dtype)
+        if given is not None and config.rope_scaling is None:
+            config = dataclasses.replace(config, rope_scaling=dict(given))
+        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        head = HeadCheckpoint(config=config, tensors=tensors)
         facts = self._facts(target or cast(Any, self).name_or_path or "TARGET")
         with tempfile.TemporaryDirectory() as folder:
             stored = write_head(head, Path(folder) / FOLDER, "flat", facts)
@@ -287,7 +265,8 @@ class EagleModel:
         self._check_ready()
         if given.get("input_ids") is None:
             raise ArgumentError("a converted model computes its loss from input_ids; inputs_embeds are not enough")
-        batch = token_batch(given["input_ids"], **{name: given.get(name) for name in OTHER_INPUTS})
+        others = ("attention_mask", "labels", "loss_mask", "position_ids")
+        batch = token_batch(given["input_ids"], **{name: given.get(name) for name in others})
         self._eagle_reading = True
         try:
             found = self._eagle_source.features(batch)
@@ -369,19 +348,6 @@ def converted_class(base: type) -> type:
         "__doc__": base.__doc__,
     }
     return type(base.__name__, (EagleModel, base), body)
-
-
-def _for_export(model: Any, settings: ConvertSettings) -> HeadCheckpoint:
-    """The head of a converted model as engines want it: an output head of its own, the dtype that was asked for."""
-    config, tensors = model.eagle_module.config, dict(HeadCheckpoint.of(model.eagle_module).tensors)
-    if config.generation == 3 and not config.own_lm_head:
-        config = dataclasses.replace(config, own_lm_head=True)
-        tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu()
-    if settings.export_rope_scaling is not None and config.rope_scaling is None:
-        config = dataclasses.replace(config, rope_scaling=dict(settings.export_rope_scaling))
-    dtype = getattr(torch, settings.export_dtype)
-    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    return HeadCheckpoint(config=config, tensors=tensors)
 
 
 def token_batch(

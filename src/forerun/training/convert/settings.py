@@ -1,8 +1,5 @@
-"""ModelOpt's configuration keys for EAGLE, their defaults, and what they mean for a head. Imports no torch.
-
-Names and defaults are those of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``); where one differs, it says
-so.
-"""
+"""The configuration keys for EAGLE of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``), their defaults but
+for those that say so, and what they mean for a head. Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,9 +59,8 @@ KEYS: dict[str, Key] = {
     # ModelOpt exports yarn x 32, another rope than the head was trained with. Here a head is exported as it is.
     "eagle_export_rope_scaling": Key({}),
     **{f"eagle_base_lora{name}": Key(default, _LORA) for name, default in _LORA_DEFAULTS.items()},
-    VOCABULARY_IDS: Key(None, ours=True),
+    VOCABULARY_IDS: Key(None, ours=True),  # (Vd,): the tokens that the head can propose
 }
-"""Of the configuration itself. `eagle_draft_vocab_ids` (Vd,) names the tokens that the head can propose."""
 
 _LAYER_DEFAULTS: dict[str, Any] = {
     **{"num_hidden_layers": 1, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -103,8 +99,7 @@ def preset(architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 EAGLE3_DEFAULT_CFG: dict[str, Any] = preset()
-"""An EAGLE-3 head: ``{"algorithm": "eagle", "config": {...}}``. Unlike in ModelOpt, `eagle_export_rope_scaling` is
-empty: a head is exported with the rope that it was trained with."""
+"""An EAGLE-3 head: ``{"algorithm": "eagle", "config": {...}}``, exported with the rope that it was trained with."""
 
 EAGLE1_DEFAULT_CFG: dict[str, Any] = preset(
     {"use_aux_hidden_state": False, "use_last_layernorm": False, "use_input_layernorm_in_first_layer": False}
@@ -121,24 +116,31 @@ SAME_NAME = (
 """Architecture keys that `EagleConfig` calls the same."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertSettings:
-    """A checked configuration."""
+    """A configuration, checked key by key; what is missing takes the value of `EAGLE3_DEFAULT_CFG`."""
 
-    given: Mapping[str, Any]
-    """As the user wrote it, as JSON knows it and without token ids: what is saved beside the head."""
-    architecture: Mapping[str, Any]
-    """All keys of `eagle_architecture_config`, defaults filled in."""
-    steps: int
-    decay: float
-    report_accuracy: bool
-    """Whether a loss comes with `train_acc`; reading it waits for the device."""
-    distill_features: bool
-    """EAGLE-1 only: also pull the head's features towards the target's."""
-    export_rope_scaling: Mapping[str, Any] | None
-    """Written over a default rope when the head is exported; None: as it was trained."""
-    draft_vocab_ids: tuple[int, ...] | None
-    export_dtype: str
+    def __init__(self, config: Any) -> None:
+        """ArgumentError for an unknown key (naming the nearest), a value of the wrong type, or an unsupported one."""
+        found = _checked(config, KEYS, "")
+        shape = _checked(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
+        _check_kind(found, shape)
+        dtype, ids = str(shape["torch_dtype"]).removeprefix("torch."), found[VOCABULARY_IDS]
+        if dtype not in DTYPES:
+            raise ArgumentError(f"{ARCHITECTURE}.torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        plain = {**config, ARCHITECTURE: {**config.get(ARCHITECTURE, {})}, VOCABULARY_IDS: None}
+        if "torch_dtype" in plain[ARCHITECTURE]:
+            plain[ARCHITECTURE]["torch_dtype"] = dtype
+        # As the user wrote it, in JSON's types and without token ids: saved beside the head.
+        self.given: dict[str, Any] = json.loads(json.dumps(plain))
+        self.architecture, self.export_dtype = shape, dtype
+        self.steps: int = found["eagle_ttt_steps"]
+        self.decay = float(found["eagle_loss_decay_factor"])
+        self.report_accuracy: bool = found["eagle_report_acc"]  # As `train_acc`; reading it waits for the device
+        # EAGLE-1 only: also pull the head's features towards the target's.
+        self.distill_features: bool = found["eagle_hidden_state_distillation"]
+        # Replaces a default rope in an exported head; None: as trained.
+        self.export_rope_scaling: dict[str, Any] | None = found["eagle_export_rope_scaling"] or None
+        self.draft_vocab_ids = None if ids is None else tuple(int(token) for token in ids)
 
 
 def read_mode(mode: Any) -> ConvertSettings:
@@ -154,33 +156,7 @@ def read_mode(mode: Any) -> ConvertSettings:
             )
     if name != "eagle":
         raise ArgumentError(f"convert: there is no mode {name!r}; heads of the kind 'eagle' can be attached")
-    return read_settings({} if config is None else config)
-
-
-def read_settings(config: Any) -> ConvertSettings:
-    """A configuration, checked key by key; what is missing takes the value of `EAGLE3_DEFAULT_CFG`. ArgumentError for
-    an unknown key (naming the nearest), a value of the wrong type, or one that is not supported."""
-    found = _checked(config, KEYS, "")
-    shape = _checked(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
-    _check_kind(found, shape)
-    dtype = str(shape["torch_dtype"]).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ArgumentError(f"{ARCHITECTURE}.torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    ids = found[VOCABULARY_IDS]
-    plain = {**config, ARCHITECTURE: {**config.get(ARCHITECTURE, {})}, VOCABULARY_IDS: None}
-    if "torch_dtype" in plain[ARCHITECTURE]:
-        plain[ARCHITECTURE]["torch_dtype"] = dtype
-    return ConvertSettings(
-        given=json.loads(json.dumps(plain)),
-        architecture=shape,
-        steps=found["eagle_ttt_steps"],
-        decay=float(found["eagle_loss_decay_factor"]),
-        report_accuracy=found["eagle_report_acc"],
-        distill_features=found["eagle_hidden_state_distillation"],
-        export_rope_scaling=found["eagle_export_rope_scaling"] or None,
-        draft_vocab_ids=None if ids is None else tuple(int(token) for token in ids),
-        export_dtype=dtype,
-    )
+    return ConvertSettings({} if config is None else config)
 
 
 def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:

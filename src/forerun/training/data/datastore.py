@@ -33,11 +33,9 @@ def build(
     bad: BadRecords | None = None,
     tell: Tell = lambda words: None,
 ) -> layout.Manifest:
-    """A datastore directory from data files, as `prepare.read_records` takes them, with the target's `tokenizer`.
-
-    `name` is the target's for the manifest; `bad` says what to do with records that cannot be used, None stops at the
-    first; `tell` hears what is being done. DataError for a file or record that cannot be used, or nothing to draft
-    from; ArgumentError if `output` holds something, or there are too many tokens.
+    """A datastore directory from data files, as `prepare.read_records` takes them, with the target's `tokenizer`; the
+    manifest calls it `name`. `bad` None stops at the first record that cannot be used; `tell` hears what is being done.
+    DataError for unusable input or nothing to draft from; ArgumentError if `output` holds something, or for too much.
     """
     files = [Path(path) for path in paths]
     if not files:
@@ -96,10 +94,8 @@ def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> 
 
 def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words: None) -> NDArray[np.int64]:
     """(N,) int64: beginnings of the text's suffixes, sorted by at least their first `depth` tokens, ties by place.
-
     Prefix doubling (Manber and Myers 1993): ranks by w tokens, paired, give ranks by 2 w. Stopping at `depth` bounds
-    the rounds, however long the text repeats itself.
-    """
+    the rounds, however long the text repeats itself."""
     rank, width = text.astype(np.uint64), 1
     order = np.arange(len(text))
     while width < depth:

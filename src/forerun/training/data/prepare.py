@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -17,8 +17,7 @@ from forerun.training.data.store import PreparedData, write_prepared
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-"""``{"role": ..., "content": ...}`` and whatever else the chat template reads (``tool_calls``, ``name``...)."""
+Message = dict[str, Any]  # ``{"role": ..., "content": ...}``, and what else the chat template reads (``tool_calls``...)
 
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -29,22 +28,6 @@ SPEAKERS = {
 """Who is meant by ShareGPT's ``from``, and by ``role``."""
 EXAMPLES_KEPT = 5
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
-    """How records become documents."""
-
-    max_length: int = 2048
-    """Tokens of the longest document; what is beyond is cut off."""
-    split_long: bool = False
-    """Keep what is beyond as further documents instead."""
-    skip_bad: bool = False
-    last_turn_only: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ArgumentError(f"max_length must be at least 2 tokens, got {self.max_length}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,61 +54,64 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     output: str | Path,
     *,
-    options: PrepareOptions | None = None,
+    max_length: int = 2048,
+    split_long: bool = False,
+    skip_bad: bool = False,
+    last_turn_only: bool = False,
     name: str | None = None,
     on_record: Callable[[int], None] = lambda count: None,
 ) -> Prepared:
-    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`.
-
-    `name` is the target's for the manifest; `on_record` is told the number of records read so far, after each.
-    DataError for a file or record that cannot be used, or nothing left to learn from; ArgumentError if `output` holds
-    something.
-    """
-    options, files = options or PrepareOptions(), [Path(path) for path in paths]
+    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`;
+    the manifest calls it `name`. What is beyond `max_length` tokens is cut off, or split into further documents;
+    `on_record` is told the number of records so far, after each. DataError for unusable input, or nothing left to learn
+    from; ArgumentError if `output` holds something."""
+    if max_length < 2:
+        raise ArgumentError(f"max_length must be at least 2 tokens, got {max_length}")
+    files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
     for index, path in enumerate(files):
         if path.resolve() in {other.resolve() for other in files[:index]}:
             raise DataError(f"data file {path} is named twice")
-    encoder, bad = Encoder(tokenizer, last_turn_only=options.last_turn_only), BadRecords(skip=options.skip_bad)
+    encoder, bad = Encoder(tokenizer, last_turn_only=last_turn_only), BadRecords(skip=skip_bad)
+    options = {
+        "max_length": max_length,
+        "split_long": split_long,
+        "skip_bad": skip_bad,
+        "last_turn_only": last_turn_only,
+    }
     # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
     counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
     sources: list[dict[str, Any]] = []
+    about = {"max_length": max_length, "options": options, "sources": sources, "counts": counts}
 
-    def documents() -> Iterator[Encoded]:
+    def documents() -> Iterator[tuple[list[int], list[bool]]]:
+        usable = False
         for path in files:
             before = counts["records"]
             for record, encoded in usable_records(path, bad, encoder.encode):
                 counts["records"] += 1
                 counts["conversations"] += bool(record.messages)
-                yield from _cut(encoded, options, counts)
+                counts["cut"] += len(encoded.tokens) > max_length
+                for start in range(0, len(encoded.tokens) if split_long else 1, max_length):
+                    tokens, mask = encoded.tokens[start : start + max_length], encoded.mask[start : start + max_length]
+                    # The first token of a document follows nothing, so it cannot be learned.
+                    learned = any(mask[1:])
+                    usable = usable or learned
+                    counts["dropped"] += not learned
+                    if learned:
+                        yield tokens, mask
                 on_record(counts["records"])
             sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
-
-    def about(documents: int) -> dict[str, Any]:
-        if not documents:
+        counts["skipped"] = bad.count
+        if not usable:
             reasons = f"{bad.count} records were skipped as bad, {counts['dropped']} documents had no token that counts"
             first = f"; the first: {bad.examples[0]}" if bad.examples else ""
             where = files[0] if len(files) == 1 else f"{len(files)} files"
             raise DataError(f"nothing to learn from in {where}: {reasons}{first}")
-        counted = {**counts, "skipped": bad.count}
-        return {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counted}
 
     data = write_prepared(Path(output), documents(), TokenizerIdentity.of(tokenizer, name), about)
     return Prepared(data=data, complaints=bad.examples)
-
-
-def _cut(encoded: Encoded, options: PrepareOptions, counts: dict[str, int]) -> Iterator[Encoded]:
-    length = options.max_length
-    counts["cut"] += len(encoded.tokens) > length
-    ends = len(encoded.tokens) if options.split_long else min(length, len(encoded.tokens))
-    for start in range(0, ends, length):
-        tokens, mask = encoded.tokens[start : start + length], encoded.mask[start : start + length]
-        # The first token of a document follows nothing, so it cannot be learned.
-        if any(mask[1:]):
-            yield Encoded(tokens, mask)
-        else:
-            counts["dropped"] += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,8 +122,7 @@ class Record:
     id: str  # The entry's own, else the file's name and the line
     messages: tuple[Message, ...] = ()  # The conversation, roles translated to those of chat templates
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the tools that the conversation may call
-    pair: tuple[str, str] | None = None
-    """Prompt and completion as plain strings, where the entry was such a pair; `messages` then says the same."""
+    pair: tuple[str, str] | None = None  # Prompt and completion, where the entry was that; `messages` says the same
     text: str = ""
     prompt_tokens: int = 0  # Tokens at the beginning of `text` that were given to the writer, so they do not count
     truncated: bool = False  # The last answer was cut off by a limit: its end is not the writer's
@@ -162,48 +147,41 @@ class BadRecords:
 
 def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
     """Every record of one file, in order; DataError if the file, or an entry that `bad` does not skip, is not usable.
-
     ``.jsonl``/``.ndjson``: one JSON object per line. ``.json``: an array of objects, one object, or lines after all.
-    ``.parquet``: one record per row. Anything else is plain text, one record for the whole file.
-    """
+    ``.parquet``: one record per row. Anything else is plain text, one record for the whole file."""
+    return (record for record, _ in usable_records(path, bad, lambda record: None))
+
+
+def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) -> Iterator[tuple[Record, Made]]:
+    """`read_records`, each with what `make` makes of it; one that it refuses with a `DataError` is bad."""
     if not path.is_file():
         what = "is a directory; name the files in it" if path.is_dir() else "does not exist"
         raise DataError(f"data file {path} {what}")
     if path.stat().st_size == 0:
         raise DataError(f"data file {path} is empty")
-    suffix = path.suffix.lower()
-    if suffix not in (".jsonl", ".ndjson", ".json", ".parquet"):
-        text = _read_text(path)
-        if not text.strip():
-            raise DataError(f"data file {path} holds nothing but white space")
-        yield Record(where=str(path), id=path.name, text=text)
-        return
-    entries = _parquet(path) if suffix == ".parquet" else (_json if suffix == ".json" else _json_lines)(path, bad)
+    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".parquet": _parquet}
     found, skipped_before = False, bad.count
-    for name, number, value in entries:
-        found, where = True, f"{path}, {name}"
+    for name, number, value in readers.get(path.suffix.lower(), _text)(path, bad):
+        found, where = True, f"{path}, {name}" if name else str(path)
         try:
-            record = _record(value, where, f"{path.name}:{number}")
+            record = _record(value, where, f"{path.name}:{number}" if name else path.name)
+            made = make(record)
         except DataError as error:
             bad.report(f"{where}: {error}")
         else:
-            yield record
+            yield record, made
     if not found and bad.count == skipped_before:
         raise DataError(f"data file {path} holds no record")
 
 
-def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) -> Iterator[tuple[Record, Made]]:
-    """Each record of a file and what `make` makes of it; one that it refuses with a `DataError` is bad."""
-    for record in read_records(path, bad):
-        try:
-            made = make(record)
-        except DataError as error:
-            bad.report(f"{record.where}: {error}")
-        else:
-            yield record, made
+Entry = tuple[str, int, Any]  # Name in an error ("line 3"; empty where the file is one entry), number, value
 
 
-Entry = tuple[str, int, Any]  # Name of the entry in an error ("line 3"), its number, and the value found there
+def _text(path: Path, _bad: BadRecords) -> Iterator[Entry]:
+    text = _read_text(path)
+    if not text.strip():
+        raise DataError(f"data file {path} holds nothing but white space")
+    yield "", 0, {"text": text}
 
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[Entry]:
@@ -231,7 +209,7 @@ def _json(path: Path, bad: BadRecords) -> Iterator[Entry]:
     yield from ((f"record {number}", number, entry) for number, entry in enumerate(entries, start=1))
 
 
-def _parquet(path: Path) -> Iterator[Entry]:
+def _parquet(path: Path, _bad: BadRecords) -> Iterator[Entry]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -306,20 +284,14 @@ def _message(value: Any, number: int) -> Message:
 
 def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:
     """Prompt and completion, each a string or a list of messages; a prompt alone is a conversation to be answered."""
-    prompt = entry["prompt"]
-    completion = next((entry[key] for key in ("completion", "response") if key in entry), None)
-    if not isinstance(prompt, str):
-        rest = completion if isinstance(completion, list) else []
-        messages = _messages(prompt, "prompt") + (_messages(rest, "completion") if rest else ())
-        if isinstance(completion, str):
-            messages += ({"role": "assistant", "content": completion},)
-        return messages, None
-    question: Message = {"role": "user", "content": prompt}
-    if completion is None:
-        return (question,), None
-    if not isinstance(completion, str):
-        return (question, *_messages(completion, "completion")), None
-    return (question, {"role": "assistant", "content": completion}), (prompt, completion)
+    prompt, completion = entry["prompt"], entry.get("completion", entry.get("response"))
+    plain, answered = isinstance(prompt, str), isinstance(completion, str)
+    messages: tuple[Message, ...] = ({"role": "user", "content": prompt},) if plain else _messages(prompt, "prompt")
+    if answered:
+        messages += ({"role": "assistant", "content": completion},)
+    elif completion:
+        messages += _messages(completion, "completion")
+    return messages, (prompt, completion) if plain and answered else None
 
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -335,15 +307,11 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Encodes records with one tokenizer: token ids and the mask of what the assistant wrote.
+    """Encodes records with one tokenizer: token ids and the mask of what the assistant wrote, or only the last answers.
 
-    ``mask[i]`` is about token i itself. Where the chat template marks the assistant's words (``{% generation %}``),
-    transformers says which tokens those are; where it does not, the conversation is rendered prefix by prefix, and that
-    is refused where prefixes do not fit into one another.
-
-    Args:
-        tokenizer: the target's; a chat template is needed for conversations only.
-        last_turn_only: count the last answer of each conversation and nothing else.
+    Where the chat template marks the assistant's words (``{% generation %}``), transformers says which tokens those
+    are; where it does not, the conversation is rendered prefix by prefix, and that is refused where prefixes do not fit
+    into one another.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, last_turn_only: bool = False) -> None:

@@ -1,14 +1,11 @@
-"""Training answers written by the target itself, through the local engine or an OpenAI-compatible endpoint.
-
-A record is a script of questions, whoever answers them. Every finished record is one line, safe at once. A run that was
-stopped goes on where it was: ids that the output holds are not asked again.
-"""
+"""Training answers written by the target itself, through the local engine or an OpenAI-compatible endpoint. A record is
+a script of questions, whoever answers them. Every finished record is one line, safe at once; a run that was stopped
+goes on where it was."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -16,7 +13,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,23 +27,43 @@ if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
 MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
+SAMPLING = SamplingParams(max_tokens=1024)
 Write = Callable[[dict[str, Any]], None]
 
 
-@dataclass(kw_only=True, slots=True)
 class Plan:
     """The records that are left to answer, and counts: progress while it runs, then the outcome."""
 
-    director: Director
-    records: list[Record]  # Not yet in the output, each with an id of its own
-    output: Path
-    tell: Callable[[Plan], None]  # Called after each record
-    total: int  # Records asked for, those of earlier runs included
-    skipped: int
-    complaints: list[str]
-    written: int = 0
-    answers: int = 0
-    failed: int = 0  # Could not be answered; a later run tries them again
+    def __init__(
+        self,
+        path: Path,
+        output: Path,
+        director: Director,
+        *,
+        limit: int | None = None,
+        skip_bad: bool = False,
+        tell: Callable[[Plan], None] = lambda _: None,
+    ) -> None:
+        """Read the input, data of any kind that `forerun data prepare` reads, and see what an earlier run has finished.
+        `limit` takes only the first records; `output` is JSONL to append to; `tell` is called after each record.
+        DataError if the input cannot be used, or the output is no earlier run's; ArgumentError if they are one file."""
+        if limit is not None and limit < 1:
+            raise ArgumentError(f"limit must be at least 1, got {limit}")
+        if path.resolve() == output.resolve():
+            raise ArgumentError(f"--output {output} is the input; the answers need a file of their own")
+        bad = BadRecords(skip=skip_bad)
+        records, seen = list[Record](), Counter[str]()
+        for record in itertools.islice(read_records(path, bad), limit):
+            seen[record.id] += 1
+            count = seen[record.id]
+            records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
+        finished = _finished_ids(output)
+        self.director, self.output, self.tell = director, output, tell
+        self.records = [record for record in records if record.id not in finished]  # Each with an id of its own
+        self.total = len(records)  # Those of earlier runs included
+        self.skipped, self.complaints = bad.count, bad.examples
+        self.written = self.answers = 0
+        self.failed = 0  # Could not be answered; a later run tries them again
 
     @property
     def resumed(self) -> int:
@@ -73,43 +90,7 @@ class Plan:
         self.tell(self)
 
 
-def plan(
-    path: Path,
-    output: Path,
-    director: Director,
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
-    tell: Callable[[Plan], None] = lambda _: None,
-) -> Plan:
-    """Read the input, data of any kind that `forerun data prepare` reads, and see what an earlier run has finished.
-
-    `limit` takes only the first records; `output` is JSONL to append to. DataError if the input cannot be used, or the
-    output is no earlier run's; ArgumentError if they are one file.
-    """
-    if limit is not None and limit < 1:
-        raise ArgumentError(f"limit must be at least 1, got {limit}")
-    if path.resolve() == output.resolve():
-        raise ArgumentError(f"--output {output} is the input; the answers need a file of their own")
-    bad = BadRecords(skip=skip_bad)
-    records, seen = list[Record](), Counter[str]()
-    for record in itertools.islice(read_records(path, bad), limit):
-        seen[record.id] += 1
-        count = seen[record.id]
-        records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
-    finished = _finished_ids(output)
-    return Plan(
-        director=director,
-        records=[record for record in records if record.id not in finished],
-        output=output,
-        tell=tell,
-        total=len(records),
-        skipped=bad.count,
-        complaints=bad.examples,
-    )
-
-
-def with_engine(todo: Plan, llm: LLM, generation: Generation, *, concurrency: int = 8) -> Plan:
+def with_engine(todo: Plan, llm: LLM, *, concurrency: int = 8) -> Plan:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
     waiting, running = deque(todo.records), dict[str, tuple[Record, Script]]()
 
@@ -117,8 +98,9 @@ def with_engine(todo: Plan, llm: LLM, generation: Generation, *, concurrency: in
         try:
             question = _next(script, answer)
             if isinstance(question, Question):
-                params = SamplingParams(**asdict(generation), seed=question.seed)
-                running[llm.submit(_prompt(llm, question), params)] = (record, script)
+                talk = question.messages
+                prompt = llm.chat_prompt(talk, question.tools or None) if talk else question.prompt
+                running[llm.submit(prompt, question.params)] = (record, script)
                 return
         except ForerunError as error:
             todo.finish(record, error, write)
@@ -155,7 +137,7 @@ def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, tran
 
 
 async def _ask_all(todo: Plan, endpoint: Endpoint, concurrency: int, transport: Any) -> None:
-    waiting, failures = iter(todo.records), 0
+    waiting, failures = iter(todo.records), 0  # the workers share both
 
     async def work() -> None:
         nonlocal failures
@@ -194,21 +176,9 @@ def _next(script: Script, answer: Answer | None) -> Question | dict[str, Any]:
         return line
 
 
-def _prompt(llm: LLM, question: Question) -> Any:
-    if not question.messages:
-        return question.prompt
-    if not question.tools or llm.tokenizer is None:
-        return llm.chat_prompt(question.messages)
-    text = llm.tokenizer.apply_chat_template(
-        list(question.messages), tools=list(question.tools), tokenize=False, add_generation_prompt=True
-    )
-    return {"prompt": text, "prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)}
-
-
 @contextmanager
 def _appended(path: Path) -> Iterator[Write]:
-    """A function that appends a JSON line, at once and as a whole; a last line cut short by a crash is removed first.
-    It raises OSError if the disk is full, and what was there is still whole."""
+    """A function that appends a whole JSON line at once, or OSError; one cut short by a crash is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         with path.open("r+b") as lines:
@@ -242,26 +212,11 @@ def _finished_ids(path: Path) -> set[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """How answers are sampled."""
-
-    max_tokens: int = 1024
-    temperature: float | None = None  # 0 is greedy; None takes the model's or the server's default
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ArgumentError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        SamplingParams(**asdict(self))  # checks the others
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
     """Where the target answers and how patient to be with it."""
 
     url: str  # Base, with or without ``/v1``
     model: str
-    generation: Generation = field(default_factory=Generation)
     retries: int = 6  # Further attempts after the first, for timeouts, 429 and 5xx
     first_pause_s: float = 0.5  # Pause before the second attempt; doubles each time
     timeout_s: float = 600.0
@@ -269,7 +224,10 @@ class Endpoint:
 
     def client(self, transport: Any = None, connections: int = 100) -> Any:
         """An `httpx.AsyncClient` for this endpoint, to be closed by the caller; `transport` replaces the network."""
-        httpx = _httpx()
+        try:
+            import httpx
+        except ImportError as error:
+            raise ArgumentError("an endpoint needs httpx; install it with: pip install 'forerun[train]'") from error
         key = self.api_key or os.environ.get("OPENAI_API_KEY")
         if not self.url.startswith(("http://", "https://")):
             raise ArgumentError(f"--endpoint must begin with http:// or https://, got {self.url!r}")
@@ -285,7 +243,10 @@ class Endpoint:
     async def ask(self, client: Any, question: Question) -> Answer:
         """Ask one question; DataError if it is refused, EndpointError if the endpoint stays busy or refuses all."""
         path = "/chat/completions" if question.messages else "/completions"
-        response = await self._post(client, path, self._body(question))
+        sampling = {name: getattr(question.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+        asked = {"messages": question.messages} if question.messages else {"prompt": question.prompt}
+        body = {"model": self.model, "tools": question.tools or None, **asked, **sampling}
+        response = await self._post(client, path, {key: value for key, value in body.items() if value is not None})
         try:
             choice = response.json()["choices"][0]
             message = choice["message"] if question.messages else choice
@@ -300,19 +261,9 @@ class Endpoint:
             raise DataError("the endpoint's answer has no text")
         return Answer(text, truncated, thought if isinstance(thought, str) else "")
 
-    def _body(self, question: Question) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "model": self.model,
-            **asdict(self.generation),
-            "seed": question.seed,
-            "tools": [dict(tool) for tool in question.tools] or None,
-            "messages": list(question.messages) or None,
-            "prompt": None if question.messages else question.prompt,
-        }
-        return {key: value for key, value in options.items() if value is not None}
-
     async def _post(self, client: Any, path: str, body: dict[str, Any]) -> Any:
-        httpx = _httpx()
+        import httpx
+
         for attempt in itertools.count():
             response = None
             try:
@@ -339,16 +290,8 @@ class Endpoint:
         return min(max(wanted, 0.0), 60.0)
 
 
-def _httpx() -> Any:
-    try:
-        return importlib.import_module("httpx")
-    except ImportError as error:
-        raise ArgumentError("an endpoint needs httpx; install it with: pip install 'forerun[train]'") from error
-
-
 BUSY = frozenset({408, 409, 425, 429})  # Statuses besides 5xx that a later attempt may cure
-UNFIT = frozenset({400, 413, 422})
-"""Statuses that blame this one request: a conversation too long for the model, for example."""
+UNFIT = frozenset({400, 413, 422})  # Statuses that blame this one request: for example, too long for the model
 
 
 class EndpointError(ForerunError, ConnectionError):
@@ -361,22 +304,21 @@ class Director:
 
     tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
     prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
-    seed: int | None = None  # Mixed with each record's id and turn, so that a resumed run asks the same
+    params: SamplingParams = SAMPLING  # Its seed is mixed with a record's id and turn: a resumed run asks the same
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 1:
-            raise ArgumentError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+        if self.prompt_tokens < 1 or not self.params.max_tokens:
+            given = f"{self.prompt_tokens} and {self.params.max_tokens}"
+            raise ArgumentError(f"prompt_tokens and max_tokens must be at least 1, got {given}")
 
     def script(self, record: Record) -> Script:
         """The questions of one record; advancing it raises DataError where nothing can be answered."""
         return self._conversation(record) if record.messages else self._text(record)
 
     def _conversation(self, record: Record) -> Script:
-        """Keep what others said, write every turn of the assistant anew, and answer what was left unanswered.
-
-        A conversation ends early where an answer is cut off, and before the first call of a tool: the tool's recorded
-        reply would not fit another call.
-        """
+        """Keep what others said, write every turn of the assistant anew, and answer what was left unanswered. A
+        conversation ends early where an answer is cut off, and before the first call of a tool: the tool's recorded
+        reply would not fit another call."""
         history: list[Message] = []
         line: dict[str, Any] = {"id": record.id, "messages": history}
         line |= {"tools": [dict(tool) for tool in record.tools]} if record.tools else {}
@@ -420,26 +362,27 @@ class Director:
         return offsets
 
     def _question(self, record: Record, messages: tuple[Message, ...], prompt: str, turn: int) -> Question:
-        seed = None
-        if self.seed is not None:
-            digest = hashlib.sha256(f"{self.seed}/{record.id}/{turn}".encode()).digest()
-            seed = int.from_bytes(digest[:4], "big") >> 1
-        return Question(messages=messages, tools=record.tools, prompt=prompt, seed=seed)
+        params = self.params
+        if params.seed is not None:
+            digest = hashlib.sha256(f"{params.seed}/{record.id}/{turn}".encode()).digest()
+            params = replace(params, seed=int.from_bytes(digest[:4], "big") >> 1)  # below 2**31
+        return Question(messages=messages, tools=record.tools, prompt=prompt, params=params)
 
 
 def _askable(messages: Sequence[Message]) -> list[Message]:
     """The messages before the first that calls a tool or reports from one."""
-    for index, message in enumerate(messages):
+    found = list[Message]()
+    for message in messages:
         reports = message["role"] == "tool"
         if reports or message.get("tool_calls") or message.get("function_call"):
-            found = list(messages[:index])
             # Whoever spoke before a report called the tool, in a way that this format does not mark.
             while found and reports and found[-1]["role"] == "assistant":
                 found.pop()
             while found and found[-1]["role"] != "assistant":
                 found.pop()
-            return found
-    return list(messages)
+            break
+        found.append(message)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -449,7 +392,7 @@ class Question:
     messages: tuple[Message, ...]  # The conversation so far; empty for plain text
     tools: tuple[Mapping[str, Any], ...]
     prompt: str  # The text to continue, where there is no conversation
-    seed: int | None  # Below 2**31; None leaves it to whoever answers
+    params: SamplingParams
 
 
 class Answer(NamedTuple):
@@ -460,5 +403,4 @@ class Answer(NamedTuple):
     reasoning: str = ""  # What an endpoint reports separately as the target's thinking
 
 
-Script = Generator[Question, Answer, dict[str, Any]]
-"""What to ask about a record, answer by answer; it ends with the record's line of output."""
+Script = Generator[Question, Answer, dict[str, Any]]  # Asks about a record; returns the record's line of output

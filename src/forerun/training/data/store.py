@@ -1,8 +1,7 @@
 """Prepared data: token ids and masks of documents in a directory; from there the draft vocabulary and packed windows.
 
 ``tokens.bin`` (int32), ``mask.bin`` (uint8), ``offsets.bin`` (int64, one more than documents), and ``manifest.json``
-with the sha256 of each, which is compared whenever the directory is opened: five bytes a token, of which a processor
-hashes more than 1 GB a second. The directory is written under a temporary name and renamed when it is complete.
+with the sha256 of each, compared whenever the directory is opened: five bytes a token, at more than 1 GB a second.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,36 +32,25 @@ KIND = ManifestKind(
     format="forerun-prepared-data", version=2, what="prepared data", remedy="make some with: forerun data prepare"
 )
 PARTS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8")}
-"""Name of each ``.bin`` file and its numbers."""
 
 
 class PreparedData:
-    """A prepared directory: documents are views into memory-mapped files. Use `open`; ``len(data)`` is their number."""
+    """A prepared directory: documents are views into memory-mapped files; ``len(data)`` is their number."""
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], parts: Mapping[str, NDArray[Any]]) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.tokens: NDArray[np.int32] = parts["tokens"]  # (num_tokens,) int32: all documents behind one another
-        self.mask: NDArray[np.uint8] = parts["mask"]  # (num_tokens,) uint8: 1 where the assistant wrote the token
-        self.offsets: NDArray[np.int64] = parts["offsets"]
-        """(documents + 1,) int64: document i is ``tokens[offsets[i]:offsets[i + 1]]``."""
-
-    @classmethod
-    def open(cls, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> PreparedData:
+    def __init__(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Open a directory that `forerun data prepare` wrote, and read all of it once to compare the checksums.
-
         DataError for no prepared data, another version, or a file that was cut short or changed;
-        VocabularyMismatchError if another `tokenizer` made it, or conversations were written with another template.
-        """
-        folder = Path(folder)
-        manifest = KIND.read(folder)
-        documents, tokens = manifest["counts"]["documents"], manifest["counts"]["tokens"]
-        lengths = {"tokens": tokens, "mask": tokens, "offsets": documents + 1}
-        parts = {name: _mapped(folder, name, length, manifest["content"][name]) for name, length in lengths.items()}
-        data = cls(folder, manifest, parts)
+        VocabularyMismatchError if another `tokenizer` made it, or conversations were written with another template."""
+        self.folder = Path(folder)
+        self.manifest = KIND.read(self.folder)
+        documents, tokens = self.manifest["counts"]["documents"], self.manifest["counts"]["tokens"]
+        self.tokens: NDArray[np.int32] = self._mapped("tokens", tokens)  # (num_tokens,): one document behind another
+        self.mask: NDArray[np.uint8] = self._mapped("mask", tokens)  # (num_tokens,): 1 where the assistant wrote it
+        self.offsets: NDArray[np.int64] = self._mapped(
+            "offsets", documents + 1
+        )  # i is tokens[offsets[i]:offsets[i + 1]]
         if tokenizer is not None:
-            data.check_tokenizer(TokenizerIdentity.of(tokenizer))
-        return data
+            self.check_tokenizer(TokenizerIdentity.of(tokenizer))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -106,19 +94,30 @@ class PreparedData:
                 f"which is not that of {given.name!r}; {again}"
             )
 
+    def _mapped(self, name: str, length: int) -> NDArray[Any]:
+        path, kind = self.folder / f"{name}.bin", PARTS[name]
+        expected = length * kind.itemsize
+        found = path.stat().st_size if path.is_file() else None
+        if found != expected:
+            state = "is missing" if found is None else f"has {found:,} bytes"
+            raise DataError(f"{path} {state}, the manifest says {expected:,}; prepare the data again")
+        if digest_of(path) != self.manifest["content"][name]:
+            raise DataError(f"{path} has changed since it was written: its checksum does not fit; prepare it again")
+        # A plain array on the same pages: slicing one is several times faster than slicing a memmap.
+        return np.asarray(np.memmap(path, kind, mode="r", shape=(length,)))
+
 
 def write_prepared(
     folder: Path,
     documents: Iterable[tuple[Sequence[int], Sequence[bool]]],
     tokenizer: TokenizerIdentity,
-    about: Callable[[int], Mapping[str, Any]] = lambda documents: {},
+    about: Mapping[str, Any] | None = None,
 ) -> PreparedData:
     """Write documents (token ids and mask) as a prepared directory, which appears whole or not at all, and open it.
-
-    `about` is given the number of documents and has further entries of the manifest; ``counts`` are completed here.
-    ArgumentError if there is something in `folder` already.
-    """
+    `about` has further entries of the manifest, read when all documents were; ``counts`` are completed here.
+    ArgumentError if there is something in `folder` already."""
     check_new(folder)
+    about = about or {}
     counts = {"documents": 0, "tokens": 0, "counted_tokens": 0}
     with written_folder(folder.absolute()) as fresh:
         with ExitStack() as stack:
@@ -132,36 +131,21 @@ def write_prepared(
                 for name, numbers in (("tokens", tokens), ("mask", mask), ("offsets", [counts["tokens"]])):
                     files[name].write(np.asarray(numbers, PARTS[name]).tobytes())
         content = {name: digest_of(fresh / f"{name}.bin") for name in PARTS}
-        more = about(counts["documents"])
         manifest = {
             "hash": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
             "tokenizer": asdict(tokenizer),
-            **more,
-            "counts": {**counts, **more.get("counts", {})},
+            **about,
+            "counts": {**counts, **about.get("counts", {})},
             "content": content,
         }
         KIND.write(fresh, manifest)
-    return PreparedData.open(folder)
+    return PreparedData(folder)
 
 
 def check_new(folder: Path) -> None:
     """ArgumentError if there is something where an output folder shall be."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ArgumentError(f"{folder} exists and is not empty; choose another --output or remove it first")
-
-
-def _mapped(folder: Path, name: str, length: int, digest: str) -> NDArray[Any]:
-    path, kind = folder / f"{name}.bin", PARTS[name]
-    expected = length * kind.itemsize
-    found = path.stat().st_size if path.is_file() else None
-    if found != expected:
-        state = "is missing" if found is None else f"has {found:,} bytes"
-        raise DataError(f"{path} {state}, the manifest says {expected:,}; prepare the data again")
-    if digest_of(path) != digest:
-        raise DataError(f"{path} has changed since it was written: its checksum does not fit; prepare the data again")
-    # A plain array on the same pages: slicing one is several times faster than slicing a memmap.
-    numbers: NDArray[Any] = np.asarray(np.memmap(path, kind, mode="r", shape=(length,)))
-    return numbers
 
 
 _BLOCK = 1 << 22
@@ -214,17 +198,10 @@ class Segment:
 
 
 class PackedWindows:
-    """Batches of packed windows. ``batch(step)`` depends on the arguments and the step, on nothing else.
-
-    The global batch is ``rows * world`` windows; rank r takes rows ``r * rows`` to ``(r + 1) * rows`` of it. So
-    1 process with 8 rows and 4 processes with 2 rows see the same windows in the same order.
-
-    Args:
-        length: S, tokens per window.
-        rows: B, windows per process and step.
-        seed: of the packing and of every epoch's order.
-        min_tokens: leave out segments with fewer tokens to learn than this; DataError if none has enough.
-    """
+    """Batches of B = `rows` packed windows of S = `length` tokens, a function of the arguments and the step alone. Rank
+    r takes rows ``r * rows`` to ``(r + 1) * rows`` of ``rows * world``: 1 process with 8 rows and 4 with 2 rows see the
+    same windows in the same order. Segments with fewer than `min_tokens` tokens to learn are left out; DataError if
+    none has enough."""
 
     def __init__(self, data: PreparedData, *, length: int, rows: int, seed: int, min_tokens: int = 1) -> None:
         if length < 2 or rows < 1 or min_tokens < 1 or seed < 0:

@@ -1,23 +1,22 @@
 """The target's hidden states for packed rows, from a transformers model in this process; and the probe of any source.
 
-Documents that share a row do not see each other: the mask is block-diagonal and positions start anew, so a document's
-features are those that it has alone. The probe compares captured states with those that the model reports itself: a
-layer id that is off by one still trains and still drafts, only worse.
+A document's features are those that it has alone: the mask is block-diagonal and positions start anew. The probe
+compares them with what the model reports itself: with a layer id off by one a head still trains, only worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError, DataError
-from forerun.model.layers import base_of, captured, device_of, layers_of
+from forerun.model.layers import base_of, captured, check_boundaries, device_of, layers_of
 from forerun.model.masks import FULL, AttentionMask, MaskStyle
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
@@ -32,8 +31,7 @@ class OnlineFeatures:
         UnsupportedModelError for recurrent state, or a layer that is neither full, sliding nor chunked attention."""
         refuse_stateful(type(model), model.config.model_type)
         config = text_config(model)
-        self.boundaries = check_boundaries(boundaries, config.num_hidden_layers)
-        """Ascending or as given, without `LAST_HIDDEN`."""
+        self.boundaries = distinct_boundaries(boundaries, config.num_hidden_layers)  # As given, without `LAST_HIDDEN`
         self.hidden_size: int = config.hidden_size
         self.max_length: int = context_length(config)  # Most tokens of a document
         self.model = model
@@ -44,11 +42,9 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def features(self, batch: TokenBatch) -> FeatureBatch:
-        """The states (B, S, Ht) of one forward pass, each detached and on the model's input device.
-
-        The mask takes B x S x S elements. States at padding are meaningless. Honours an autocast that is open.
-        ArgumentError if a document is longer than the model's context.
-        """
+        """The states (B, S, Ht) of one forward pass, detached and on the model's input device; meaningless at padding.
+        The mask takes B x S x S elements. Honours an autocast that is open. ArgumentError if a document is longer than
+        the model's context."""
         longest = int(batch.positions.max()) + 1
         if longest > self.max_length:
             raise ArgumentError(
@@ -77,28 +73,21 @@ class OnlineFeatures:
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
         """States (B, S, Ht) after the final norm."""
-        if not _gathers_at_root(self.model):
+        sharded = isinstance(self.model, FSDPModule)
+        if not sharded:
             last: Tensor = self._base(**inputs).last_hidden_state
             return last
         # FSDP gathers the embedding in the root's forward; the base alone would see its shards.
         states: list[Tensor] = []
-        handle = self._base.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
-        try:
+        with self._base.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state)):
             self.model(**inputs, logits_to_keep=1)
-        finally:
-            handle.remove()
         return states[0]
 
 
-def check_boundaries(boundaries: Sequence[Boundary], num_layers: int) -> tuple[Boundary, ...]:
+def distinct_boundaries(boundaries: Sequence[Boundary], num_layers: int) -> tuple[Boundary, ...]:
     """The boundaries without `LAST_HIDDEN`; ArgumentError if one is out of range or named twice."""
     chosen = tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN)
-    odd = [boundary for boundary in chosen if not 0 <= boundary <= num_layers]
-    if odd:
-        raise ArgumentError(
-            f"there is no layer boundary {odd[0]}: the target has {num_layers} layers, so boundaries are "
-            f"0..{num_layers} (b is the state after b layers, 0 the embeddings)"
-        )
+    check_boundaries(set(chosen), num_layers)
     if len(set(chosen)) != len(chosen):
         raise ArgumentError(f"boundaries must be distinct, got {', '.join(map(str, chosen))}")
     return chosen
@@ -115,11 +104,9 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
 
 
 def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
-    """The additive mask (B, 1, S, S): a token sees its own document up to itself; a dict for mixed layers.
-
-    Padding sees padding, so that no row is masked altogether, and is seen by nobody else. A sliding window counts
-    positions within the document.
-    """
+    """The additive mask (B, 1, S, S): a token sees its own document up to itself; a dict for mixed layers. Padding sees
+    padding, so that no row is masked altogether, and is seen by nobody else. A sliding window counts positions within
+    the document."""
     visible = (batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)).tril()
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     lowest = torch.full_like(zero, torch.finfo(dtype).min)
@@ -145,30 +132,24 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             child.training = True
 
 
-def _gathers_at_root(model: Any) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)
-
-
 COSINE = 0.999  # Mean cosine over the tokens that features must exceed
 SCALE = 0.05  # Most that their length may differ; a norm with weights near one changes lengths and leaves directions
 
-Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Boundary, Tensor]]]
-"""Documents -> their states (L, Ht) by boundary; the ``documents`` method of every source."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryCheck:
-    """One boundary's features beside the target's own states."""
+    """One boundary's features (tokens, Ht) beside the target's own states at all boundaries."""
 
-    boundary: Boundary
-    cosine: float
-    lowest: float  # Cosine of the worst token; reported, not tested
-    scale: float  # Length of the features over that of the target's states, mean over the tokens
-    nearest: Boundary  # The boundary whose states they resemble most
+    def __init__(self, boundary: Boundary, states: Tensor, own: Mapping[Boundary, Tensor]) -> None:
+        cosines = cosine_similarity(states, own[boundary], dim=-1)
+        errors = {other: float((states - reference).norm()) for other, reference in own.items()}
+        self.boundary = boundary
+        self.cosine = float(cosines.mean())
+        self.lowest = float(cosines.min())  # Of the worst token; reported, not tested
+        # Length of the features over that of the target's states, mean over the tokens.
+        self.scale = float((states.norm(dim=-1) / own[boundary].norm(dim=-1)).mean())
+        # The boundary whose states they resemble most. With NaN every comparison is false; the boundary itself comes
+        # first, and its cosine fails it.
+        self.nearest = min([boundary, *errors], key=lambda other: errors[other])
 
     @property
     def passed(self) -> bool:
@@ -187,32 +168,14 @@ class BoundaryCheck:
         return words
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeReport:
-    """The comparison for every boundary."""
-
-    checks: tuple[BoundaryCheck, ...]
-    tokens: int
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-    def require(self) -> ProbeReport:
-        """The report, or DataError, naming each boundary that failed."""
-        failed = [check.summary for check in self.checks if not check.passed]
-        if failed:
-            raise DataError(
-                f"the captured features are not the target's hidden states: {'; '.join(failed)}. Check the layer "
-                "numbering and the final norm of the source; do not train on these."
-            )
-        return self
-
-
-def probe(model: Any, capture: Capture, documents: Sequence[Sequence[int]]) -> ProbeReport:
-    """Compare what `capture` gives for `documents` (token ids) with the states that `model` itself reports; errors as
-    `compare`."""
-    return compare(capture(documents), [reference_states(model, document) for document in documents])
+def require(checks: Sequence[BoundaryCheck]) -> None:
+    """DataError, naming each boundary that failed."""
+    failed = [check.summary for check in checks if not check.passed]
+    if failed:
+        raise DataError(
+            f"the captured features are not the target's hidden states: {'; '.join(failed)}. Check the layer "
+            "numbering and the final norm of the source; do not train on these."
+        )
 
 
 @torch.no_grad()
@@ -223,12 +186,9 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor
     layers = layers_of(base_of(model), config.num_hidden_layers)[1]
     # A hook of its own: `captured` is what is under test.
     raw: list[Any] = []
-    handle = layers[-1].register_forward_hook(lambda *call: raw.append(call[-1]))
-    try:
-        ids = torch.as_tensor(tokens, dtype=torch.int64, device=device_of(model.get_input_embeddings())).view(1, -1)
+    ids = torch.as_tensor(tokens, dtype=torch.int64, device=device_of(model.get_input_embeddings())).view(1, -1)
+    with layers[-1].register_forward_hook(lambda *call: raw.append(call[-1])):
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-    finally:
-        handle.remove()
     found = dict(enumerate(states[:-1]))
     last = raw[0][0] if isinstance(raw[0], tuple) else raw[0]
     found |= {config.num_hidden_layers: last, LAST_HIDDEN: states[-1]}
@@ -237,8 +197,9 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor
 
 def compare(
     captured: Sequence[Mapping[Boundary, Tensor]], references: Sequence[Mapping[Boundary, Tensor]]
-) -> ProbeReport:
-    """The report on `captured`; DataError where it has other boundaries or shapes than `references`."""
+) -> list[BoundaryCheck]:
+    """Features (L, Ht) of documents beside the target's own states, see `reference_states`, boundary by boundary.
+    DataError where they have other boundaries or shapes."""
     own = {boundary: torch.cat([reference[boundary].float() for reference in references]) for boundary in references[0]}
     checks = []
     for boundary in captured[0]:
@@ -246,23 +207,9 @@ def compare(
         if boundary not in own or states.shape != own[boundary].shape:
             expected = tuple(own[boundary].shape) if boundary in own else "none"
             raise DataError(f"boundary {name_of(boundary)}: features {tuple(states.shape)}, the target has {expected}")
-        checks.append(_check(boundary, states, own))
-    return ProbeReport(checks=tuple(checks), tokens=len(next(iter(own.values()))))
+        checks.append(BoundaryCheck(boundary, states, own))
+    return checks
 
 
 def name_of(boundary: Boundary) -> str:
     return "LAST_HIDDEN" if boundary == LAST_HIDDEN else str(boundary)
-
-
-def _check(boundary: Boundary, states: Tensor, own: Mapping[Boundary, Tensor]) -> BoundaryCheck:
-    cosines = cosine_similarity(states, own[boundary], dim=-1)
-    errors = {other: float((states - reference).norm()) for other, reference in own.items()}
-    # With NaN every comparison is false; the boundary itself comes first, and its cosine fails it.
-    nearest = min([boundary, *errors], key=lambda other: errors[other])
-    return BoundaryCheck(
-        boundary=boundary,
-        cosine=float(cosines.mean()),
-        lowest=float(cosines.min()),
-        scale=float((states.norm(dim=-1) / own[boundary].norm(dim=-1)).mean()),
-        nearest=nearest,
-    )

@@ -1,50 +1,50 @@
-"""Features on disk: written from a source, read as a store or for packed windows.
+"""Features on disk: a manifest of what they were made from, written from a source, read as a store or for windows.
 
 A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
 record per token: the states at each boundary, then `LAST_HIDDEN`, then (float8 only) one float32 scale per state. The
-second names the shard's documents, their lengths in tokens and their CRC-32, with which each is compared when it is
-first read; a shard counts once it is there. Disks and transfers make errors, they do not forge: CRC-32 finds those, at
-2.1 GiB/s on one core where SHA-256 reaches 1.4.
+second names the shard's documents, their lengths in tokens and their CRC-32 (2.1 GiB/s on one core, SHA-256 1.4), with
+which each is compared when it is first read; a shard counts once it is there.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
+import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.errors import ArgumentError, DataError, NumericError
-from forerun.manifests import read_sealed, write_sealed
+from forerun import demo
+from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
+from forerun.manifests import ManifestKind, TokenizerIdentity, read_object, read_sealed, write_sealed
+from forerun.model.load import check_directory, explained, weight_files
 from forerun.training.batch import FeatureBatch
 from forerun.training.data.store import PackedWindows, PreparedData
-from forerun.training.features.manifest import DTYPES, SCALE_BYTES, FeatureManifest, human
 from forerun.types import LAST_HIDDEN, Boundary
 
 Records = NDArray[np.uint8]
 SHARD_BYTES = 1 << 30
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """One finished shard."""
-
-    path: Path
-    documents: tuple[int, ...]  # In the order in which they stand in the file
-    lengths: tuple[int, ...]
-    checksums: tuple[int, ...]  # CRC-32 of each document's records
-    size: int
+KIND = ManifestKind(
+    format="forerun-features", version=3, what="a feature store", remedy="make one with: forerun features"
+)
+# How states may be stored. float8 takes half the bytes; every state then has a float32 scale of its own.
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")}
+SHORT = {"float8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SCALE_BYTES = 4
+RECORDS = "shard-*.json"
 
 
 class FeatureWriter:
@@ -57,17 +57,17 @@ class FeatureWriter:
             raise ArgumentError(f"a shard needs at least one byte, got {shard_bytes}")
         self.directory, self.manifest, self._shard_bytes = directory, manifest, shard_bytes
         directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.glob("shard-*.json")):
+        if any(directory.glob(RECORDS)):
             FeatureManifest.read(directory).refuse_other(manifest, directory, reading=False)
         elif any(not path.name.startswith(("manifest.json", "shard-")) for path in directory.iterdir()):
             raise DataError(f"{directory} is not empty and no feature store: choose another directory")
         else:
-            manifest.write(directory)
-        self._shards = finished_shards(directory, manifest)
+            KIND.write(directory, asdict(manifest))
+        self._shards = [Shard(path, manifest) for path in sorted(directory.glob(RECORDS))]
         for stale in directory.glob("*.partial"):
             stale.unlink()
+        # Documents in finished shards and in the open one.
         self.done: set[int] = {document for shard in self._shards for document in shard.documents}
-        """Documents in finished shards and in the open one."""
         self._file: BinaryIO | None = None
         self._open: list[tuple[int, int, int]] = []  # Document, length and checksum of what the open shard holds
 
@@ -117,18 +117,18 @@ class FeatureWriter:
     def _seal(self) -> None:
         """Finish the open shard: first its bytes are on the disk, then its record says so."""
         assert self._file is not None
-        size, documents, lengths, checksums = self._open_bytes(), *zip(*self._open, strict=True)
+        documents, lengths, checksums = zip(*self._open, strict=True)
         with self._full_disk_explained():
             # An interrupted write may have left part of a document behind the last whole one.
-            self._file.truncate(size)
+            self._file.truncate(self._open_bytes())
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            path = self._path(".bin")
-            self._path(".bin.partial").replace(path)
-            write_sealed(self._path(".json"), {"documents": documents, "lengths": lengths, "crc32": checksums})
+            record = self._path(".json")
+            self._path(".bin.partial").replace(record.with_suffix(".bin"))
+            write_sealed(record, {"documents": documents, "lengths": lengths, "crc32": checksums})
         self._file, self._open = None, []
-        self._shards.append(Shard(path=path, documents=documents, lengths=lengths, checksums=checksums, size=size))
+        self._shards.append(Shard(record, self.manifest))
 
     @contextmanager
     def _full_disk_explained(self) -> Iterator[None]:
@@ -147,42 +147,34 @@ class FeatureWriter:
 class FeatureStore:
     """A finished store, read through memory maps; many processes may read it at once."""
 
-    def __init__(self, directory: Path, manifest: FeatureManifest, shards: Sequence[Shard]) -> None:
-        self.directory, self.manifest, self._shards = directory, manifest, tuple(shards)
+    def __init__(self, directory: str | Path, wanted: FeatureManifest | None = None) -> None:
+        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer and data; DataError,
+        with both values, for another."""
+        self.directory, self.manifest = Path(directory), FeatureManifest.read(Path(directory))
+        if wanted is not None:
+            self.manifest.refuse_other(wanted, self.directory, reading=True)
+        self._shards = [Shard(path, self.manifest) for path in sorted(self.directory.glob(RECORDS))]
+        # Document -> number of its shard, tokens before it in the shard, its tokens, its checksum.
         self._locations: dict[int, tuple[int, int, int, int]] = {}
-        """Document -> number of its shard, tokens before it in the shard, its tokens, its checksum."""
-        for index, shard in enumerate(shards):
+        for index, shard in enumerate(self._shards):
             offsets = itertools.accumulate(shard.lengths, initial=0)
             places = zip(shard.documents, offsets, shard.lengths, shard.checksums, strict=False)
             self._locations |= {document: (index, first, size, check) for document, first, size, check in places}
-        self._maps: dict[int, Records] = {}
-        self._compared: set[int] = set()  # Documents whose checksum was found right
-
-    @classmethod
-    def open(cls, directory: str | Path, wanted: FeatureManifest | None = None) -> FeatureStore:
-        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer and data; DataError,
-        with both values, for another."""
-        directory, manifest = Path(directory), FeatureManifest.read(Path(directory))
-        if wanted is not None:
-            manifest.refuse_other(wanted, directory, reading=True)
-        shards = finished_shards(directory, manifest)
-        held = sum(len(shard.documents) for shard in shards)
-        if held != manifest.documents:
+        if len(self) != self.manifest.documents:
             raise DataError(
-                f"{directory} is unfinished: it holds {held} of {manifest.documents} documents; run the same "
+                f"{directory} is unfinished: it holds {len(self)} of {self.manifest.documents} documents; run the same "
                 "forerun features command again to go on"
             )
-        return cls(directory, manifest, shards)
+        width = self.manifest.record_bytes
+        self._records = [np.memmap(shard.path, np.uint8, "r").reshape(-1, width) for shard in self._shards]
+        self._compared: set[int] = set()  # Documents whose checksum was found right
 
     def __len__(self) -> int:
         return len(self._locations)
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> dict[Boundary, Tensor]:
-        """States (length, Ht) of a document's tokens from `offset` on, at every boundary and `LAST_HIDDEN`.
-
-        As stored, and bfloat16 for float8. DataError if there is no such document, it ends before ``offset + length``,
-        or it has changed since it was written.
-        """
+        """States (length, Ht) of a document's tokens from `offset` on, at every boundary and `LAST_HIDDEN`: as stored,
+        and bfloat16 for float8. DataError if there is no such document, it ends before, or it has changed."""
         if document not in self._locations:
             raise DataError(f"{self.directory} holds no document {document}; it has {len(self._locations)} documents")
         shard, first, size, checksum = self._locations[document]
@@ -192,7 +184,7 @@ class FeatureStore:
                 f"document {document} has {size} tokens of features, tokens {offset}..{offset + length} "
                 f"were asked for: {self.directory} is of other data"
             )
-        records = self._map(shard)[first : first + size]
+        records = self._records[shard][first : first + size]
         if document not in self._compared:
             if zlib.crc32(records.data) != checksum:
                 path = self._shards[shard].path
@@ -203,11 +195,34 @@ class FeatureStore:
             self._compared.add(document)
         return decode(np.array(records[offset : offset + length]), self.manifest)
 
-    def _map(self, shard: int) -> Records:
-        if shard not in self._maps:
-            entry, width = self._shards[shard], self.manifest.record_bytes
-            self._maps[shard] = np.memmap(entry.path, np.uint8, "r", shape=(entry.size // width, width))
-        return self._maps[shard]
+    def features(self, windows: PackedWindows, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
+        """The batch of a step of `windows`, of the same prepared data, with its features (B, S, Ht) on the CPU, zero at
+        padding. A segment with an offset gets states that saw everything before it, as the head meets them when it
+        drafts; `OnlineFeatures` sees the segment alone."""
+        batch, found = windows.batch(step, rank, world), dict[Boundary, Tensor]()
+        for segment in windows.segments(step, rank, world):
+            for boundary, values in self.read(segment.document, segment.offset, segment.length).items():
+                if boundary not in found:
+                    found[boundary] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
+                found[boundary][segment.row, segment.column : segment.column + segment.length] = values
+        return FeatureBatch(batch=batch, features=found)
+
+
+class Shard:
+    """One finished shard, by its record."""
+
+    def __init__(self, record: Path, manifest: FeatureManifest) -> None:
+        """DataError, with both sizes, if it was cut short or changed."""
+        self.path = record.with_suffix(".bin")
+        found = read_sealed(record, _remedy(self.path))
+        self.documents: list[int] = found["documents"]  # In the order in which they stand in the file
+        self.lengths: list[int] = found["lengths"]
+        self.checksums: list[int] = found["crc32"]  # Of each document's records
+        actual = self.path.stat().st_size if self.path.exists() else 0
+        expected = sum(self.lengths) * manifest.record_bytes
+        if actual != expected:
+            state = f"is cut short or was changed: {actual} bytes, expected {expected}"
+            raise DataError(f"{self.path} {state}; {_remedy(self.path)}")
 
 
 def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name: str) -> Records:
@@ -247,25 +262,8 @@ def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor
     return found
 
 
-def finished_shards(directory: Path, manifest: FeatureManifest) -> list[Shard]:
-    """The shards whose record was written, in order; DataError, with both sizes, if one was cut short or changed."""
-    shards: list[Shard] = []
-    for path in sorted(directory.glob("shard-*.json")):
-        data = path.with_suffix(".bin")
-        record = read_sealed(path, _remedy(data))
-        documents, lengths, checksums = (tuple(record[name]) for name in ("documents", "lengths", "crc32"))
-        actual, expected = data.stat().st_size if data.exists() else 0, sum(lengths) * manifest.record_bytes
-        if actual != expected:
-            raise DataError(f"{data} is cut short or was changed: {actual} bytes, expected {expected}; {_remedy(data)}")
-        shards.append(Shard(path=data, documents=documents, lengths=lengths, checksums=checksums, size=expected))
-    return shards
-
-
 def _remedy(path: Path) -> str:
-    return (
-        f"delete {path.name} and {path.with_suffix('.json').name} and run the same forerun features command again, "
-        "which makes these documents anew"
-    )
+    return f"delete {path.name} and {path.stem}.json and run the same forerun features command again"
 
 
 def _is_full(error: BaseException) -> bool:
@@ -273,37 +271,9 @@ def _is_full(error: BaseException) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-@dataclass(frozen=True, slots=True)
-class OfflineFeatures:
-    """Reads the features of packed windows from a store, which must be of the same prepared data.
-
-    Features are of whole documents: a segment with an offset gets states that saw everything before it, as the head
-    meets them when it drafts; `OnlineFeatures` would only see the segment.
-    """
-
-    store: FeatureStore
-    windows: PackedWindows
-
-    def features(self, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
-        """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU."""
-        batch = self.windows.batch(step, rank, world)
-        found: dict[Boundary, Tensor] = {}
-        for segment in self.windows.segments(step, rank, world):
-            for boundary, values in self.store.read(segment.document, segment.offset, segment.length).items():
-                if boundary not in found:
-                    found[boundary] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
-                found[boundary][segment.row, segment.column : segment.column + segment.length] = values
-        return FeatureBatch(batch=batch, features=found)
-
-
 STRETCH = 512  # Documents that are sorted by length together
-
-
-class Source(Protocol):
-    """Something that runs the target: `OnlineFeatures` or `VllmFeatures`."""
-
-    def documents(self, documents: Sequence[Sequence[int]]) -> Sequence[Mapping[Boundary, Tensor]]:
-        """The states (L, Ht) of whole documents."""
+Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Boundary, Tensor]]]
+"""Whole documents (token ids) -> their states (L, Ht) by boundary: ``documents`` of `OnlineFeatures` and others."""
 
 
 def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -324,7 +294,7 @@ def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterato
 
 
 def extract(
-    source: Source,
+    capture: Capture,
     data: PreparedData,
     writer: FeatureWriter,
     *,
@@ -335,13 +305,173 @@ def extract(
     lengths = data.lengths.tolist()
     for group in passes(lengths, writer.done, batch_tokens):
         tokens = [data.document(index)[0].tolist() for index in group]
-        for index, states in zip(group, source.documents(tokens), strict=True):
+        for index, states in zip(group, capture(tokens), strict=True):
             writer.append(index, states)
             progress(advance=lengths[index])
 
 
-def sample(data: PreparedData, tokens: int = 64) -> list[int]:
-    """The beginning of the longest of the first documents, for the probe."""
-    longest = max((data.document(index)[0] for index in range(min(len(data), 16))), key=len)
-    beginning: list[int] = longest[:tokens].tolist()
-    return beginning
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureManifest:
+    """What a feature store was made from and how; two stores with equal manifests hold the same features."""
+
+    target: str  # Directory or hub id, for people
+    target_hash: str
+    boundaries: tuple[Boundary, ...]  # In the order of the records; `LAST_HIDDEN` follows and is not listed
+    dtype: str
+    hidden_size: int
+    tokenizer_hash: str
+    template_hash: str  # Empty where there is no template
+    data_hash: str
+    documents: int  # In the prepared data, not only in finished shards
+    tokens: int
+    source: str = "transformers"  # What ran the target: transformers or vllm; their numbers differ by rounding
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one token: a vector for each boundary and `LAST_HIDDEN`, and for float8 a scale for each vector."""
+        scale = SCALE_BYTES if self.dtype == "float8_e4m3fn" else 0
+        return int((len(self.boundaries) + 1) * (self.hidden_size * DTYPES[self.dtype].itemsize + scale))
+
+    @classmethod
+    def read(cls, directory: Path) -> FeatureManifest:
+        """The manifest of a store; DataError if there is none, it is broken or changed, or of another version."""
+        stored = KIND.read(directory)
+        return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
+
+    def refuse_other(self, wanted: FeatureManifest, directory: Path, *, reading: bool) -> None:
+        """DataError, naming each field with both values, if this stored manifest is not the one that is wanted. With
+        `reading` the stored dtype and source may be any; a resumed extraction must keep them."""
+        # A target's name may differ: a directory may have moved.
+        ignored = ("target", "dtype", "source") if reading else ("target",)
+        names = [item.name for item in fields(self) if item.name not in ignored]
+        other = [name for name in names if getattr(self, name) != getattr(wanted, name)]
+        if other:
+            shown = {name: (_shown(getattr(self, name)), _shown(getattr(wanted, name))) for name in other}
+            found = "; ".join(f"{name}: stored {stored}, wanted {asked}" for name, (stored, asked) in shown.items())
+            raise DataError(
+                f"the features in {directory} (of {self.target}) do not belong to this run on {wanted.target}. "
+                f"{found}. Extract them again into another directory, or use what they were made from."
+            )
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def dtype_named(name: str) -> str:
+    """The stored dtype's full name, from one of `DTYPES` or `SHORT`; else ArgumentError."""
+    full = SHORT.get(name, name)
+    if full not in DTYPES:
+        raise ArgumentError(f"features are stored as bfloat16, float8, float16 or float32, not {name!r}")
+    return full
+
+
+def check_room(directory: Path, needed: int) -> int:
+    """Free bytes where `directory` is or will be; DataError if there are fewer than `needed`."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise DataError(
+            f"the features still need {human(needed)}, but {existing} has {human(free)} free: choose another "
+            "directory, store them as float8, take fewer boundaries or less data, or train online without storing them"
+        )
+    return free
+
+
+def human(count: float) -> str:
+    """A number of bytes in the unit that suits it."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def describe(
+    directory: Path,
+    name: str,
+    tokenizer: Any,
+    data: PreparedData,
+    boundaries: Sequence[Boundary],
+    *,
+    hidden_size: int,
+    dtype: str = "bfloat16",
+    source: str = "transformers",
+) -> FeatureManifest:
+    """The manifest of the features of `data` by the checkpoint in `directory`, for writing or for comparing; `name` is
+    the target's for people. VocabularyMismatchError if another tokenizer made the data, DataError if there are no
+    documents, CheckpointError if there is no target."""
+    identity = TokenizerIdentity.of(tokenizer, name)
+    data.check_tokenizer(identity)
+    if len(data) == 0:
+        raise DataError("the prepared data holds no documents")
+    return FeatureManifest(
+        target=identity.name,
+        target_hash=target_hash(directory),
+        boundaries=tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN),
+        dtype=dtype_named(dtype),
+        hidden_size=hidden_size,
+        tokenizer_hash=identity.vocabulary,
+        template_hash=identity.template,
+        data_hash=data.hash,
+        documents=len(data),
+        tokens=int(data.lengths.sum()),
+        source=source,
+    )
+
+
+def check_lengths(lengths: Sequence[int], limit: int) -> None:
+    """DataError, naming the first, if a document is empty or longer than `limit` tokens."""
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= limit:
+            raise DataError(
+                f"document {index} has {length} tokens, but the target takes 1..{limit}: prepare the data with a "
+                "smaller maximum length"
+            )
+
+
+def checkpoint_directory(target: str | Path) -> Path:
+    """The target's files: a directory, a shipped model by its name, or a hub id, fetched; or CheckpointError."""
+    name = demo.resolve(target)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    check_directory(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+    except Exception as error:
+        raise explained(name, error) from error
+
+
+def loaded_from(target: str | Path) -> Path:
+    """Where the files of a target that has been loaded lie: its directory, or a hub id's snapshot."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name = demo.resolve(target)
+    found = None if Path(name).expanduser().is_dir() else try_to_load_from_cache(str(name), "config.json")
+    return Path(found).parent if isinstance(found, str) else checkpoint_directory(target)
+
+
+_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+
+
+def target_hash(directory: Path) -> str:
+    """SHA-256 of a checkpoint: its configuration, its weight files' headers, and samples of their contents. Headers
+    alone are the same for every fine-tune of a model; 64 KiB spread over each file tell them apart without reading the
+    rest. CheckpointError if there is no configuration or no weights."""
+    digest = hashlib.sha256()
+    config = read_object(directory / "config.json", "expected a checkpoint of the target", CheckpointError)
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
+    digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in weight_files(directory):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            start = 8 + int.from_bytes(head, "little")
+            digest.update(path.name.encode() + head + file.read(start - 8) + size.to_bytes(8, "little"))
+            for offset in range(start, size, max(1, (size - start) // 16)):
+                file.seek(offset)
+                digest.update(file.read(4096))
+    return digest.hexdigest()

@@ -1,10 +1,9 @@
 """A KV connector for vLLM on the CPU: writes a prompt's states in the very step that computed them.
 
-vLLM's own ``ExampleHiddenStatesConnector`` (0.32) copies through pinned memory, which only an accelerator has, and does
-so in the step after the prompt's last. Where engine and caller share a process that step never comes, and the caller
-waits for a file lock for ever. Here a file is whole before its path is told (``KVConnectorBase_V1.wait_for_save`` comes
-once a step, after target and draft), so there is no lock and nothing to wait for. Needs whole prompts in one step: no
-chunked prefill, no prefix cache. Imported by vLLM, in its processes, under the name that `vllm_source` gives it.
+vLLM's own ``ExampleHiddenStatesConnector`` (0.32) copies through pinned memory, which only an accelerator has, in the
+step after the prompt's last; where engine and caller share a process, that step never comes. Here a file is whole
+before its path is told (``KVConnectorBase_V1.wait_for_save`` comes once a step), so there is no lock. Needs whole
+prompts in one step: no chunked prefill, no prefix cache. Imported by vLLM, under the name that `vllm_source` gives it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Features from vLLM, through its ``extract_hidden_states`` speculative method and the connector that writes files.
 
-Follows vLLM's documentation (docs.vllm.ai, features/speculative_decoding/extract_hidden_states; vllm >= 0.18): layer
-ids are boundaries, a prompt's states come back as ``hidden_states`` (tokens, ids, Ht) beside ``token_ids``, and the
-last boundary is before the final norm, which `FinalNorm` applies. On an accelerator vLLM's own connector writes them;
-on the CPU it cannot, and `vllm_connector` does. Imports vllm when it is used.
+By its documentation (features/speculative_decoding/extract_hidden_states; vllm >= 0.18) layer ids are boundaries, a
+prompt's states come back as ``hidden_states`` (tokens, ids, Ht) beside ``token_ids``, the last boundary is before the
+final norm, which `FinalNorm` applies. On an accelerator vLLM's own connector writes them, on the CPU `vllm_connector`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 from forerun.errors import ArgumentError, CheckpointError, DataError, UnsupportedModelError
 from forerun.model.layers import base_name, base_of, norm_after_layers
 from forerun.model.load import read_header, weight_files
-from forerun.training.features.online import check_boundaries
+from forerun.training.features.online import distinct_boundaries
 from forerun.types import LAST_HIDDEN, Boundary
 
 
@@ -64,15 +63,13 @@ class FinalNorm:
         return normed
 
 
-ACCELERATOR_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}
-"""vLLM's own: copies beside the computation, then writes in threads."""
+ACCELERATOR_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}  # vLLM's own: copies, then writes in threads
 CPU_CONNECTOR = {
     "kv_connector": "PromptStatesConnector",
     "kv_connector_module_path": "forerun.training.features.vllm_connector",
 }
 CPU_OPTIONS: Mapping[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 << 30}
-"""Defaults of the engine on the CPU: no compiler is needed, and a cache (bytes) for a pass or two. vLLM's own default
-takes 92 % of the memory, and stops where that is not free."""
+"""No compiler is needed, and a cache (bytes) for a pass or two; vLLM's own default wants 92 % of the memory."""
 WRITE_TIMEOUT_S = 120.0  # Seconds that a prompt's states may take to be written once vLLM has answered
 
 
@@ -90,15 +87,10 @@ class VllmFeatures:
         batch_tokens: int = 8192,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start vLLM; ArgumentError if it is not installed or a boundary out of range, DataError if it does not start.
-
-        Args:
-            norm: raw states at the last boundary -> LAST_HIDDEN, see `FinalNorm`.
-            max_tokens: of the longest document.
-            batch_tokens: most tokens of a pass.
-            engine_options: more arguments of ``vllm.LLM``; on the CPU they go before `CPU_OPTIONS`.
-        """
-        self.boundaries = check_boundaries(boundaries, num_layers)
+        """Start vLLM for documents of up to `max_tokens`, passes of up to `batch_tokens` tokens; `norm`: states at the
+        last boundary -> LAST_HIDDEN, see `FinalNorm`; `engine_options`: more arguments of ``vllm.LLM``. ArgumentError
+        if it is not installed or a boundary out of range, DataError if it does not start."""
+        self.boundaries = distinct_boundaries(boundaries, num_layers)
         self._norm, self._last = norm, num_layers
         self._ids = sorted({*self.boundaries, num_layers})
         vllm = require_vllm()

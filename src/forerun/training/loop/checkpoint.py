@@ -1,9 +1,6 @@
-"""Training checkpoints: what they hold, how they are written, and how they come back on any number of processes.
-
-``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32), ``optimizer.safetensors`` (one tensor per
-parameter and kind, ``<parameter>|<kind>``), ``random.json`` (per process) and ``state.json``. No pickle. Everything is
-stored whole, whatever the number of processes, so another number can read it.
-"""
+"""Training checkpoints. ``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32),
+``optimizer.safetensors`` (one tensor per parameter and kind, ``<parameter>|<kind>``), ``random.json`` (per process) and
+``state.json``. Everything is stored whole, so that any number of processes can read it."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import base64
 import json
 import random
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,14 +42,23 @@ class Progress:
     best_step: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What a checkpoint says about itself."""
+    """What a checkpoint says about itself; its tensors are left alone."""
 
-    path: Path
-    progress: Progress
-    random: list[str]  # Per process that wrote it, the text of `capture_random`
-    recipe: Mapping[str, Any] | None  # What decided what was trained, by key; none in checkpoints of an older forerun
+    def __init__(self, path: Path) -> None:
+        """CheckpointError if it is incomplete or in another format."""
+        try:
+            record, states = (json.loads((path / name).read_text(encoding="utf-8")) for name in (STATE, RANDOM))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is no complete training checkpoint: {error}. Remove it to resume from the one before."
+            ) from error
+        if record.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {record.get('format')!r}; this forerun reads {FORMAT}.")
+        self.path, self.progress = path, Progress(**record["progress"])
+        self.random: list[str] = states  # Per process that wrote it, the text of `capture_random`
+        # What decided what was trained, by key; none in checkpoints of an older forerun.
+        self.recipe: Mapping[str, Any] | None = record.get("recipe")
 
 
 def save(
@@ -65,7 +70,9 @@ def save(
     recipe: Mapping[str, Any],
 ) -> Path:
     """Write ``output/checkpoint-<step>``; all processes must call it. CheckpointError if the disk refuses."""
-    weights, moments = weights_of(module), optimizer_tensors(module, optimizers)
+    weights, names = weights_of(module), {id(parameter): name for name, parameter in module.named_parameters()}
+    held = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
+    moments = {f"{name}|{kind}": whole(value) for name, state in held for kind, value in sorted(state.items())}
     states = parallel.collect(capture_random())
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
     folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
@@ -79,13 +86,12 @@ def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, va
 
 
 def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapping[str, Any]) -> Path:
-    def fill(fresh: Path) -> None:
+    with new_directory(folder) as fresh:
         for name, held in tensors.items():
             save_file(held, fresh / name, metadata={"format": "pt"})
         for name, record in records.items():
             (fresh / name).write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-    return write_directory(folder, fill)
+    return folder
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -102,26 +108,6 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     state = module.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(state.items())}
     return {name: whole(state[name]) for name in first_names.values()}
-
-
-def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """``<parameter>|<kind>`` -> full tensor on the CPU."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    states = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
-    return {f"{name}|{kind}": whole(value) for name, state in states for kind, value in sorted(state.items())}
-
-
-def read(path: Path) -> Saved:
-    """What `path` says about itself, tensors left alone; CheckpointError if it is incomplete or in another format."""
-    try:
-        record, states = (json.loads((path / name).read_text(encoding="utf-8")) for name in (STATE, RANDOM))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no complete training checkpoint: {error}. Remove the directory to resume from the one before."
-        ) from error
-    if record.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of forerun reads {FORMAT}.")
-    return Saved(path=path, progress=Progress(**record["progress"]), random=states, recipe=record.get("recipe"))
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
@@ -200,23 +186,19 @@ def latest(output: Path) -> Path | None:
     return next((path for _, path in reversed(checkpoints(output))), None)
 
 
-def write_directory(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Let `fill` write into a fresh directory that takes the place of `folder`; CheckpointError if the disk refuses."""
+@contextmanager
+def new_directory(folder: Path) -> Iterator[Path]:
+    """A fresh directory that takes the place of `folder` when the block ends; CheckpointError if the disk refuses."""
     try:
         with written_folder(folder) as fresh:
-            fill(fresh)
+            yield fresh
     except (OSError, SafetensorError) as error:
         previous = latest(folder.parent)
         kept = f"{previous} is intact" if previous else "there was no earlier checkpoint"
-        try:
-            free = f"{shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free"
-        except OSError:
-            free = "free space unknown"
         raise CheckpointError(
-            f"Writing {folder} failed: {error} ({free}). Nothing saved before was touched: {kept}. "
-            "Make room or choose another output, then start the same command again: it resumes."
+            f"Writing {folder} failed: {error}. Nothing saved before was touched: {kept}. Make room or choose another "
+            "output, then start the same command again: it resumes."
         ) from error
-    return folder
 
 
 def rotate(output: Path, keep: int) -> None:

@@ -1,7 +1,4 @@
-"""Processes: rank and world, DDP and FSDP2 of the objective's module, and collectives.
-
-Reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); starts no process.
-"""
+"""The processes that torchrun started: rank and world, DDP and FSDP2 of the objective's module, and collectives."""
 
 from __future__ import annotations
 
@@ -38,11 +35,8 @@ class Parallel:
 
     @classmethod
     def from_environment(cls, mode: Mode = "ddp", device: torch.device | str | None = None) -> Parallel:
-        """Join the processes that torchrun started; without torchrun, or alone, a single process.
-
-        `device` None is the CUDA device of this process's local rank, else the CPU. ArgumentError for an unknown mode,
-        or "single" under torchrun with several processes.
-        """
+        """Join the processes that torchrun started, if any. `device` None is the local rank's CUDA device, else
+        CPU. ArgumentError for an unknown mode, or "single" with several processes."""
         if mode not in ("single", "ddp", "fsdp"):
             raise ArgumentError(f"mode={mode!r} is unknown; expected single, ddp or fsdp.")
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -133,11 +127,8 @@ class Forward(nn.Module):
 
 
 def spread(objective: Objective, parallel: Parallel) -> nn.Module:
-    """The objective's forward pass, spread as `parallel` says; all processes start from the first one's weights.
-
-    FSDP2 shards the trainable parameters as one group (a drafter is one or few layers, used several times per step:
-    gathering them once is cheapest); frozen ones stay whole. Gradients come out averaged over processes.
-    """
+    """The objective's forward pass, spread as `parallel` says; all start from the first one's weights, and gradients
+    come out averaged. FSDP2 shards the trainable parameters as one group, gathered once: a drafter is a few layers."""
     forward = Forward(objective)
     if parallel.mode == "single":
         return forward

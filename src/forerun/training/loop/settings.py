@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import typing
 from collections.abc import Mapping
@@ -32,55 +31,36 @@ MAY_CHANGE = frozenset({
 class TrainSettings:
     """How long, how fast and how carefully to train; ArgumentError names the field whose value is not allowed."""
 
-    steps: Natural | None = None
-    """Optimizer steps in all, counted from the very first, resumed runs included; none: what `epochs` comes to."""
-    epochs: Positive = 1.0
-    """Passes over the data; read only where `steps` is none."""
-    max_seconds: Positive | None = None
-    """Wall seconds of this run, evaluation included; then it saves and returns. The rate follows steps, not time."""
+    steps: Natural | None = None  # Optimizer steps in all, those of resumed runs included; none: what `epochs` comes to
+    epochs: Positive = 1.0  # Passes over the data; read only where `steps` is none
+    max_seconds: Positive | None = None  # Wall seconds of this run, evaluation included; then it saves and returns
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Positive = 3.0e-4
-    """Peak rate of AdamW, per step."""
-    muon_learning_rate: Positive = 1.0e-3
-    """Peak rate of Muon, per step, scaled to AdamW's size of update (``adjust_lr_fn="match_rms_adamw"``)."""
+    learning_rate: Positive = 3.0e-4  # Peak rate of AdamW, per step
+    muon_learning_rate: Positive = 1.0e-3  # Peak rate of Muon, per step, scaled to AdamW's size of update
     muon_momentum: Momentum = 0.95
-    weight_decay: NotNegative = 0.01
-    """Decoupled decay, per unit of learning rate, of matrices; none on embeddings, norms and biases."""
+    weight_decay: NotNegative = 0.01  # Of matrices, decoupled, per unit of learning rate; embeddings, norms: none
+    # Shares of AdamW's first and second moment kept per step.
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)
-    """Shares of AdamW's first and second moment kept per step."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: Count | None = None
-    """Steps in which the rate rises linearly; None: `warmup_share` of all."""
-    warmup_share: Share = 0.015
-    """Share of all steps; read only where `warmup_steps` is None."""
-    min_rate_share: Share = 0.0
-    """Where cosine and linear end, as a share of the peak, in [0, 1]."""
-    gradient_clip: NotNegative = 1.0
-    """Longest gradient, as Euclidean norm over all parameters; 0: no limit."""
+    warmup_steps: Count | None = None  # Steps in which the rate rises linearly; None: `warmup_share` of all
+    warmup_share: Share = 0.015  # Share of all steps; read only where `warmup_steps` is None
+    min_rate_share: Share = 0.0  # Where cosine and linear end, as a share of the peak, in [0, 1]
+    gradient_clip: NotNegative = 1.0  # Longest gradient, as Euclidean norm over all parameters; 0: no limit
     accumulation: Natural = 1
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of activations (autocast). Weights, gradients and optimizer state are float32 always."""
-    gradient_checkpointing: bool = False
-    """Forget activations and compute them again in the backward pass. The objective reads it; the loop does not."""
-    seed: Count = 0
-    """Of dropout and the like, not of the data."""
-    save_every_s: NotNegative = 600.0
-    """Wall seconds between checkpoints; 0: not by time. The end and an interruption always save."""
-    save_every_steps: Count = 0
-    """Optimizer steps between checkpoints; 0: not by steps."""
-    eval_every_steps: Count = 0
-    """Optimizer steps between evaluations; 0: only at the end."""
-    best_metric: str | None = None
-    """The value of `evaluate` that decides which weights are best, higher is better; none: its first."""
-    keep_checkpoints: Count = 2
-    """Newest checkpoints kept; 0: all. The best weights are kept besides."""
-    log_every_steps: Natural = 10
-    """Optimizer steps between log lines; each averages over the steps since the last."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # Of activations (autocast); all else is float32 always
+    gradient_checkpointing: bool = False  # Compute activations again in the backward pass; the objective reads it
+    seed: Count = 0  # Of dropout and the like, not of the data
+    save_every_s: NotNegative = 600.0  # Wall seconds between checkpoints; 0: not by time. The end always saves
+    save_every_steps: Count = 0  # Optimizer steps between checkpoints; 0: not by steps
+    eval_every_steps: Count = 0  # Optimizer steps between evaluations; 0: only at the end
+    best_metric: str | None = None  # The value of `evaluate` that decides which weights are best, higher is better
+    keep_checkpoints: Count = 2  # Newest checkpoints kept; 0: all. The best weights are kept besides.
+    log_every_steps: Natural = 10  # Optimizer steps between log lines; each averages over the steps since the last
 
     def __post_init__(self) -> None:
-        for name, (adapter, hint) in _adapters().items():
+        for name, hint in typing.get_type_hints(TrainSettings, include_extras=True).items():
             try:
-                adapter.validate_python(getattr(self, name))
+                TypeAdapter(hint, config=STRICT).validate_python(getattr(self, name))
             except ValidationError as error:
                 raise ArgumentError(complaint(error.errors()[0], name, hint)) from None
 
@@ -96,12 +76,6 @@ class TrainSettings:
     def fixed(self) -> dict[str, Any]:
         """``training.<field>`` -> value, of what a resumed run must keep."""
         return {f"training.{name}": value for name, value in asdict(self).items() if name not in MAY_CHANGE}
-
-
-@functools.cache
-def _adapters() -> dict[str, tuple[TypeAdapter[Any], Any]]:
-    hints = typing.get_type_hints(TrainSettings, include_extras=True)
-    return {name: (TypeAdapter(hint, config=STRICT), hint) for name, hint in hints.items()}
 
 
 def complaint(found: Mapping[str, Any], key: str, hint: Any) -> str:

@@ -1,8 +1,5 @@
-"""Trackers of training: a JSONL file and the console always; TensorBoard, W&B and trackio by name.
-
-accelerate's trackers are not used: each of their calls needs accelerate's global `PartialState`, which sets the number
-of threads, the device and environment variables of the process that logs, and so the bits of what it computes.
-"""
+"""Trackers of training: a JSONL file and the console always; TensorBoard, W&B and trackio by name. Not accelerate's:
+their global `PartialState` sets threads and device of the process that logs, and so the bits of what it computes."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,48 +92,38 @@ class Bar(Tracker):
         self._bar.stop()
 
 
-class TensorBoard(Tracker):
-    """Event files for ``tensorboard --logdir``."""
-
-    def __init__(self, module: Any, output: Path, config: Mapping[str, Any]) -> None:
-        self._writer = module.SummaryWriter(str(output / "tensorboard"))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class Remote(Tracker):
-    """wandb, or trackio, which has the same functions."""
+    """Hands everything to a package's own functions."""
 
-    def __init__(self, module: Any, output: Path, config: Mapping[str, Any]) -> None:
-        self._package = module
-        self._package.init(project="forerun", name=output.name, config=dict(config))
+    def __init__(self, log: Callable[[int, Mapping[str, float]], None], close: Callable[[], None]) -> None:
+        self._log, self._close = log, close
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._package.log(dict(values), step=step)
+        self._log(step, values)
 
     def close(self) -> None:
-        self._package.finish()
+        self._close()
 
 
-TRACKERS: dict[str, tuple[str, type[TensorBoard | Remote]]] = {
-    "tensorboard": ("torch.utils.tensorboard", TensorBoard),
-    **{name: (name, Remote) for name in ("wandb", "trackio")},
-}
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 def tracker(name: str, output: Path, config: Mapping[str, Any]) -> Tracker:
-    """A tracker by name, for the `trackers` of `train`; `config` is shown beside the run, named as `output` is.
-    ArgumentError for an unknown name, or if its package is not installed."""
-    if name not in TRACKERS:
-        hint = nearest(name, TRACKERS)
-        raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(TRACKERS)}.{hint}")
-    module, kind = TRACKERS[name]
+    """A tracker by name, told the `config`; ArgumentError for an unknown one, or if its package is not installed."""
+    if name not in PACKAGES:
+        hint = nearest(name, PACKAGES)
+        raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(PACKAGES)}.{hint}")
     try:
-        return kind(importlib.import_module(module), output, config)
+        module: Any = importlib.import_module(PACKAGES[name])
     except ImportError as error:
         raise ArgumentError(f"tracker {name!r} needs a package that is not installed: pip install {name}") from error
+    if name != "tensorboard":
+        module.init(project="forerun", name=output.name, config=dict(config))
+        return Remote(lambda step, values: module.log(dict(values), step=step), module.finish)
+    writer = module.SummaryWriter(str(output / "tensorboard"))
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
+
+    return Remote(log, writer.close)

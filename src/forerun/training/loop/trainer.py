@@ -1,8 +1,4 @@
-"""The training loop: where a run begins, steps, evaluation, checkpoints, and every way to end.
-
-The gradient of a step is that of (sum of losses) / (sum of weights) over all its batches and processes, so neither the
-number of processes nor the accumulation changes anything but rounding.
-"""
+"""The training loop: where a run begins, steps, evaluation, checkpoints, and every way to end."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -56,19 +52,8 @@ class TrainResult:
         return self.reason == "interrupted"
 
 
-def train(
-    objective: Objective,
-    batches: Batches,
-    settings: TrainSettings,
-    output: Path,
-    *,
-    parallel: Parallel | None = None,
-    trackers: Sequence[Tracker] = (),
-    evaluate: Evaluate | None = None,
-    recipe: Mapping[str, Any] | None = None,
-    allow_changes: bool = False,
-) -> TrainResult:
-    """Train the objective's module in place, on from the newest checkpoint in `output`; all processes must call it.
+class Training:
+    """Trains an objective's module in place, on from the newest checkpoint in `output`; on all processes.
 
     The first SIGINT or SIGTERM lets the step finish, saves and returns; the second raises `KeyboardInterrupt`.
 
@@ -85,50 +70,6 @@ def train(
     NumericError for a loss or gradient that is not finite, CheckpointError where nothing can be written or read:
     earlier checkpoints are intact. ArgumentError for nothing to train.
     """
-    fixed = json.loads(json.dumps({**(recipe or {}), **settings.fixed()}))
-    loop = _Loop(objective, batches, settings, output, parallel, fixed, evaluate=evaluate, allow_changes=allow_changes)
-    loop.parallel.on_first(lambda: _write_run(loop))
-    if loop.parallel.first:
-        step = loop.progress.step
-        loop.trackers = [JsonLines(output / "log.jsonl", step), Bar(loop.total, step), *trackers]
-    try:
-        return loop.run()
-    finally:
-        for tracker in loop.trackers:
-            tracker.close()
-
-
-ECHO_S = 1.0  # torchrun passes on the Ctrl-C that the terminal has already sent to every process: it arrives twice
-
-
-class Interrupts:
-    """While entered (main thread), SIGINT and SIGTERM set `requested`; another one raises `KeyboardInterrupt`."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._since = 0.0
-        self._former: dict[int, Any] = {}
-        self._echo_s = ECHO_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
-
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.requested:
-            self.requested, self._since = True, now
-        elif now - self._since >= self._echo_s:
-            raise KeyboardInterrupt
-
-
-class _Loop:
-    """The state of a run, and its loop."""
 
     def __init__(
         self,
@@ -136,14 +77,16 @@ class _Loop:
         batches: Batches,
         settings: TrainSettings,
         output: Path,
-        parallel: Parallel | None,
-        recipe: Mapping[str, Any],
         *,
-        evaluate: Evaluate | None,
-        allow_changes: bool,
+        parallel: Parallel | None = None,
+        trackers: Sequence[Tracker] = (),
+        evaluate: Evaluate | None = None,
+        recipe: Mapping[str, Any] | None = None,
+        allow_changes: bool = False,
     ) -> None:
         self.began, self.batches, self.settings = time.monotonic(), batches, settings
-        self.output, self.recipe, self.evaluate = output, recipe, evaluate
+        self.output, self.evaluate = output, evaluate
+        fixed = self.recipe = json.loads(json.dumps({**(recipe or {}), **settings.fixed()}))
         self.module = module = objective.parameters_module()
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not trainable:
@@ -153,7 +96,7 @@ class _Loop:
         for parameter in trainable:
             parameter.data = parameter.data.float()
         self.parallel = parallel = parallel or Parallel(device=trainable[0].device)
-        start = parallel.on_first(lambda: start_from(output, recipe, allow_changes=allow_changes))
+        start = parallel.on_first(lambda: start_from(output, fixed, allow_changes=allow_changes))
         self.saved = path = start.path if start else None
         if path:
             parallel.on_first(lambda: checkpoint.load_weights(path, module))
@@ -165,15 +108,21 @@ class _Loop:
         self.progress = start.progress if start else checkpoint.Progress()
         self.saved_step, self.saved_at = self.progress.step if start else -1, time.monotonic()
         self.interrupts, self.window = Interrupts(), Sums()
-        self.trackers: list[Tracker] = []
         self.loss: float | None = None
-        checkpoint.begin_random(start.random if start else [], settings.seed, parallel.rank, self.progress.step)
+        step = self.progress.step
+        checkpoint.begin_random(start.random if start else [], settings.seed, parallel.rank, step)
+        parallel.on_first(lambda: _write_run(self))
+        self.trackers: list[Tracker] = []
+        if parallel.first:
+            self.trackers = [JsonLines(output / "log.jsonl", step), Bar(self.total, step), *trackers]
 
     def run(self) -> TrainResult:
         """Step until there is a reason to stop."""
         first = self.progress.step
         self.module.train()
-        with self.interrupts:
+        with self.interrupts, ExitStack() as stack:
+            for tracker in self.trackers:
+                stack.callback(tracker.close)
             while True:
                 reason, save_due = self._consult()
                 due = self.progress.step >= self.total or _due(self.progress.step, self.settings.eval_every_steps)
@@ -291,6 +240,35 @@ class _Loop:
             tracker.log(self.progress.step, values)
 
 
+ECHO_S = 1.0  # torchrun passes on the Ctrl-C that the terminal has already sent to every process: it arrives twice
+
+
+class Interrupts:
+    """While entered (main thread), SIGINT and SIGTERM set `requested`; another one raises `KeyboardInterrupt`."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._since = 0.0
+        self._former: dict[int, Any] = {}
+        self._echo_s = ECHO_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._since = True, now
+        elif now - self._since >= self._echo_s:
+            raise KeyboardInterrupt
+
+
 def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
@@ -309,16 +287,13 @@ def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
 
 
 def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
-    """The newest checkpoint, to go on from; None: begin anew. Errors as `train`.
-
-    Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
-    best value so far is forgotten.
-    """
+    """The newest checkpoint, to go on from; None: begin anew. What was left half-written is removed; where evaluation
+    measures something else than before, the best value so far is forgotten. Errors as `Training`."""
     tidy(output)
     path = checkpoint.latest(output)
     if path is None:
         return None
-    saved = checkpoint.read(path)
+    saved = checkpoint.Saved(path)
     changed = _changes(saved.recipe, recipe)
     if changed and not allow_changes:
         raise ArgumentError(
@@ -342,9 +317,9 @@ def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dic
     return {key: f"{key} was {was}, is {now}" for key, (was, now) in pairs.items() if was != now}
 
 
-def _write_run(loop: _Loop) -> None:
+def _write_run(training: Training) -> None:
     """Write ``output/run.json``; the runs that went before in this directory move into "previous"."""
-    path, settings, parallel = loop.output / "run.json", loop.settings, loop.parallel
+    path, settings, parallel = training.output / "run.json", training.settings, training.parallel
     try:
         former = json.loads(path.read_text(encoding="utf-8"))
         previous = [*former.pop("previous", []), former]
@@ -361,9 +336,9 @@ def _write_run(loop: _Loop) -> None:
         "threads": torch.get_num_threads(),
         "world": parallel.world,
         "mode": parallel.mode,
-        "recipe": loop.recipe,
-        "steps": loop.total,
-        "resumed_from": loop.saved,
+        "recipe": training.recipe,
+        "steps": training.total,
+        "resumed_from": training.saved,
         "previous": previous,
     }
     try:

@@ -1,8 +1,5 @@
-"""One optimizer step: its gradient over processes and micro-batches, and the optimizers that apply it.
-
-Losses and weights are summed, never averaged, until both totals are known, so the gradient is exact for any number of
-processes and micro-batches.
-"""
+"""One optimizer step: its gradient, of (sum of losses) / (sum of weights) over all micro-batches and processes, so that
+their numbers change nothing but rounding; and the optimizers that apply it."""
 
 from __future__ import annotations
 
@@ -104,11 +101,6 @@ def moved_by_muon(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and not embeds(name) and not {"lm_head", "output_head"} & set(name.split("."))
 
 
-def decayed(name: str, parameter: Tensor) -> bool:
-    """True for matrices, output heads included; embeddings, norms and biases are not pulled to zero."""
-    return parameter.ndim >= 2 and not embeds(name)
-
-
 def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
     """The optimizers of the trainable parameters of `module`; each group keeps its peak rate under "peak". Sharded
     parameters (FSDP2) are taken as they are, so call this after sharding."""
@@ -121,8 +113,9 @@ def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.o
         options |= {"lr": settings.muon_learning_rate, "adjust_lr_fn": "match_rms_adamw"}
         optimizers += [WholeMatrixMuon(matrices, **options)] if matrices else []
     groups = []
+    # Embeddings, norms and biases are not pulled to zero; output heads are.
     for pulled, decay in ((True, settings.weight_decay), (False, 0.0)):
-        members = [parameter for name, parameter in named if decayed(name, parameter) == pulled]
+        members = [parameter for name, parameter in named if (parameter.ndim >= 2 and not embeds(name)) == pulled]
         groups += [{"params": members, "weight_decay": decay}] if members else []
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True))
@@ -140,12 +133,9 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None
 
 
 class WholeMatrixMuon(torch.optim.Muon):
-    """Muon (https://kellerjordan.github.io/posts/muon/) that moves sharded matrices exactly as it moves whole ones.
-
-    Orthogonalising needs the whole matrix, in bfloat16; left to sharded arithmetic, partial sums would round elsewhere
-    and two processes would train another model than one. So each matrix is gathered, moved by torch's own Muon on
-    every process, and its shard kept. One whole matrix exists at a time; the momentum stays sharded.
-    """
+    """Muon (https://kellerjordan.github.io/posts/muon/) that moves sharded matrices exactly as it moves whole ones:
+    each is gathered in turn, moved by torch's own Muon on every process, and its shard kept. In sharded arithmetic the
+    bfloat16 sums of orthogonalising would round elsewhere, and two processes would train another model than one."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

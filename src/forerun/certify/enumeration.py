@@ -6,9 +6,10 @@ emitted distribution is computed, not estimated. Used by the tests and by ``fore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from math import isnan
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from forerun.core.probs import HostProbs
 from forerun.core.rules.base import RULES, Rule, rule_named
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
-from forerun.types import Drawn, Verdict
+from forerun.types import Drawn
 
 T = TypeVar("T")
 
@@ -143,28 +144,18 @@ def exact_distribution(rule: Rule, target: Distributions, draw: Draw, horizon: i
 
     `horizon` is the tree's depth + 1, so that every emitted block fits; `target` holds every prefix shorter than that.
     """
-    return _distribution_over(rule, target, outcomes(draw), horizon)
-
-
-def _distribution_over(
-    rule: Rule, target: Distributions, drafted: Iterable[tuple[TokenTree, float]], horizon: int
-) -> ExactDistribution:
     joint = torch.zeros([len(target[()])] * horizon, dtype=torch.float64)
     accepted = 0.0
     rests: dict[tuple[int, ...], Tensor] = {}
-    for tree, chance in drafted:
-        for verdict, probability in _verdicts(rule, target, tree):
+    for tree, chance in outcomes(draw):
+        distributions = PrefixProbs(target, tree)
+        for verdict, probability in outcomes(partial(rule.verify, tree, distributions)):
             emitted = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
             if emitted not in rests:
                 rests[emitted] = joint_distribution(target, emitted, horizon - len(emitted))
             joint[emitted] += chance * probability * rests[emitted]
             accepted += chance * probability * len(verdict.path)
     return ExactDistribution(joint=joint, accepted=accepted)
-
-
-def _verdicts(rule: Rule, target: Distributions, tree: TokenTree) -> Iterator[tuple[Verdict, float]]:
-    distributions = PrefixProbs(target, tree)
-    return outcomes(lambda rng: rule.verify(tree, distributions, rng))
 
 
 class Drawing(StrEnum):
@@ -308,12 +299,9 @@ def check_rule(rule: Rule, shape: str, drawing: Drawing, world: World, *, seed: 
         return None
     depth = shape_depth(SHAPES[shape])
     target, draft = toy_distributions(world, vocabulary=3, depth=depth, seed=seed)
-    drafted = list(outcomes(toy_drafter(draft, SHAPES[shape], drawing)))
-    distribution = _distribution_over(rule, target, drafted, depth + 1)
-    error = distribution.error(target)
-    return RuleCheck(
-        rule=rule.name, shape=shape, drawing=drawing, world=world, error=error, accepted=distribution.accepted
-    )
+    found = exact_distribution(rule, target, toy_drafter(draft, SHAPES[shape], drawing), depth + 1)
+    error, accepted = found.error(target), found.accepted
+    return RuleCheck(rule=rule.name, shape=shape, drawing=drawing, world=world, error=error, accepted=accepted)
 
 
 def check_rules(names: Sequence[str] = tuple(RULES), *, seed: int = 0) -> Iterator[RuleCheck]:
