@@ -280,8 +280,7 @@ class Setting:
     @property
     def name(self) -> str:
         """As a report calls it."""
-        cut = self.params.top_p is not None and self.params.top_p < 1
-        nucleus = f", top-p {self.params.top_p:g}" if cut else ""
+        nucleus = f", top-p {self.params.top_p:g}" if (self.params.top_p or 1) < 1 else ""
         return f"T = {self.params.temperature:g}{nucleus}, {'seeded' if self.seeded else 'no seed'}"
 
 

@@ -123,8 +123,7 @@ class Dictionary:
         """`draft_size`: token ids that the draft model can embed."""
         self._target, self._encoder, self._size = target, encoder, draft_size
         self.opening = opening_of(encoder.token_bytes)
-        self.silent = {target.tokenizer.bos_token_id} if self.opening else set()
-        """Tokens that say at the beginning of a text what the opening says already."""
+        self.silent = {target.tokenizer.bos_token_id} if self.opening else set()  # They say what the opening says
         shared = target.counterparts(encoder.token_bytes)
         self._known = {token: [shared[token]] if token in shared else [] for token in target.specials}
 

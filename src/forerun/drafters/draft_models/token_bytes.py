@@ -31,8 +31,7 @@ class TokenBytes:
         added: dict[int, Any] = dict(getattr(tokenizer, "added_tokens_decoder", {}))  # Written in texts as they stand
         ids: Sequence[int] = tokenizer.all_special_ids
         self.specials = {token: str(one) for token, one in added.items() if getattr(one, "special", False)}
-        """Token id -> how the tokenizer writes it in a text."""
-        self.specials |= {token: str(tokenizer.convert_ids_to_tokens(token)) for token in ids}
+        self.specials |= {token: str(tokenizer.convert_ids_to_tokens(token)) for token in ids}  # Id -> name in texts
         self.fallbacks: set[int] = set()  # Token ids that are written as ``<0xNN>``
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.table: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)

@@ -126,9 +126,20 @@ class RecyclingDrafter(Drafter):
             self._covered[row_id] = len(tokens) - 1
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        """The shape's first nodes, where the matrix knows a token for them and for what is above them."""
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
-            self._rows[row_id] = self._grown(self._memory(context, index), tokens, nodes, depth)
+            memory = self._memory(context, index)
+            drafted = self._rows[row_id] = Drafted(TokenTree(tokens[-1]), memory.acceptance)
+            grown = {-1: (0, tokens[-1])}
+            for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
+                if level > depth or parent not in grown:
+                    continue
+                above, last = grown[parent]
+                token = int(memory.matrix.successors[last, rank])
+                if token >= 0:
+                    evidence = Evidence((level - 1, rank), float(self._prior[level - 1, rank]))
+                    grown[entry] = drafted.add(token, above, evidence), token
         return [self._rows[row_id].tree for row_id in context.rows]
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
@@ -169,20 +180,6 @@ class RecyclingDrafter(Drafter):
             first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
             matrix = SuccessorMatrix(first, None, None)
         return _Memory(matrix=matrix, acceptance=Acceptance(weight=WEIGHT), shape=best_tree(self._prior, self._nodes))
-
-    def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
-        """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        drafted = Drafted(TokenTree(tokens[-1]), memory.acceptance)
-        grown = {-1: (0, tokens[-1])}
-        for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
-            if level > depth or parent not in grown:
-                continue
-            above, last = grown[parent]
-            token = int(memory.matrix.successors[last, rank])
-            if token >= 0:
-                evidence = Evidence((level - 1, rank), float(self._prior[level - 1, rank]))
-                grown[entry] = drafted.add(token, above, evidence), token
-        return drafted
 
 
 class SuccessorMatrix:
