@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from forerun.checkpoints import TargetFacts, differences, read_head, write_head
 from forerun.checkpoints.base import HeadCheckpoint
+from forerun.checkpoints.engines import diagnose, export_head
 from forerun.errors import CheckpointError
 from training.ttt import HIDDEN, VOCABULARY, dflash
 
@@ -127,3 +129,43 @@ def test_speculators_name_their_layers(tmp_path: Path) -> None:
         read_head(change(folder, aux_hidden_state_layer_ids=None))
     with pytest.raises(CheckpointError, match=r"'peagle'; .* eagle3, dflash, dspark are supported"):
         read_head(change(folder, speculators_model_type="peagle"))
+
+
+@pytest.mark.parametrize("options", [{}, {"markov_rank": 6}], ids=["dflash", "dspark"])
+@pytest.mark.parametrize("to", ["vllm", "sglang", "trtllm", "speculators", "hf"])
+def test_an_export_starts_with_the_tokens_that_its_engine_counts(
+    to: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    made = dflash(**options)
+    head, kind, depth = HeadCheckpoint.of(made), made.config.kind, made.config.max_depth
+    assert depth == (5 if options else 4)
+    done = export_head(write_head(head, tmp_path / "head", "dflash", FACTS), FACTS, to, tmp_path / "out")
+    assert differences(head, read_head(tmp_path / "out")) == []
+    if to == "vllm":
+        speculation = {"method": kind, "model": str(tmp_path / "out"), "num_speculative_tokens": depth}
+        assert json.loads(shlex.split(done.command)[-1]) == speculation
+    if to == "sglang":
+        assert f"--speculative-algorithm {kind.upper()} " in done.command
+        assert done.command.endswith(f"--speculative-num-draft-tokens {(depth or 0) + 1}")
+    if to == "trtllm":
+        lines = (tmp_path / "out" / "trtllm.yaml").read_text()
+        assert "target_layer_ids: [0, 1, 2]" in lines and f"mask_token_id: {VOCABULARY - 1}" in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "severity", "what"),
+    [
+        ({"own_lm_head": True, "draft_vocab_size": 30}, "sglang", "degrades", "a reduced vocabulary"),
+        ({"own_embedding": True}, "sglang", "degrades", "an embedding of its own"),
+        ({"is_causal": True}, "trtllm", "degrades", "do not see those behind"),
+        ({"qk_norm": False}, "vllm", "fails", "no norms of queries and keys"),
+        ({"sliding_window": 8}, "vllm", "check", "a sliding window"),
+        ({"markov_rank": 6}, "lmdeploy", "fails", "a DSpark head"),
+    ],
+    ids=str,
+)
+def test_doctor_knows_what_engines_do_not_read(options: dict[str, Any], engine: str, severity: str, what: str) -> None:
+    plain = {finding.what for finding in diagnose(HeadCheckpoint.of(dflash()), FACTS)}
+    found = [f for f in diagnose(HeadCheckpoint.of(dflash(**options)), FACTS) if f.what not in plain]
+    [finding] = [finding for finding in found if finding.engine == engine and what in finding.what]
+    assert finding.severity == severity and finding.remedy

@@ -44,7 +44,11 @@ FORMATS: dict[str, Entry] = {
     ),
     "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
     "medusa": Entry(path="forerun.checkpoints.medusa:MedusaFormat", kinds=("medusa",)),
-    "dflash": Entry(path="forerun.checkpoints.dflash:DFlashFormat", kinds=("dflash", "dspark")),
+    "dflash": Entry(
+        path="forerun.checkpoints.dflash:DFlashFormat",
+        kinds=("dflash", "dspark"),
+        engines="forerun.checkpoints.block_engines:BlockEngines",
+    ),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",
         kinds=("eagle3", "eagle"),
