@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.layers import DecoderHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.model import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
@@ -51,12 +52,7 @@ def head(**options: Any) -> EagleHead:
         **options,
     }
     made = EagleHead(EagleConfig(**given)).eval()
-    for name, weight in made.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-    if made.config.reduced_vocabulary:
-        ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]
-        made.set_vocabulary(ids.sort().values)
+    _vary(made)
     return made
 
 
@@ -92,6 +88,12 @@ def dflash(**options: Any) -> DFlashHead:
         **options,
     }
     made = made_of(config(**given)).eval()
+    _vary(made)
+    return made
+
+
+def _vary(made: DecoderHead) -> None:
+    """Let no norm be all ones, no correction nothing, and no reduced vocabulary the first tokens."""
     for name, weight in made.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
@@ -100,7 +102,6 @@ def dflash(**options: Any) -> DFlashHead:
     if made.config.reduced_vocabulary:
         ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]
         made.set_vocabulary(ids.sort().values)
-    return made
 
 
 def tokens(length: int, seed: int = 3) -> list[int]:

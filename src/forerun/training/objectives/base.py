@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from forerun.training.batch import TokenBatch
-from forerun.training.chunked_loss import Teacher
+from forerun.errors import ArgumentError
+from forerun.training.batch import Objective, TokenBatch
+from forerun.training.chunked_loss import Divergence, Paths, Teacher, VocabularyLoss, soft_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,65 @@ class FrozenTarget:
             bias=None if self.bias is None else self.bias.detach(),
             scale=self.scale,
             softcap=self.softcap,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderSettings(ObjectiveSettings):
+    """Settings of the objectives of heads that are made of decoder layers: how far they are from the target."""
+
+    divergence: Divergence = Divergence.CROSS_ENTROPY
+    lk_decay: float = 3.0
+    mix: float = 0.1
+    """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
+    skip_unreachable: bool = True
+    """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
+
+
+class DecoderObjective(Objective):
+    """What the objectives of heads of decoder layers share: embedding, output head, and the distance to the target."""
+
+    Settings: ClassVar[type[DecoderSettings]]
+    head: Any
+    settings: Any
+
+    def __init__(self, head: Any, target: FrozenTarget, settings: Any = None) -> None:
+        if target.bias is not None and not head.config.own_lm_head:
+            raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
+        self.head, self.target = head, target
+        self.settings = settings or self.Settings()
+
+    def parameters_module(self) -> nn.Module:
+        module: nn.Module = self.head
+        return module
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """From the head's own table, or the target's, which is not trained."""
+        own: Tensor | None = self.head.embed(ids)
+        if own is not None:
+            return own
+        with torch.no_grad():
+            return self.target.embedding(ids)  # type: ignore[no-any-return]
+
+    def output_head(self) -> Tensor:
+        """(Vd, H) weight of what reads the head's outputs."""
+        own: Tensor = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
+        return own
+
+    def divergence(
+        self, outputs: Tensor, weight: Tensor, shares: Tensor, states: Tensor, paths: Paths | None = None
+    ) -> VocabularyLoss:
+        """`soft_loss` of `outputs` (R, H) through `weight` (Vd, H), from the target's distributions after `states`."""
+        return soft_loss(
+            outputs,
+            weight,
+            shares,
+            self.target.teacher(states, self.head.token_ids if self.head.config.reduced_vocabulary else None),
+            self.settings.divergence,
+            self.settings.lk_decay,
+            mix=self.settings.mix,
+            skip_unknown=self.settings.skip_unreachable,
+            paths=paths,
         )
 
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.dflash import DFlashHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
-from forerun.training.chunked_loss import Divergence, Paths, VocabularyLoss, soft_loss
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, counted
+from forerun.training.batch import FeatureBatch, LossReport, TokenBatch, working_dtype
+from forerun.training.chunked_loss import Paths, VocabularyLoss
+from forerun.training.objectives.base import DecoderObjective, DecoderSettings, counted
 from forerun.types import LAST_HIDDEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DFlashSettings(ObjectiveSettings):
+class DFlashSettings(DecoderSettings):
     """Anchors, weights and divergence of the objective."""
 
     anchors: int = 64
@@ -36,12 +36,6 @@ class DFlashSettings(ObjectiveSettings):
     q counts (1 - smoothing) q + smoothing."""
     gamma: float | None = None
     """Instead, depth k weighs exp(-k / gamma), whatever the head does. The paper: 4 for blocks of 8, 7 for 16."""
-    divergence: Divergence = Divergence.CROSS_ENTROPY
-    lk_decay: float = 3.0
-    mix: float = 0.1
-    """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
-    skip_unreachable: bool = True
-    """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
@@ -61,19 +55,12 @@ class Blocks:
     output: Tensor  # (B, A, K, H): what the output head reads at depth k
 
 
-class DFlashObjective(Objective):
+class DFlashObjective(DecoderObjective):
     """The loss of a DFlash head on a batch of features."""
 
     Settings: ClassVar[type[DFlashSettings]] = DFlashSettings
-
-    def __init__(self, head: DFlashHead, target: FrozenTarget, settings: DFlashSettings | None = None) -> None:
-        if target.bias is not None and not head.config.own_lm_head:
-            raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
-        self.head, self.target = head, target
-        self.settings = settings or self.Settings()
-
-    def parameters_module(self) -> nn.Module:
-        return self.head
+    head: DFlashHead
+    settings: DFlashSettings
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The weighted sum over all blocks and counted depths, and how often a chain got to each depth."""
@@ -152,37 +139,16 @@ class DFlashObjective(Objective):
             beside = beside & (positions.unsqueeze(2) - positions.unsqueeze(1) < window)
         return torch.cat([before, beside], 2)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """From the head's own table, or the target's, which is not trained."""
-        own = self.head.embed(ids)
-        if own is not None:
-            return own
-        with torch.no_grad():
-            return self.target.embedding(ids)  # type: ignore[no-any-return]
-
     def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         """Of all blocks at once, in the order of `weights` (B, A, K)."""
-        return self._divergence(blocks.output, self._output_head(), weights, blocks, batch.features[LAST_HIDDEN])
+        return self._of_blocks(blocks.output, self.output_head(), weights, blocks, batch.features[LAST_HIDDEN])
 
-    def _output_head(self) -> Tensor:
-        """(Vd, H) weight of what reads the outputs."""
-        return self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
-
-    def _divergence(
+    def _of_blocks(
         self, output: Tensor, weight: Tensor, weights: Tensor, blocks: Blocks, last: Tensor
     ) -> VocabularyLoss:
         """Of `output` (B, A, K, H) through `weight` (Vd, H) from the target, whose states `last` are (B, S, Ht)."""
         depths = torch.arange(weights.shape[-1], device=last.device)
         index = (blocks.anchors.unsqueeze(-1) + depths).clamp_max(last.shape[1] - 1).flatten(1)
         states = last.gather(1, index.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
-        return soft_loss(
-            output.flatten(0, 2),
-            weight,
-            weights.flatten(),
-            self.target.teacher(states, self.head.token_ids if self.head.config.reduced_vocabulary else None),
-            self.settings.divergence,
-            self.settings.lk_decay,
-            mix=self.settings.mix,
-            skip_unknown=self.settings.skip_unreachable,
-            paths=Paths(weights.shape[-1], self.settings.smoothing) if self.settings.gamma is None else None,
-        )
+        paths = Paths(weights.shape[-1], self.settings.smoothing) if self.settings.gamma is None else None
+        return self.divergence(output.flatten(0, 2), weight, weights.flatten(), states, paths)

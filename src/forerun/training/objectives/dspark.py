@@ -52,8 +52,8 @@ class DSparkObjective(DFlashObjective):
             corrected.append(step.state)
         # The correction is a product like the output head's, so both are one.
         both = torch.cat([output, torch.cat(corrected, 1)], -1).view(*weights.shape, -1)
-        weight = torch.cat([self._output_head(), self.head.markov_head.markov_w2.weight], 1)
-        found = self._divergence(both, weight, weights, blocks, batch.features[LAST_HIDDEN])
+        weight = torch.cat([self.output_head(), self.head.markov_head.markov_w2.weight], 1)
+        found = self._of_blocks(both, weight, weights, blocks, batch.features[LAST_HIDDEN])
         said = self.head.confidence(output, above)
         if said is None:
             return found

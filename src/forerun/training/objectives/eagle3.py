@@ -12,32 +12,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.base import Advanced
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
-from forerun.training.chunked_loss import Divergence, VocabularyLoss, soft_loss
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, behind, counted
+from forerun.training.batch import FeatureBatch, LossReport, working_dtype
+from forerun.training.chunked_loss import VocabularyLoss
+from forerun.training.objectives.base import DecoderObjective, DecoderSettings, FrozenTarget, ahead, behind, counted
 from forerun.types import LAST_HIDDEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Settings(ObjectiveSettings):
+class Eagle3Settings(DecoderSettings):
     """Steps, weights and divergence of the objective."""
 
     steps: int = 7
     """T, how often the head is unrolled."""
     decay: float = 0.8
     """Weight of step t is decay^t, normalised to sum 1."""
-    divergence: Divergence = Divergence.CROSS_ENTROPY
-    lk_decay: float = 3.0
-    mix: float = 0.1
-    """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
-    skip_unreachable: bool = True
-    """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -61,22 +55,18 @@ class Unrolled:
     counted: Tensor
 
 
-class Eagle3Objective(Objective):
+class Eagle3Objective(DecoderObjective):
     """The loss of a head on a batch of features."""
 
     kind: ClassVar[str] = "eagle3"
     Settings: ClassVar[type[Eagle3Settings]] = Eagle3Settings
+    head: EagleHead
+    settings: Eagle3Settings
 
     def __init__(self, head: EagleHead, target: FrozenTarget, settings: Eagle3Settings | None = None) -> None:
         if head.config.kind != self.kind:
             raise ArgumentError(f"this objective trains heads of the kind {self.kind}, this one is {head.config.kind}")
-        if target.bias is not None and not head.config.own_lm_head:
-            raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
-        self.head, self.target = head, target
-        self.settings = settings or self.Settings()
-
-    def parameters_module(self) -> nn.Module:
-        return self.head
+        super().__init__(head, target, settings)
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The weighted sum over all steps and counted predictions, and acceptance by step."""
@@ -143,30 +133,12 @@ class Eagle3Objective(Objective):
         found: tuple[Tensor, ...] = checkpoint(run, features, *flat, use_reentrant=False)
         return found
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """From the head's own table, or the target's, which is not trained."""
-        if self.head.config.own_embedding:
-            return self.head.embed_tokens(ids)  # type: ignore[no-any-return]
-        with torch.no_grad():
-            return self.target.embedding(ids)  # type: ignore[no-any-return]
-
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
         """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht). Arranged
         by the predicted token: there all steps follow the same distribution of the target."""
-        teacher = self.target.teacher(last, self.head.token_ids if self.head.config.reduced_vocabulary else None)
-        student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
         outputs = torch.stack([behind(step.output, step.step + 1) for step in steps], 2)
         shares = torch.stack([behind(weights[step.step], step.step + 1) for step in steps], 2)
-        found = soft_loss(
-            outputs.flatten(0, 2),
-            student,
-            shares.flatten(),
-            teacher,
-            self.settings.divergence,
-            self.settings.lk_decay,
-            mix=self.settings.mix,
-            skip_unknown=self.settings.skip_unreachable,
-        )
+        found = self.divergence(outputs.flatten(0, 2), self.output_head(), shares.flatten(), last)
         entered, agrees, overlap = (
             torch.stack([ahead(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
             for values in (found.weights, found.agrees, found.overlap)
