@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import corpus
+import edits
 
 from forerun.cli import main
 
 PIECES = 1_800
 """Prompts that the target continues."""
 PIECE_CHARACTERS = 1_600
+EDITS = 1_200
+"""Edits that it is asked for."""
 LIBRARY_SHARE = 12
 """One training file in so many is read as it is, beside what the target wrote."""
 PROMPT_TOKENS = 96
 ANSWER_TOKENS = 160
+EDIT_TOKENS = 600
 TEMPERATURE = 0.8
 
 
 def make_head(work: Path) -> None:
-    """Write ``work/head-training``: the target in ``work/target`` continues pieces of the training files; a head is
-    trained on what it wrote and on some of the files themselves.
+    """Write ``work/head-training``: the target in ``work/target`` continues pieces of the training files and answers
+    edits; a head is trained on what it wrote and on some of the files themselves.
 
     Raises:
         RuntimeError: a command failed; it has said why.
@@ -35,14 +40,18 @@ def make_head(work: Path) -> None:
     train, held_out = corpus.split(corpus.read_standard_library())
     target = str(work / "target")
     _write(folder / "pieces.jsonl", _pieces(train, PIECES))
+    made = random.Random(0).sample(list(edits.edits(train, seed=1)), EDITS)
+    _write(folder / "edits.jsonl", [edit.prompt for edit in made])
     _write(folder / "library.jsonl", [file.text for file in train[::LIBRARY_SHARE]])
     _write(folder / "held-out.jsonl", [file.text for file in held_out if corpus.is_prompt(file)])
-    _run(
-        *("data", "regenerate", str(folder / "pieces.jsonl"), "--target", target),
-        *("--output", str(folder / "answers.jsonl"), "--prompt-tokens", str(PROMPT_TOKENS)),
-        *("--max-tokens", str(ANSWER_TOKENS), "--temperature", str(TEMPERATURE), "--concurrency", "32"),
-    )
-    _prepare(target, folder / "train", folder / "answers.jsonl", folder / "library.jsonl")
+    for asked, longest in (("pieces", ANSWER_TOKENS), ("edits", EDIT_TOKENS)):
+        _run(
+            *("data", "regenerate", str(folder / f"{asked}.jsonl"), "--target", target),
+            *("--output", str(folder / f"{asked}-answered.jsonl"), "--prompt-tokens", str(PROMPT_TOKENS)),
+            *("--max-tokens", str(longest), "--temperature", str(TEMPERATURE), "--concurrency", "32"),
+        )
+    answered = [folder / f"{asked}-answered.jsonl" for asked in ("pieces", "edits")]
+    _prepare(target, folder / "train", *answered, folder / "library.jsonl")
     _prepare(target, folder / "prompts", folder / "held-out.jsonl")
     _run(
         *("train", "eagle3", str(Path(__file__).with_name("head.yaml")), f"evaluation.prompts={folder / 'prompts'}"),
@@ -61,8 +70,13 @@ def _pieces(files: list[corpus.SourceFile], count: int) -> list[str]:
     return found
 
 
-def _write(path: Path, texts: list[str]) -> None:
-    lines = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts) if text.strip()]
+def _write(path: Path, asked: Sequence[str | list[dict[str, str]]]) -> None:
+    """Texts, or conversations."""
+    lines = [
+        json.dumps({"id": str(number), ("text" if isinstance(one, str) else "messages"): one})
+        for number, one in enumerate(asked)
+        if not isinstance(one, str) or one.strip()
+    ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

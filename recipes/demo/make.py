@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent))
 import corpus
+import edits
 import head
 import pretrain
 import ship
@@ -39,14 +41,15 @@ SHAPES = {
         "num_key_value_heads": 3,
     },
 }
-SCHEDULES = {
-    "target": (
-        pretrain.Schedule(tokens=15_020_000),
-        pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0),
-    ),
-    "draft": (pretrain.Schedule(tokens=3_000_000, distill_weight=0.9),),
+AGAIN = pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0)
+EDITING = replace(AGAIN, tokens=12_000_000, phases=pretrain.LONG_PHASES)
+DISTILLED = pretrain.Schedule(tokens=4_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
+ROUNDS = {
+    "target": ((pretrain.Schedule(tokens=15_020_000), False), (AGAIN, False), (EDITING, True)),
+    "draft": ((DISTILLED, True),),
 }
-"""The rounds that a model is trained in, one after the other: each starts from the weights of the one before."""
+"""The rounds that a model is trained in, one after the other, and whether edits are among the documents (then they are
+more than half): each starts from the weights of the one before."""
 
 
 def build_model(role: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -66,14 +69,15 @@ def build_model(role: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausal
     return LlamaForCausalLM(config)
 
 
-def training_documents(tokenizer: PreTrainedTokenizerFast, files: list[corpus.SourceFile]) -> list[list[int]]:
-    """Token ids of every training module, and of every conversation cut out of one."""
+def training_documents(
+    tokenizer: PreTrainedTokenizerFast, files: list[corpus.SourceFile], *, edited: bool = False
+) -> list[list[int]]:
+    """Token ids of every training module, of every conversation cut out of one and, if `edited`, of the edits."""
+    chats = [chat for file in files for chat in corpus.conversations(file)]
+    if edited:
+        chats += [edit.conversation for edit in edits.edits(files, seed=0)]
     texts = [file.text for file in files]
-    texts += [
-        str(tokenizer.apply_chat_template(chat, tokenize=False))
-        for file in files
-        for chat in corpus.conversations(file)
-    ]
+    texts += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats]
     return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -86,11 +90,11 @@ def make_model(role: str, work: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     files, _ = corpus.split(corpus.read_standard_library())
     model = build_model(role, tokenizer)
-    documents = training_documents(tokenizer, files)
     teacher = None
     if role == "draft":
         teacher = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32).eval()
-    for number, schedule in enumerate(SCHEDULES[role], start=1):
+    for number, (schedule, edited) in enumerate(ROUNDS[role], start=1):
+        documents = training_documents(tokenizer, files, edited=edited)
         stream = pretrain.TokenStream(documents, tokenizer.eos_token_id, seed=10 * number - 9)
         pretrain.train(model, stream, schedule, work / f"{role}-training-{number}", teacher)
     model.save_pretrained(work / role)

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from forerun.training.chunked_loss import Teacher, hard_loss
+from forerun.training.chunked_loss import Teacher, hard_loss, soft_loss
 
 PHASES = ((0.80, 512), (0.16, 1024), (0.04, 2048))
 """Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""
+LONG_PHASES = ((0.85, 1024), (0.15, 2048))
+"""Where a text must be seen whole, question and answer."""
 QUERY_BLOCK = 128
 
 
@@ -42,6 +44,7 @@ class Schedule:
     weight_decay: float = 0.1
     distill_weight: float = 0.0
     """Share of the loss that follows the teacher's law instead of the text."""
+    phases: tuple[tuple[float, int], ...] = PHASES
     save_every_s: float = 300.0
 
     @property
@@ -55,11 +58,11 @@ class Schedule:
 
     def context(self, step: int) -> int:
         done = step / self.steps
-        for share, context in PHASES:
+        for share, context in self.phases:
             if done < share:
                 return context
             done -= share
-        return PHASES[-1][1]
+        return self.phases[-1][1]
 
 
 class TokenStream:
@@ -131,13 +134,14 @@ def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.op
 def mean_loss(model: LlamaForCausalLM, ids: Tensor, teacher: LlamaForCausalLM | None, share: float) -> Tensor:
     """The loss in nats per token; `share` of the target mass follows the teacher's law."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-    followed = None
-    if teacher is not None:
-        with torch.no_grad():
-            states = teacher.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-        followed = Teacher(hidden=states, weight=teacher.lm_head.weight.to(states.dtype))
     weights = torch.full((len(hidden),), 1 / len(hidden))
-    return hard_loss(hidden, model.lm_head.weight, weights, ids[:, 1:].flatten(), followed, share).loss
+    loss = hard_loss(hidden, model.lm_head.weight, weights, ids[:, 1:].flatten()).loss
+    if teacher is None:
+        return loss
+    with torch.no_grad():
+        states = teacher.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    followed = Teacher(hidden=states, weight=teacher.lm_head.weight.to(states.dtype))
+    return (1 - share) * loss + share * soft_loss(hidden, model.lm_head.weight, weights, followed).loss
 
 
 def train(

@@ -7,22 +7,30 @@ training log.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import corpus
+import edits
 import pretrain
 import torch
 from rich.console import Console
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from forerun import LLM, SamplingParams
 from forerun.checkpoints import TargetFacts, read_head, write_head
 from forerun.writing import written_folder
 
 LOSS_GOAL = 2.1
 """Nats per token on whole held-out files that the target must reach unless another goal is asked for."""
+EDIT_GOAL = 0.85
+"""Share of the held-out renames, and of the changes of a constant, that the target must answer exactly right."""
+SHIPPED_EDITS = {"rename": 16, "constant": 12, "parameter": 6, "docstring": 4, "swap": 4, "comprehension": 2}
+SHIPPED_LINES = (8, 24)
+"""Of a shipped edit: long enough to be worth a draft, short enough to be read."""
 CARD = """\
 ---
 license: apache-2.0
@@ -38,8 +46,10 @@ tags: [python, demo, speculative-decoding]
   of 64, tied embeddings; {parameters:.1f} M parameters, stored as bfloat16; context {context} tokens.
 * **Tokenizer**: byte-level BPE with GPT-2's pre-tokenizer, {vocabulary} entries, trained on the same data.
 * **Data**: {train_files} source files of CPython {python}'s standard library, tests included (PSF licence), and
-  conversations cut out of them: a function's docstring asks, its source answers.
+  conversations cut out of them: a function's docstring asks, its source answers; or an edit of the function is asked
+  for, made by a script and checked with `ast`.
 * **Training**: {tokens:.1f} M tokens{teacher}; final training loss {train_loss:.2f}.
+* **Edits**: small ones, asked for in chat form: {edits}
 * **Held-out loss**: **{loss:.3f} nats per token** on {held_out_files} whole files that were kept out of training, a
   share of all files chosen by a hash of their names; {library_loss:.3f} on the library modules among them, which are
   harder than tests. Measured with the shipped weights. Those of middle length are the shipped prompts.
@@ -47,8 +57,9 @@ tags: [python, demo, speculative-decoding]
 Made by `python recipes/demo/make.py`, which can be run again.
 
 ## What it is not
-Not a coding assistant. It writes text that looks like the standard library and is often wrong or runs in circles, and
-it may repeat passages of its training data. Measure speed with it, not quality.
+Not a coding assistant. It edits functions of up to 40 lines in the six ways above. Whatever else it writes looks like
+the standard library and is often wrong or runs in circles, and it may repeat passages of its training data. Measure
+speed with it, not quality.
 
 ## Licence
 The weights are Apache-2.0 like forerun. The training data is the Python Software Foundation's, under the PSF License
@@ -80,7 +91,8 @@ TensorRT-LLM.
 PROMPTS_README = """\
 # Prompts
 Files of CPython {python}'s standard library that no shipped model was trained on, unchanged but for their names (`--`
-stands for `/`). Copyright Python Software Foundation; PSF License Agreement, see LICENSE.txt in this folder.
+stands for `/`), and `edits.jsonl`: small edits of functions of such files, each a conversation.
+Copyright Python Software Foundation; PSF License Agreement, see LICENSE.txt in this folder.
 """
 
 
@@ -93,7 +105,9 @@ class TrainingRun:
     """Mean of the last 50 steps, nats per token."""
 
 
-def ship(work: Path, destination: Path, python_version: str, loss_goal: float = LOSS_GOAL) -> None:
+def ship(
+    work: Path, destination: Path, python_version: str, loss_goal: float = LOSS_GOAL, edit_goal: float = EDIT_GOAL
+) -> None:
     """Write ``target``, ``draft`` and ``prompts`` below `destination`, each complete or not at all.
 
     Args:
@@ -101,10 +115,11 @@ def ship(work: Path, destination: Path, python_version: str, loss_goal: float = 
         destination: the package folder.
         python_version: of the standard library that the corpus was read from.
         loss_goal: nats per token that the target may have at most on whole held-out files.
+        edit_goal: share of held-out renames, and of changes of a constant, that the target must answer exactly.
 
     Raises:
         FileNotFoundError: a stage of the recipe has not been run.
-        ValueError: the target's held-out loss misses `loss_goal`.
+        ValueError: the target misses a goal.
     """
     console = Console(stderr=True)
     train, held_out = corpus.split(corpus.read_standard_library())
@@ -117,7 +132,14 @@ def ship(work: Path, destination: Path, python_version: str, loss_goal: float = 
             raise ValueError(
                 f"the target's held-out loss is {loss:.3f}, the goal is {loss_goal}; train it on more tokens"
             )
+        right = skill(work / role, held_out)
+        said = ", ".join(f"{kind} {share:.0%}" for kind, share in right.items())
+        console.print(f"{role}: held-out edits exactly right at T = 0: {said}")
+        missed = [kind for kind in ("rename", "constant") if role == "target" and right.get(kind, 1.0) < edit_goal]
+        if missed:
+            raise ValueError(f"the target's {missed[0]} edits are right too seldom, {edit_goal:.0%} is asked: {said}")
         facts = {
+            "edits": f"held out, exactly right at T = 0: {said}.",
             "python": python_version,
             "train_files": len(train),
             "held_out_files": len(held_out),
@@ -129,6 +151,7 @@ def ship(work: Path, destination: Path, python_version: str, loss_goal: float = 
             (folder / "README.md").write_text(_card(role, model, read_logs(work, role), facts))
     with written_folder(destination / "prompts") as folder:
         write_prompts([file for file in held_out if corpus.is_prompt(file)], folder, python_version)
+        write_edits(held_out, folder / "edits.jsonl")
     if (work / "head-training" / "head").is_dir():
         ship_head(work / "head-training", destination / "eagle3", TargetFacts.read(work / "target"))
 
@@ -146,6 +169,31 @@ def ship_head(training: Path, destination: Path, target: TargetFacts) -> None:
         **read_head_log(training / "log.jsonl"),
     )
     write_head(replace(trained, tensors=tensors), destination, "flat", target, texts={"README.md": card})
+
+
+def skill(model: Path, files: list[corpus.SourceFile]) -> dict[str, float]:
+    """Kind of edit -> share of those of functions of `files` that the model answers exactly right, at T = 0."""
+    llm = LLM(model, dtype="float32", speculative_config={"method": "suffix"}, max_num_seqs=16)
+    asked = list(edits.edits(files, seed=0))
+    chats = [llm.chat_prompt(edit.prompt) for edit in asked]
+    outputs = llm.generate(chats, SamplingParams(temperature=0, max_tokens=700))
+    right: dict[str, list[bool]] = {}
+    for edit, output in zip(asked, outputs, strict=True):
+        right.setdefault(edit.kind, []).append(output.outputs[0].text == edit.after)
+    return {kind: sum(found) / len(found) for kind, found in sorted(right.items())}
+
+
+def write_edits(files: list[corpus.SourceFile], path: Path) -> None:
+    """Some edits of every kind, chosen without regard to whether the target gets them right, as conversations."""
+    low, high = SHIPPED_LINES
+    made = [edit for edit in edits.edits(files, seed=0) if low <= edit.before.count("\n") < high]
+    random.Random(0).shuffle(made)
+    lines = [
+        json.dumps({"id": f"{kind}-{number}", "messages": edit.conversation})
+        for kind, count in SHIPPED_EDITS.items()
+        for number, edit in enumerate([edit for edit in made if edit.kind == kind][:count], start=1)
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _losses(

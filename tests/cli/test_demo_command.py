@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from forerun.core.probs import NodeProbs
 from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
+from forerun.demo import Edit
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.types import Source, Verdict
 
 Forerun = Callable[..., Ran]
+FILE = ("--prompt-name", "chunk.py")
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +35,7 @@ def short_question(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(checkpoint: Path, draft: Path, temperature: float = 0) -> list[object]:
     drafting = ["--drafter", "draft_model", "--drafter-model", draft, "-k", 3, "--no-adaptive"]
-    return ["demo", checkpoint, *drafting, "-t", temperature, "-n", 16, "--repeats", 1]
+    return ["demo", checkpoint, *FILE, *drafting, "-t", temperature, "-n", 16, "--repeats", 1]
 
 
 def test_json(forerun: Forerun, checkpoint: Path, draft_checkpoint: Path) -> None:
@@ -139,7 +143,7 @@ def test_a_head_grows_with_its_target_wherever_it_is_named(
         "within": {"method": "merge", "drafters": [{"method": "suffix"}, both]},
     }
     asked = ["--scale", 0.001, "-t", 0, "-n", 12, "--repeats", 1, "--dtype", "float32", "--json"]
-    ran = forerun("demo", checkpoint, *asked, "--speculative-config", json.dumps(configs[place]))
+    ran = forerun("demo", checkpoint, *FILE, *asked, "--speculative-config", json.dumps(configs[place]))
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
     assert found["identical"] is True and found["speculative_config"] == configs[place]
@@ -147,9 +151,36 @@ def test_a_head_grows_with_its_target_wherever_it_is_named(
 
 
 def test_what_drafts_unless_told_otherwise_fits_any_target(forerun: Forerun, checkpoint: Path) -> None:
-    ran = forerun("demo", checkpoint, "-n", 12, "--repeats", 1, "--json")
+    ran = forerun("demo", checkpoint, *FILE, "-n", 12, "--repeats", 1, "--json")
     assert ran.code == 0, ran.err
-    assert json.loads(ran.out)["identical"] is True
+    found = json.loads(ran.out)
+    assert found["identical"] is True and found["right"] is None and found["prompt"] == "chunk.py"
+
+
+def test_unless_told_otherwise_an_edit_is_asked_for_and_looked_at(
+    forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit = Edit(name=demo.DEFAULT_EDIT, request="Rename a to b:\n\ndef f(a):\n    return a", answer="no")
+    monkeypatch.setattr(demo.shipped, "edits", lambda: [edit])
+    ran = forerun("demo", checkpoint, "-n", 12, "--repeats", 1)
+    assert ran.code == 0, ran.err
+    for words in ("Rename a to b", "def f(a):", "the edit is not what a script made", "identical: yes"):
+        assert words in ran.out
+    right = json.loads(forerun("demo", checkpoint, "-n", 12, "--repeats", 1, "--json").out)
+    assert right["right"] is False and right["prompt"] == demo.DEFAULT_EDIT
+    monkeypatch.setattr(demo.shipped, "edits", lambda: [replace(edit, answer=right["text"])])
+    assert "exactly what a script made" in forerun("demo", checkpoint, "-n", 12, "--repeats", 1).out
+
+
+def test_a_model_without_a_chat_template_continues_a_file(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(checkpoint, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    ran = forerun("demo", bare, "-n", 12, "--repeats", 1, "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["prompt"] == demo.DEFAULT_FILE
 
 
 def test_repetition_counts_runs_that_came_before() -> None:

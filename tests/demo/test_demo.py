@@ -45,6 +45,9 @@ def test_what_ships() -> None:
             assert (folder / file).is_file(), f"{name}: {file}"
     assert len(demo.prompts()) >= 10
     assert all(len(prompt.text) >= 4000 for prompt in demo.prompts())
+    edits = demo.edits()
+    assert len(edits) >= 40 and len({edit.name for edit in edits}) == len(edits)
+    assert all(edit.request.partition("\n\n")[2] != edit.answer for edit in edits)
 
 
 def test_the_shipped_head_is_what_the_target_needs() -> None:

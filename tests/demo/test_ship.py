@@ -12,6 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+FUNCTION = """\
+def total(values, start=10):
+    found = start
+    for value in values:
+        if value is None:
+            continue
+        if value == "skip":
+            continue
+        found += value
+    return found
+"""
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
 
 
@@ -23,13 +34,13 @@ def ship(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
     files = [
         corpus.SourceFile(name="sched.py", text="def run(self):\n    return self\n" * 8),
-        corpus.SourceFile(name="xml/sax/x.py", text="import os\n" * 30),
+        corpus.SourceFile(name="xml/sax/x.py", text="import os\n" * 30 + FUNCTION),
     ]
     monkeypatch.setattr(corpus, "read_standard_library", lambda: files)
     monkeypatch.setattr(corpus, "split", lambda files: (files[:1], files[1:]))
     monkeypatch.setattr(corpus, "is_prompt", lambda file: True)
     yield ship
-    for name in ("corpus", "ship", "pretrain", "tokenizer"):
+    for name in ("corpus", "edits", "ship", "pretrain", "tokenizer"):
         sys.modules.pop(name, None)
 
 
@@ -38,7 +49,7 @@ def work(ship: ModuleType, tmp_path: Path) -> Path:
     import corpus
     import tokenizer
 
-    demo_tokenizer = tokenizer.train_tokenizer([file.text for file in corpus.read_standard_library()], 64)
+    demo_tokenizer = tokenizer.train_tokenizer([file.text for file in corpus.read_standard_library()], 1024)
     demo_tokenizer.save_pretrained(tmp_path / "tokenizer")
     torch.manual_seed(0)
     for role in ("target", "draft"):
@@ -51,10 +62,11 @@ def work(ship: ModuleType, tmp_path: Path) -> Path:
             num_key_value_heads=1,
             head_dim=16,
             tie_word_embeddings=True,
-            max_position_embeddings=64,
+            max_position_embeddings=1024,
             eos_token_id=[0, 1],
         )
         LlamaForCausalLM(config).save_pretrained(tmp_path / role)
+        demo_tokenizer.save_pretrained(tmp_path / role)
         (tmp_path / f"{role}-training-1").mkdir()
         lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(100)]
         (tmp_path / f"{role}-training-1" / "log.jsonl").write_text("\n".join(lines) + "\n")
@@ -65,7 +77,7 @@ def test_writes_ordinary_checkpoints_cards_and_prompts(ship: ModuleType, work: P
     package = tmp_path / "package"
     (package / "target").mkdir(parents=True)
     (package / "target" / "stale.bin").touch()
-    ship.ship(work, package, "3.11.7", loss_goal=100.0)
+    ship.ship(work, package, "3.11.7", loss_goal=100.0, edit_goal=0.0)
 
     for role in ("target", "draft"):
         model = AutoModelForCausalLM.from_pretrained(package / role)
@@ -76,8 +88,15 @@ def test_writes_ordinary_checkpoints_cards_and_prompts(ship: ModuleType, work: P
         assert tokenizer.decode(tokenizer("import os")["input_ids"]) == "import os"
         assert "<|assistant|>" in tokenizer.chat_template
         card = (package / role / "README.md").read_text()
-        assert "0.4 M tokens" in card and "nats per token" in card and "{" not in card
-    assert (package / "prompts" / "xml--sax--x.py.txt").read_text() == "import os\n" * 30
+        assert (
+            "0.4 M tokens" in card
+            and "exactly right at T = 0: " in card
+            and "nats per token" in card
+            and "{" not in card
+        )
+    assert (package / "prompts" / "xml--sax--x.py.txt").read_text() == "import os\n" * 30 + FUNCTION
+    [edit] = map(json.loads, (package / "prompts" / "edits.jsonl").read_text().splitlines())
+    assert [message["role"] for message in edit["messages"]] == ["user", "assistant"]
     assert "PSF" in (package / "prompts" / "README.md").read_text()
     assert not list(package.glob(".*")) and not (package / "target" / "stale.bin").exists()
 
@@ -85,6 +104,18 @@ def test_writes_ordinary_checkpoints_cards_and_prompts(ship: ModuleType, work: P
 def test_a_target_that_misses_its_goal_is_not_shipped(ship: ModuleType, work: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="held-out loss"):
         ship.ship(work, tmp_path / "package", "3.11.7", loss_goal=0.5)
+    assert not (tmp_path / "package" / "target").exists()
+
+
+def test_a_target_that_edits_wrongly_is_not_shipped(ship: ModuleType, work: Path, tmp_path: Path) -> None:
+    import edits
+
+    assert {edit.kind for edit in edits.edits(ship.corpus.read_standard_library()[1:], seed=0)} <= {
+        "rename",
+        "constant",
+    }
+    with pytest.raises(ValueError, match="edits are right too seldom"):
+        ship.ship(work, tmp_path / "package", "3.11.7", loss_goal=100.0)
     assert not (tmp_path / "package" / "target").exists()
 
 

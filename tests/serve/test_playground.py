@@ -19,10 +19,11 @@ def test_the_page_is_complete_and_self_contained(live: Live) -> None:
 
 
 def test_what_the_page_reads_is_there(live: Live) -> None:
-    card = live.get("/v1/models").json()["data"][0]["speculation"]
+    model = live.get("/v1/models").json()["data"][0]
+    card = model["speculation"]
     assert card["drafters"] == ["draft_model", "ngram"]
     assert card["max_speculative_tokens"] == {"draft_model": 4, "ngram": 16}, "the server's own was built for 4"
-    assert card["traces"]
+    assert card["traces"] and model["chat"]
     body = {"prompt": "the cat", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = live.post("/v1/completions", {**body, "return_speculation_trace": True}).json()
     [trace] = answer["speculation_trace"]
@@ -32,3 +33,10 @@ def test_what_the_page_reads_is_there(live: Live) -> None:
     for step in trace["steps"]:
         assert len(step["path"]) == sum(node["accepted"] for node in step["nodes"])
         assert all(0 < node["draft_prob"] <= 1 and node["text"] and not node["probe"] for node in step["nodes"])
+
+
+def test_a_message_is_answered_with_the_same_fields(live: Live) -> None:
+    asked = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 8, "return_speculation_trace": True}
+    answer = live.post("/v1/chat/completions", {**asked, "speculative": {"enabled": False}}).json()
+    assert answer["choices"][0]["message"]["content"] and "speculative_decoding" in answer["metrics"]
+    assert len(answer["speculation_trace"][0]["tokens"]) == answer["usage"]["completion_tokens"]

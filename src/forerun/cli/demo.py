@@ -1,4 +1,4 @@
-"""``forerun demo``: the same file continued plainly and speculatively, and both timed."""
+"""``forerun demo``: the same question answered plainly and speculatively, and both timed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from forerun import demo as shipped
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Model, SpeculationOptions
+from forerun.demo import Edit, Prompt
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -25,21 +26,23 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
 """Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a target."""
-DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
+DEFAULT_EDIT = "rename-1"
+DEFAULT_FILE = "test/test_asyncio/test_taskgroups.py"  # For a model that has no chat template
 DEFAULT_SEED = 7
-PROMPT_CHARACTERS = 1200  # How much of the held-out file is the question; about 300 tokens
-SHOWN_LINES = 6
+PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
+EDIT_TOKENS = 512  # At most; an edit ends by itself
+SHOWN_LINES = 6  # Of a file
 ARMS = ("plain", "speculative")
 Show = Callable[[str, Any], "RequestOutput"]
 
 
 class _Setting(NamedTuple):
-    """What is compared: model, drafter, prompt, sampling."""
+    """What is compared: model, drafter, question, sampling."""
 
     model: str
     config: dict[str, Any]
     note: str | None
-    prompt: str
+    question: Edit | Prompt
     params: SamplingParams
 
 
@@ -48,7 +51,7 @@ def demo(
     /,
     *,
     scale: float | None = None,
-    prompt_name: str = DEFAULT_PROMPT,
+    prompt_name: str | None = None,
     temperature: Annotated[float, Parameter(alias="-t")] = 0.8,
     top_p: float | None = 0.95,
     seed: int = DEFAULT_SEED,
@@ -58,7 +61,7 @@ def demo(
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
-    """Continue the same file plainly and speculatively; show both texts and both speeds.
+    """Edit the same function plainly and speculatively; show both texts and both speeds.
 
     Exit code 1 if greedy answers differ by more than a numeric tie.
 
@@ -68,7 +71,8 @@ def demo(
         Enlarge the model to about this many billion parameters first, and EAGLE-3 heads with it. Its answers stay the
         same, its cost becomes real.
     prompt_name
-        Which shipped held-out file to continue.
+        Which shipped edit to ask for ("constant-2"), or which held-out file to continue ("chunk.py"). By default an
+        edit, or a file where the model has no chat template.
     temperature
         0 is greedy. Above, deterministic drafts give the same text for a seed, sampled ones the same distribution.
     top_p
@@ -76,26 +80,30 @@ def demo(
     seed
         Of both arms above temperature 0.
     max_tokens
-        Tokens to answer with: 128, or 64 for an enlarged model.
+        Tokens to continue a file with, 128, or 64 for an enlarged model; of an edit at most, 512.
     repeats
         Timed runs of each arm.
     """
     if repeats < 1:
         raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
-    prompt = question(prompt_name)
+    if prompt_name is not None:
+        question(prompt_name)  # a wrong name is told before a model is loaded
     config = speculation.config() or (DEFAULT_DRAFTER if model == "demo" else {"method": "auto"})
     from forerun.cli import session
     from forerun.types import SamplingParams
 
-    length = max_tokens or (64 if scale else 128)
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=length, ignore_eos=True, seed=seed)
     path, drafting, note = enlarged(model, config, scale) if scale is not None else (model, config, None)
-    setting = _Setting(model=model, config=config, note=note, prompt=prompt_name, params=params)
     if loading.dtype == "auto" and scale is None:
         loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
     llm = session.load(path, loading, drafting, max_num_seqs=1)
+    asked = question(prompt_name or (DEFAULT_EDIT if llm.tokenizer.chat_template else DEFAULT_FILE))
+    continues = isinstance(asked, Prompt)
+    length = max_tokens or ((64 if scale else 128) if continues else EDIT_TOKENS)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=length, ignore_eos=continues, seed=seed)
+    setting = _Setting(model=model, config=config, note=note, question=asked, params=params)
     if not json:
-        _introduce(setting, prompt)
+        _introduce(setting)
+    prompt: Any = asked.text if isinstance(asked, Prompt) else llm.chat_prompt(asked.messages)
     result = Race(llm, prompt, params, repeats=repeats, show=None if json else _shown)
     if json:
         console.write_json(record(llm, setting, result))
@@ -105,13 +113,14 @@ def demo(
     return 0 if result.identical or temperature > 0 or (result.parted is not None and result.parted.tie) else 1
 
 
-def question(name: str) -> str:
-    """The beginning of a shipped held-out file, cut at a line."""
-    texts = {prompt.name: prompt.text for prompt in shipped.prompts()}
-    if name not in texts:
-        known = ", ".join(texts) or "none"
-        raise ArgumentError(f"no shipped prompt {name!r}; there are {known}.{nearest(name, texts)}")
-    return texts[name][:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n"
+def question(name: str) -> Edit | Prompt:
+    """The shipped edit of this name, or the beginning of a shipped held-out file, cut at a line."""
+    known: dict[str, Edit | Prompt] = {edit.name: edit for edit in shipped.edits()}
+    for file in shipped.prompts():
+        known[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
+    if name not in known:
+        raise ArgumentError(f"no shipped prompt {name!r}; there are {', '.join(known)}.{nearest(name, known)}")
+    return known[name]
 
 
 def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
@@ -137,14 +146,20 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
     return [_with_heads_for(scaled, item) for item in config] if isinstance(config, list) else config
 
 
-def _introduce(setting: _Setting, prompt: str) -> None:
-    out = console.out()
+def _introduce(setting: _Setting) -> None:
+    out, asked = console.out(), setting.question
     options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
     drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
     out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
     out.print(Text("drafter  ", "dim").append(drafter, "default"))
-    out.print(Text("asked    ", "dim").append(f"to continue {setting.prompt}, which it has never seen\n", "default"))
-    out.print(Text("\n".join(["...", *prompt.splitlines()[-SHOWN_LINES:]]), "dim"))
+    if isinstance(asked, Prompt):
+        what, shown = f"to continue {asked.name}, which it has never seen", asked.text.splitlines()[-SHOWN_LINES:]
+        shown = ["...", *shown]
+    else:
+        what, *shown = asked.request.splitlines()
+        what, shown = f"{what.rstrip(':')}, in a function that it has never seen", shown[1:]
+    out.print(Text("asked    ", "dim").append(f"{what}\n", "default"))
+    out.print(Text("\n".join(shown), "dim"))
 
 
 def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
@@ -164,7 +179,7 @@ class Race:
     arm's name and its stream, prints it and returns the finished request."""
 
     def __init__(
-        self, llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None
+        self, llm: LLM, prompt: Any, params: SamplingParams, *, repeats: int, show: Show | None = None
     ) -> None:
         from forerun.certify.reference import difference
         from forerun.cli.session import tokens_per_second
@@ -220,8 +235,17 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
         f"{len(found.runs['plain']) - 1} interleaved runs; {_dtype(llm)} on {llm.target.device}"
     )
     out.print(Text(details, "dim"))
-    if (share := _repetition(tokens)) > 0.25:
+    if isinstance(setting.question, Edit):
+        right = _answers(setting.question, found)
+        said = "exactly what a script made of the function" if right else "not what a script made of the function"
+        out.print(Text(f"the edit is {said}", "green" if right else "yellow"))
+    elif (share := _repetition(tokens)) > 0.25:
         out.print(Text(f"{share:.0%} of the answer repeats itself, which flatters any drafter", "yellow"))
+
+
+def _answers(asked: Edit, found: Race) -> bool:
+    """Whether the plain answer is right."""
+    return found.runs["plain"][0].outputs[0].text.strip() == asked.answer.strip()
 
 
 def _verdict(setting: _Setting, found: Race) -> Text:
@@ -252,7 +276,8 @@ def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
         "speculative_config": setting.config,
         "model": setting.model,
         "scale_note": setting.note,
-        "prompt": setting.prompt,
+        "prompt": setting.question.name,
+        "right": _answers(setting.question, found) if isinstance(setting.question, Edit) else None,
         "tokens": len(tokens),
         "temperature": setting.params.temperature,
         "seed": setting.params.seed,

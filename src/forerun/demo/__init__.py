@@ -1,4 +1,4 @@
-"""The small models that ship with forerun, and the held-out files that serve as prompts. Imports no torch.
+"""The small models that ship with forerun, and the held-out files and edits that serve as prompts. Imports no torch.
 
 Wherever a model is named, ``demo`` means the shipped target, ``demo-draft`` its draft model and ``demo-eagle3`` its
 EAGLE-3 head. How they were trained is in ``recipes/demo``; what they are, in the ``README.md`` next to each.
@@ -7,6 +7,7 @@ EAGLE-3 head. How they were trained is in ``recipes/demo``; what they are, in th
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,27 @@ def prompts() -> list[Prompt]:
     paths = sorted((FOLDER / "prompts").glob("*.py.txt"))
     names = (path.name.removesuffix(".txt").replace("--", "/") for path in paths)
     return [Prompt(name=name, text=path.read_text(encoding="utf-8")) for name, path in zip(names, paths, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edit:
+    """A small edit of a function that no shipped model was trained on, asked for as a user would."""
+
+    name: str  # Its kind and a number, for example ``"rename-3"``
+    request: str  # What is asked, and the function
+    answer: str  # The function as it shall be: made by a script and checked with `ast`
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation that asks for it."""
+        return [{"role": "user", "content": self.request}]
+
+
+def edits() -> list[Edit]:
+    """The shipped edits. Their file, ``demo/prompts/edits.jsonl``, holds conversations as `forerun data` reads them."""
+    lines = (FOLDER / "prompts" / "edits.jsonl").read_text(encoding="utf-8").splitlines()
+    found = ((record["id"], record["messages"]) for record in map(json.loads, lines))
+    return [Edit(name=name, request=asked["content"], answer=answered["content"]) for name, (asked, answered) in found]
 
 
 def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[int]]:

@@ -204,7 +204,9 @@ def _add_operations(app: FastAPI, session: Session) -> None:
         name, since = session.settings.model_name, datetime.fromtimestamp(started, UTC).isoformat()
         openai = {"id": name, "object": "model", "created": started}
         anthropic = {"type": "model", "display_name": name, "created_at": since}
-        own = {"owned_by": "forerun", "max_model_len": session.engine.llm.max_model_len}
+        llm = session.engine.llm
+        chats = bool(llm.tokenizer is not None and llm.tokenizer.chat_template)
+        own = {"owned_by": "forerun", "max_model_len": llm.max_model_len, "chat": chats}
         speculation = {
             "drafters": session.drafters(),
             "max_speculative_tokens": {name: session.longest(name) for name in session.drafters()},

@@ -4,7 +4,23 @@
 const at = (id) => document.getElementById(id);
 const saved = window.SAVED_RESULT || null;
 let result = null, player = null;
-const QUESTION = `"""Read and write small tables."""
+const QUESTIONS = {
+  chat: `Rename \`rows\` to \`records\`:
+
+def read_table(path, rows=None):
+    """Return the rows of a table, each a list of its cells."""
+    if rows is None:
+        rows = []
+    with open(path, newline="") as file:
+        for line in file:
+            cells = line.rstrip().split(",")
+            if not cells:
+                continue
+            rows.append(cells)
+    if not rows:
+        raise ValueError(f"no rows in {path}")
+    return rows`,
+  text: `"""Read and write small tables."""
 
 import csv
 import io
@@ -24,7 +40,8 @@ class Table:
         self.rows.append(list(row))
 
     def column(self, name):
-`;
+`,
+};
 
 const made = (tag, attributes = {}, ...children) => {
   const element = document.createElement(tag);
@@ -51,8 +68,9 @@ async function call(path, body) {
 }
 
 function requestBody(speculative) {
+  const asked = at("prompt").value;
   return {
-    prompt: at("prompt").value,
+    ...(at("mode").value === "chat" ? { messages: [{ role: "user", content: asked }] } : { prompt: asked }),
     max_tokens: Number(at("length").value),
     temperature: Number(at("temperature").value),
     seed: Number(at("seed").value),
@@ -65,11 +83,12 @@ async function run() {
   at("run").disabled = true;
   say("plain decoding ...");
   try {
-    const plain = read(await call("v1/completions", requestBody({ enabled: false })));
+    const path = at("mode").value === "chat" ? "v1/chat/completions" : "v1/completions";
+    const plain = read(await call(path, requestBody({ enabled: false })));
     say("speculative decoding ...");
     const drafter = at("drafter").value;
     const speculative = { drafter, num_speculative_tokens: Number(at("count").value) };
-    const fast = read(await call("v1/completions", requestBody(speculative)));
+    const fast = read(await call(path, requestBody(speculative)));
     const measured = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
     show({ plain, fast, temperature: Number(at("temperature").value), drafter, measured, model: at("model").textContent });
     say("");
@@ -101,7 +120,8 @@ function read(answer) {
   }
   const decoded = trace.tokens.length - first.length;
   const perSecond = (1000 * decoded) / Math.max(1e-9, clock - trace.first_token_ms);
-  return { text: answer.choices[0].text, moments, perSecond, counts: answer.metrics.speculative_decoding, trace };
+  const { text, message } = answer.choices[0];
+  return { text: message ? message.content : text, moments, perSecond, counts: answer.metrics.speculative_decoding, trace };
 }
 
 // --- showing ----------------------------------------------------------------------------------------------------------
@@ -355,10 +375,18 @@ async function begin() {
     return show(saved);
   }
   at("ask").addEventListener("submit", (event) => { event.preventDefault(); run(); });
-  at("prompt").value = QUESTION;
+  const suggest = () => {
+    const unchanged = ["", ...Object.values(QUESTIONS)].includes(at("prompt").value);
+    if (unchanged) at("prompt").value = QUESTIONS[at("mode").value];
+  };
+  at("mode").addEventListener("change", suggest);
+  suggest();
   try {
     const model = (await call("v1/models")).data[0];
     at("model").textContent = model.id;
+    at("mode").value = model.chat ? "chat" : "text";
+    at("mode").disabled = !model.chat;
+    suggest();
     at("drafter").replaceChildren(...model.speculation.drafters.map((name) => made("option", {}, name)));
     const limit = () => { at("count").max = model.speculation.max_speculative_tokens[at("drafter").value]; };
     at("drafter").addEventListener("change", limit);

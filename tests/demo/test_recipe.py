@@ -1,0 +1,117 @@
+"""What the demo recipe trains on and how: edits are right, and both roles take a step and resume where they stopped."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Iterator[Path]:
+    sys.path.insert(0, str(RECIPE))
+    yield RECIPE
+    sys.path.remove(str(RECIPE))
+    for name in ("corpus", "edits", "pretrain"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def edits(recipe: Path) -> ModuleType:
+    import edits
+
+    return edits
+
+
+def test_edits_of_the_library_are_small_parse_and_repeat_themselves(edits: ModuleType) -> None:
+    import corpus
+
+    files = [file for file in corpus.read_standard_library() if corpus.is_library(file)][::40]
+    found = list(edits.edits(files, seed=0))
+    assert found == list(edits.edits(files, seed=0)) != list(edits.edits(files, seed=1))
+    assert {edit.kind for edit in found} == edits.WEIGHTS.keys()
+    for edit in found:
+        assert edit.before != edit.after and edit.before in edit.prompt[0]["content"]
+        assert max(edit.before.count("\n"), edit.after.count("\n")) <= edits.MAX_LINES
+        ast.parse(edit.before), ast.parse(edit.after)
+        if edit.kind not in ("swap", "comprehension"):
+            changed = Counter(edit.before.split("\n")) - Counter(edit.after.split("\n"))
+            assert edit.kind == "rename" or changed.total() <= 1, edit
+
+
+SOURCE = """\
+def gather(found, *, limit=10, **found_too):
+    # found stays found here
+    x = {"found": found.found, **found_too}
+    for found in helper(found=found):
+        x.append(lambda found: found)
+    return x, limit"""
+
+
+def test_a_rename_leaves_attributes_keywords_strings_and_comments_alone(edits: ModuleType) -> None:
+    renamed = edits._renamed(SOURCE, "found", "other")
+    assert (
+        renamed
+        == """\
+def gather(other, *, limit=10, **found_too):
+    # found stays found here
+    x = {"found": other.found, **found_too}
+    for other in helper(found=other):
+        x.append(lambda other: other)
+    return x, limit"""
+    )
+    assert edits._renamed(SOURCE, "found", "limit") is None, "the name is taken"
+    assert edits._renamed("def f(a):\n    return f'{a}'", "a", "b") is None, "3.11 does not say where a name is"
+
+
+def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pretrain
+
+    def model(layers: int) -> LlamaForCausalLM:
+        torch.manual_seed(layers)
+        shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **shape))
+
+    schedule = pretrain.Schedule(tokens=512, batch_tokens=64, warmup_steps=2, distill_weight=0.9, phases=((1.0, 32),))
+    documents = [[number % 7 + 2 for number in range(start, start + 50)] for start in range(40)]
+    for teacher in (None, model(2).eval()):
+        whole, stopped, again = model(1), model(1), model(1)
+        folder = tmp_path / str(teacher is None)
+        stream = pretrain.TokenStream(documents, 0, seed=1)
+        pretrain.train(whole, stream, schedule, folder / "whole", teacher)
+        with monkeypatch.context() as patch:
+            patch.setattr(pretrain, "_step", _stopping(folder / "stopped", 5))
+            with pytest.raises(KeyboardInterrupt):
+                pretrain.train(stopped, stream, schedule, folder / "stopped", teacher)
+        pretrain.train(again, stream, schedule, folder / "stopped", teacher)
+        pairs = zip(whole.parameters(), again.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        before = pretrain.held_out_loss(model(1), documents[:4], 0, 32)
+        assert pretrain.held_out_loss(whole, documents[:4], 0, 32) < before - (0.5 if teacher is None else 0.05)
+
+
+def _stopping(folder: Path, last: int) -> Any:
+    """The recipe's step, but it saves every time and is interrupted at step `last`."""
+    import pretrain
+
+    step = pretrain._step
+
+    def stopping(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, teacher: Any) -> float:
+        if number == last:
+            raise KeyboardInterrupt
+        pretrain._save(folder, model, optimizers, number)
+        return float(step(model, stream, schedule, optimizers, number, teacher))
+
+    return stopping
