@@ -43,7 +43,7 @@ SHAPES = {
 }
 AGAIN = pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0)
 EDITING = replace(AGAIN, tokens=12_000_000, phases=pretrain.LONG_PHASES)
-DISTILLED = pretrain.Schedule(tokens=4_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
+DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
 ROUNDS = {
     "target": ((pretrain.Schedule(tokens=15_020_000), False), (AGAIN, False), (EDITING, True)),
     "draft": ((DISTILLED, True),),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from bench.heads import head
 from forerun import LLM, SamplingParams
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, read_head, write_head
 from forerun.checkpoints.base import expected_shapes
+from forerun.demo import scale
 from forerun.demo.scale import ScaledModel, scale_config, scale_head, scaled_head_folder
+from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.dflash import DFlashConfig
+from forerun.drafters.heads.dspark import DSparkConfig
+from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
 from forerun.model import Target
@@ -79,14 +86,52 @@ def test_bf16_differs_by_rounding_only(source_tied: Path, scaled: ScaledModel) -
     assert (new - old).abs().max() <= 2 * rounding
 
 
-@pytest.mark.parametrize("shape", [{}, {"top_k": 4, "nodes": 12}], ids=["chain", "dynamic"])
-def test_greedy_drafts_are_the_small_heads(source_tied: Path, scaled: ScaledModel, shape: dict[str, int]) -> None:
-    small = HeadCheckpoint.of(head())
+def other_head(kind: str, **options: Any) -> Head:
+    """A random head of another kind for `lively_llama`, every weight large enough to matter."""
+    torch.manual_seed(1)
+    sizes = {"target_hidden_size": 48, "vocab_size": 256, "draft_vocab_size": 256}
+    layers = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    block = {"mask_token_id": 3, "boundaries": (1, 2), "own_lm_head": False, "block_size": 5, "num_hidden_layers": 2}
+    if kind == "medusa":
+        made: Head = MedusaHead(MedusaConfig(num_heads=4, boundaries=(LAST_HIDDEN,), **sizes))
+    else:
+        config = {"dflash": DFlashConfig, "dspark": DSparkConfig}[kind]
+        made = kind_named(kind).head(config(initializer_range=0.2, **sizes, **layers, **block, **options))
+    for name, weight in made.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+        elif "markov" in name or "linear" in name or "confidence" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    return made
+
+
+HEADS: dict[str, Callable[[], Head]] = {
+    "eagle3": head,
+    "eagle": lambda: head(generation=1, boundaries=(LAST_HIDDEN,), own_lm_head=False, draft_vocab_size=256),
+    "medusa": lambda: other_head("medusa"),
+    "dflash": lambda: other_head("dflash", qk_norm=True),
+    "dspark": lambda: other_head("dspark", markov_rank=8, markov_head_type="rnn"),
+    "dspark gated": lambda: other_head("dspark", markov_rank=8, markov_head_type="gated"),
+}
+
+
+@pytest.mark.parametrize("shape", [{"top_k": 1, "nodes": 4}, {"top_k": 4, "nodes": 12}], ids=["chain", "dynamic"])
+@pytest.mark.parametrize("name", HEADS)
+def test_greedy_drafts_are_the_small_heads(
+    source_tied: Path, scaled: ScaledModel, name: str, shape: dict[str, int]
+) -> None:
+    small = HeadCheckpoint.of(HEADS[name]())
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     found = []
     for folder, checkpoint in ((source_tied, small), (scaled.path, scale_head(small, scaled))):
         drafts = {"num_speculative_tokens": 4, "adaptive": False, **shape}
-        config = {"method": "eagle3", "model": checkpoint.build().eval(), **drafts}
+        config = {"method": name.split(maxsplit=1)[0], "model": checkpoint.build().eval(), **drafts}
         llm = LLM(str(folder), tokenizer=False, max_num_seqs=1, max_model_len=96, dtype="float32")
         output = llm.generate([{"prompt_token_ids": PROMPT}], params, speculative=config, trace=True)[0].outputs[0]
         found.append((output.token_ids, [[(n.token, n.parent) for n in step.nodes] for step in output.trace]))
@@ -130,9 +175,9 @@ def test_a_head_on_disk_is_enlarged_once_and_in_its_own_format(
     assert scaled_head_folder(folder, scaled) != first
 
 
-def test_what_cannot_be_enlarged_is_refused(scaled: ScaledModel) -> None:
-    old = {"generation": 1, "boundaries": (LAST_HIDDEN,), "own_lm_head": False, "draft_vocab_size": 256}
-    with pytest.raises(ArgumentError, match="EAGLE-3"):
-        scale_head(HeadCheckpoint.of(head(**old)), scaled)
+def test_what_cannot_be_enlarged_is_refused(scaled: ScaledModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"0\.\.3"):
         scale_head(HeadCheckpoint.of(head(boundaries=(1, 2, 4))), scaled)
+    monkeypatch.setattr(scale, "ENLARGED", ("medusa",))
+    with pytest.raises(ArgumentError, match="kind eagle3 are not enlarged, only medusa"):
+        scale_head(HeadCheckpoint.of(head()), scaled)

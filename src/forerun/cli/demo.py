@@ -96,7 +96,7 @@ def demo(
     if loading.dtype == "auto" and scale is None:
         loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
     llm = session.load(path, loading, drafting, max_num_seqs=1)
-    asked = question(prompt_name or (DEFAULT_EDIT if llm.tokenizer.chat_template else DEFAULT_FILE))
+    asked = question(prompt_name or (DEFAULT_EDIT if getattr(llm.tokenizer, "chat_template", None) else DEFAULT_FILE))
     continues = isinstance(asked, Prompt)
     length = max_tokens or ((64 if scale else 128) if continues else EDIT_TOKENS)
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=length, ignore_eos=continues, seed=seed)
@@ -236,9 +236,9 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     )
     out.print(Text(details, "dim"))
     if isinstance(setting.question, Edit):
-        right = _answers(setting.question, found)
-        said = "exactly what a script made of the function" if right else "not what a script made of the function"
-        out.print(Text(f"the edit is {said}", "green" if right else "yellow"))
+        good = _answers(setting.question, found)
+        said = "exactly what a script made of the function" if good else "not what a script made of the function"
+        out.print(Text(f"the edit is {said}", "green" if good else "yellow"))
     elif (share := _repetition(tokens)) > 0.25:
         out.print(Text(f"{share:.0%} of the answer repeats itself, which flatters any drafter", "yellow"))
 

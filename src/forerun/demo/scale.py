@@ -1,4 +1,4 @@
-"""Scale models: a small Llama checkpoint, and its EAGLE-3 head, made as costly as large ones with the same output.
+"""Scale models: a small Llama checkpoint, and its draft heads, made as costly as large ones with the same output.
 
 The hidden state is padded with zeros to `hidden_factor` times its width. RMSNorm then divides by a mean square that is
 `hidden_factor` times smaller, so epsilon is divided by that factor and the norm weights by its square root: for 4 and
@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_of, write_he
 from forerun.checkpoints.base import expected_shapes
 from forerun.checkpoints.formats import parse, read_files
 from forerun.demo import resolve
-from forerun.drafters.heads.eagle import EagleConfig
+from forerun.drafters.heads.base import HeadConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model.load import weight_files
 from forerun.writing import written_folder
@@ -39,6 +39,7 @@ from forerun.writing import written_folder
 CACHE = "scaled"  # Folder below `cache_root`
 SHARD_BYTES = 2**31
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+ENLARGED = ("eagle3", "eagle", "medusa", "dflash", "dspark")  # Kinds of heads
 FORMAT = 1  # Raise it when the written weights change, so that caches are made anew
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -267,13 +268,13 @@ class _Weights(dict[str, Tensor]):
         raise CheckpointError(f"the source has no tensor {name!r}: its weights are missing or of another model")
 
 
-_WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")  # Write into the hidden state: their padding is zero
+_WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens", "linear")  # Write a hidden state: their padding is zero
 
 
 def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
     """The head of `scaled` that gives, on the states of `scaled`, the logits that `head` gives on those of its source,
-    for which it was trained; they differ by the order of summation at most. ArgumentError: no EAGLE-3 head, or one that
-    reads layers which the source does not have."""
+    for which it was trained; they differ by the order of summation at most. ArgumentError: its kind cannot be enlarged,
+    or it reads layers which the source does not have."""
     wide = scale_config(head.config, scaled)
     shapes = expected_shapes(wide)
     tensors = {name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()}
@@ -292,46 +293,60 @@ def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
     return folder
 
 
-def scale_config(config: EagleConfig, scaled: ScaledModel) -> EagleConfig:
+def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
     """The shape of the enlarged head; errors as `scale_head`."""
-    if config.generation != 3:
-        raise ArgumentError(f"only EAGLE-3 heads are enlarged, this one is of generation {config.generation}")
-    plan = scaled.plan
-    return replace(
-        config,
-        hidden_size=config.hidden_size * plan.hidden_factor,
-        target_hidden_size=config.target_hidden_size * plan.hidden_factor,
-        intermediate_size=max(plan.intermediate_size, config.intermediate_size),
-        num_attention_heads=config.num_attention_heads * plan.head_factor,
-        num_key_value_heads=config.num_key_value_heads * plan.head_factor,
-        boundaries=tuple(remap_boundary(boundary, scaled) for boundary in config.boundaries),
-        rms_norm_eps=config.rms_norm_eps / plan.hidden_factor,
-    )
+    if config.kind not in ENLARGED:
+        raise ArgumentError(f"heads of the kind {config.kind} are not enlarged, only {', '.join(ENLARGED)}")
+    plan, own = scaled.plan, {field.name: getattr(config, field.name) for field in fields(config)}
+    growth = {
+        "hidden_size": plan.hidden_factor,
+        "target_hidden_size": plan.hidden_factor,
+        "num_attention_heads": plan.head_factor,
+        "num_key_value_heads": plan.head_factor,
+        "rms_norm_eps": 1 / plan.hidden_factor,
+    }
+    wide = {key: type(own[key])(own[key] * factor) for key, factor in growth.items() if key in own}
+    if "boundaries" in own:
+        wide["boundaries"] = tuple(remap_boundary(boundary, scaled) for boundary in config.boundaries)
+    if "intermediate_size" in own:
+        wide["intermediate_size"] = max(plan.intermediate_size, own["intermediate_size"])
+    return replace(config, **wide)
 
 
-def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: EagleConfig, wide: EagleConfig) -> Tensor:
+def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: Any, wide: Any) -> Tensor:
     """`old`, cut into the hidden states that it reads, each at the start of the wide one that takes its place."""
     if old.shape == shape:
         new = old.clone()
     else:
-        blocks = _blocks(name, config)
         new = _padding(name, shape, old.dtype)
-        narrow, broad = old.shape[-1] // blocks, shape[-1] // blocks
-        for block in range(blocks):
-            part = old[..., block * narrow : (block + 1) * narrow]
-            new[..., block * broad : block * broad + narrow][: len(old) if old.dim() == 2 else None] = part
-    root = math.isqrt(wide.hidden_size // config.hidden_size)
+        place = wide_place = 0
+        for narrow, broad in _parts(name, old.shape[-1], shape[-1], config, wide):
+            part = old[..., place : place + narrow]
+            new[..., wide_place : wide_place + narrow][: len(old) if old.dim() == 2 else None] = part
+            place, wide_place = place + narrow, wide_place + broad
+    root = math.isqrt(wide.target_hidden_size // config.target_hidden_size)
     shrinks = old.shape != shape and "norm" in name
-    normed_later = config.qk_norm and any(f".{part}_proj." in name for part in ("q", "k"))
+    normed_later = getattr(config, "qk_norm", False) and any(f".{part}_proj." in name for part in ("q", "k"))
     return new / root if shrinks or normed_later else new
 
 
-def _blocks(name: str, config: EagleConfig) -> int:
-    """How many hidden states lie side by side in what a tensor reads."""
+def _parts(name: str, old: int, new: int, config: Any, wide: Any) -> list[tuple[int, int]]:
+    """Widths, before and after, of what lies side by side in a tensor's last dimension."""
     if name in ("fc.weight", "input_norm.weight"):
-        return len(config.boundaries)
-    reads_both = name.startswith("layers.0.") and any(f".{part}_proj.weight" in name for part in ("q", "k", "v"))
-    return 2 if reads_both else 1
+        return [(config.target_hidden_size, wide.target_hidden_size)] * (old // config.target_hidden_size)
+    state = (_size(config), _size(wide))
+    if old == 2 * state[0] and name.startswith("layers.0.self_attn."):
+        return [state, state]  # EAGLE-3's first layer reads an embedding, too
+    if old - state[0] == new - state[1]:
+        # DSpark's heads read a state and rows of a table: these stay as wide as they are.
+        rows = (old - state[0],) * 2
+        return [rows, state] if "joint_proj" in name else [state, rows]
+    return [(old, new)]
+
+
+def _size(config: Any) -> int:
+    """Of a head's own states: the target's, unless it has layers of another width."""
+    return int(getattr(config, "hidden_size", config.target_hidden_size))
 
 
 def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
