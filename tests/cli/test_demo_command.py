@@ -14,8 +14,9 @@ import torch
 
 from cli.conftest import Ran
 from forerun import LLM, SamplingParams
+from forerun import demo as shipped
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.cli import demo
+from forerun.cli import demo, leaderboard
 from forerun.core.probs import NodeProbs
 from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
@@ -187,3 +188,31 @@ def test_repetition_counts_runs_that_came_before() -> None:
     assert demo._repetition(list(range(40))) == 0.0
     assert demo._repetition([7] * 40) == pytest.approx(32 / 33)
     assert demo._repetition([1, 2, 3]) == 0.0
+
+
+def test_all_drafters_answer_in_one_table(forerun: Forerun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(leaderboard, "FILES", 1)
+    monkeypatch.setattr(leaderboard, "EDITS", 1)
+    monkeypatch.setattr(leaderboard, "COPYING", {"suffix": {"method": "suffix"}})
+    (tmp_path / "mine").mkdir()
+    shutil.copytree(shipped.resolve("demo-eagle3"), tmp_path / "mine" / "head")
+    lines = [
+        {"step": 1, "tokens": 100, "tokens_per_second": 50.0},
+        {"step": 2, "tokens": 400, "tokens_per_second": 100.0},
+    ]
+    (tmp_path / "mine" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = forerun("demo", "--all", "--heads", tmp_path, "-n", 16, "--json")
+    assert ran.code == 0, ran.err
+    found = {line["drafter"]: line for line in json.loads(ran.out)["drafters"]}
+    assert list(found) == [
+        *("suffix", "draft_model", "eagle3, shipped, chain", "eagle3, shipped, tree", "mine, chain", "mine, tree")
+    ]
+    assert found["mine, tree"]["trained_seconds"] == pytest.approx(5.0)
+    assert found["mine, tree"]["parameters"] == found["eagle3, shipped, chain"]["parameters"] > 1e6
+    for line in found.values():
+        assert line["greedy_answers_unlike_plain"] == 0
+        assert set(line["mean_acceptance_length"]) == set(line["speedup"]) == {"0", "1"}
+    assert found["mine, tree"]["mean_acceptance_length"]["0"] > found["mine, chain"]["mean_acceptance_length"]["0"] > 1
+    shown = forerun("demo", "--all", "-n", 8)
+    assert shown.code == 0 and "tokens/pass" in shown.out and "the same" in shown.out
+    assert "--all" in forerun("demo", "--heads", tmp_path).err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -57,6 +58,8 @@ def demo(
     seed: int = DEFAULT_SEED,
     max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
     repeats: int = 3,
+    everything: Annotated[bool, Parameter(name="--all", negative="")] = False,
+    heads: Path | None = None,
     json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
@@ -83,7 +86,15 @@ def demo(
         Tokens to continue a file with, 128, or 64 for an enlarged model; of an edit at most, 512.
     repeats
         Timed runs of each arm.
+    everything
+        Let every drafter answer the same questions, at T = 0 and 1, and print one table.
+    heads
+        With --all: a folder of trained heads, each as `forerun train` leaves it.
     """
+    if everything:
+        return _all(model, scale, max_tokens or 64, heads, loading, json=json)
+    if heads is not None:
+        raise ArgumentError("--heads goes with --all; for one head give --drafter and --drafter-model")
     if repeats < 1:
         raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
     if prompt_name is not None:
@@ -111,6 +122,30 @@ def demo(
         console.out().print(session.legend(console.out()))
         _report(llm, setting, result)
     return 0 if result.identical or temperature > 0 or (result.parted is not None and result.parted.tie) else 1
+
+
+def _all(
+    model: str, scale: float | None, max_tokens: int, heads: Path | None, loading: LoadOptions, *, json: bool
+) -> int:
+    """``--all``; exit code 1 if a greedy answer differs by more than a numeric tie."""
+    if model != "demo":
+        raise ArgumentError(f"--all compares the drafters of the shipped model, demo; got {model}")
+    from forerun.cli import leaderboard, session
+
+    board, path, note = leaderboard.entries(heads), model, None
+    if scale is not None:
+        path, _, note = enlarged(model, {}, scale)
+        for entry in board:
+            entry.config = enlarged(model, entry.config, scale)[1]
+    llm = session.load(path, loading, None, max_num_seqs=1)
+    plain = leaderboard.run(llm, board, max_tokens=max_tokens)
+    if json:
+        console.write_json({"scale_note": note, "drafters": leaderboard.records(plain, board)})
+    else:
+        console.out().print(leaderboard.table(plain, board))
+        said = f"plain {plain.speed(0.0):.1f} tokens/s at T = 0; {_dtype(llm)} on {llm.target.device}"
+        console.out().print(Text(f"{note or 'the model as it ships'}; {said}", "dim"))
+    return 1 if any(entry.unlike for entry in board) else 0
 
 
 def question(name: str) -> Edit | Prompt:
