@@ -1,4 +1,4 @@
-"""The demo target's EAGLE-3 head, made with the commands that anybody would use: the target writes, the head learns.
+"""The demo target's heads, made with the commands that anybody would use: the target writes, the heads learn.
 
 Knows which commands follow each other; what they do is in `forerun.cli`.
 """
@@ -26,16 +26,42 @@ PROMPT_TOKENS = 96
 ANSWER_TOKENS = 160
 EDIT_TOKENS = 600
 TEMPERATURE = 0.8
+LEADER_BOARD = {
+    "eagle3": ("draft.options={fc_norm: true, norm_output: true}", "objective={steps: 5, decay: 0.8}"),
+    "eagle": (),
+    "medusa": ("training.optimizer=adamw",),
+    "dflash": ("draft.options={block_size: 8, num_hidden_layers: 3}", "objective={anchors: 64}"),
+    "dspark": ("draft.options={block_size: 7, num_hidden_layers: 3}",),
+}
+"""Kind of head -> what its recipe says besides ``heads.yaml``."""
 
 
 def make_head(work: Path) -> None:
-    """Write ``work/head-training``: the target in ``work/target`` continues pieces of the training files and answers
-    edits; a head is trained on what it wrote and on some of the files themselves.
+    """Write ``work/head-training``, the EAGLE-3 head that ships; RuntimeError: a command failed, it has said why."""
+    folder, target = write_data(work), str(work / "target")
+    _run(
+        *("train", "eagle3", str(Path(__file__).with_name("head.yaml")), f"evaluation.prompts={folder / 'prompts'}"),
+        *("--target", target, "--data", str(folder / "train"), "--output", str(work / "head-training")),
+    )
 
-    Raises:
-        RuntimeError: a command failed; it has said why.
-    """
+
+def make_leader_board(work: Path, seconds: int) -> None:
+    """Write ``work/heads``: a head of every kind, each trained for so many seconds of wall time; errors as `make_head`.
+    `forerun demo --all --heads` compares them."""
+    folder, target = write_data(work), str(work / "target")
+    for kind, words in LEADER_BOARD.items():
+        _run(
+            *("train", kind, str(Path(__file__).with_name("heads.yaml")), f"training.max_seconds={seconds}", *words),
+            *("--target", target, "--data", str(folder / "train"), "--output", str(work / "heads" / kind)),
+        )
+
+
+def write_data(work: Path) -> Path:
+    """The data of all heads, made once: the target in ``work/target`` continues pieces of the training files and
+    answers edits; with them are some of the files themselves. The folder of ``train`` and ``prompts``."""
     folder = work / "head-data"
+    if (folder / "prompts").is_dir() and (folder / "train").is_dir():
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = corpus.split(corpus.read_standard_library())
     target = str(work / "target")
@@ -48,15 +74,21 @@ def make_head(work: Path) -> None:
         _run(
             *("data", "regenerate", str(folder / f"{asked}.jsonl"), "--target", target),
             *("--output", str(folder / f"{asked}-answered.jsonl"), "--prompt-tokens", str(PROMPT_TOKENS)),
-            *("--max-tokens", str(longest), "--temperature", str(TEMPERATURE), "--concurrency", "32"),
+            *(
+                "--max-tokens",
+                str(longest),
+                "--temperature",
+                str(TEMPERATURE),
+                "--concurrency",
+                "32",
+                "--drafter",
+                "suffix",
+            ),
         )
     answered = [folder / f"{asked}-answered.jsonl" for asked in ("pieces", "edits")]
     _prepare(target, folder / "train", *answered, folder / "library.jsonl")
     _prepare(target, folder / "prompts", folder / "held-out.jsonl")
-    _run(
-        *("train", "eagle3", str(Path(__file__).with_name("head.yaml")), f"evaluation.prompts={folder / 'prompts'}"),
-        *("--target", target, "--data", str(folder / "train"), "--output", str(work / "head-training")),
-    )
+    return folder
 
 
 def _pieces(files: list[corpus.SourceFile], count: int) -> list[str]:

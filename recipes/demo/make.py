@@ -1,7 +1,8 @@
-"""Make the demo models that ship with forerun: `python recipes/demo/make.py [STAGE...]`; without a stage, all of them.
+"""Make the demo models that ship with forerun: `python recipes/demo/make.py [STAGE...]`; without a stage, all of them
+but `heads`, which trains one of every kind for `forerun demo --all --heads build/demo/heads`.
 
-Every stage reads what the one before wrote below ``--work`` and resumes where it was stopped. Takes about two hours on
-two CPU cores. Writes ``src/forerun/demo/{target,draft,eagle3,prompts}``.
+Every stage reads what the one before wrote below ``--work`` and resumes where it was stopped. Takes about three hours
+on two CPU cores. Writes ``src/forerun/demo/{target,draft,eagle3,prompts}``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tokenizer as demo_tokenizer
 
 CONTEXT = 2048
 STAGES = ("tokenizer", "target", "draft", "head", "ship")
+LEADER_BOARD = "heads"
 SHAPES = {
     "target": {
         "hidden_size": 384,
@@ -102,8 +104,8 @@ def make_model(role: str, work: Path) -> None:
 
 
 def _stage(name: str) -> str:
-    if name not in STAGES:  # as `choices` they would have to hold the default, too
-        raise argparse.ArgumentTypeError(f"no stage {name!r}; there are {', '.join(STAGES)}")
+    if name not in (*STAGES, LEADER_BOARD):  # as `choices` they would have to hold the default, too
+        raise argparse.ArgumentTypeError(f"no stage {name!r}; there are {', '.join((*STAGES, LEADER_BOARD))}")
     return name
 
 
@@ -113,6 +115,7 @@ def main() -> None:
         "stages", nargs="*", default=STAGES, type=_stage, help=f"of {', '.join(STAGES)}; all by default"
     )
     parser.add_argument("--work", type=Path, default=Path("build/demo"))
+    parser.add_argument("--seconds", type=int, default=240, help="of training, for each head of the leader board")
     parser.add_argument("--loss-goal", type=float, default=ship.LOSS_GOAL, help="held-out nats per token, at most")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -121,6 +124,8 @@ def main() -> None:
             make_tokenizer(arguments.work)
         elif stage == "head":
             head.make_head(arguments.work)
+        elif stage == LEADER_BOARD:
+            head.make_leader_board(arguments.work, arguments.seconds)
         elif stage == "ship":
             package = Path(__file__).parents[2] / "src/forerun/demo"
             ship.ship(arguments.work, package, platform.python_version(), arguments.loss_goal)
