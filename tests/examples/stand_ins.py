@@ -94,6 +94,7 @@ def _prepared(folder: Path, run: Run) -> None:
 FOLDERS: dict[str, Callable[[Path, Run], object]] = {
     "data/train": _prepared,
     "runs/first/head": lambda folder, run: shutil.copytree(HEAD, folder),
+    "build/demo/heads": lambda folder, run: shutil.copytree(HEAD, folder / "eagle3" / "head"),
     "learned/latest": lambda folder, run: shutil.copytree(resolve("demo-draft"), folder),
 }
 """The same for folders -> what makes it."""

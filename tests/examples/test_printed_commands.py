@@ -36,7 +36,7 @@ from conftest import loggers_restored
 from examples import stand_ins
 from examples.printed import ROOT, Printed, markdown, pages, printed
 from forerun.certify import checks as certifying
-from forerun.cli import build_app, demo, main
+from forerun.cli import build_app, demo, leaderboard, main
 from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.self_drafting.tuning import Probe
 from forerun.engine import measuring
@@ -280,6 +280,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ..
         patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(certifying, "check_rules", lambda names: enumerated(tuple(names)))
         patch.setattr(demo, "PROMPT_CHARACTERS", 120)
+        for name in ("FILES", "EDITS"):
+            patch.setattr(leaderboard, name, 1)
         patch.setitem(measuring.load_or_measure.__kwdefaults__, "seconds", 0.3)
         patch.setitem(trial.measure_draft.__kwdefaults__, "steps", 8)
         patch.setitem(Probe.costs.__kwdefaults__, "repeats", 1)
