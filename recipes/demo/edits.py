@@ -19,6 +19,8 @@ from corpus import SourceFile
 MAX_LINES = 40
 DISGUISED = 0.5
 """Share of the functions whose names are changed before the edit, so that their text must be read, not remembered."""
+DISGUISES = 6
+"""Names that are changed then, at most."""
 WEIGHTS = {"rename": 8, "constant": 7, "parameter": 3, "docstring": 3, "swap": 2, "comprehension": 40}
 """How likely a kind is asked for among those that a function allows; comprehensions are rare in the library."""
 RARE_REPEATS = 8
@@ -88,7 +90,7 @@ def same_code(one: str, other: str) -> bool:
 
 def _edit(source: str, following: str, names: list[str], chance: random.Random) -> Edit | None:
     if chance.random() < DISGUISED:
-        for name in chance.sample(local_names(source), k=min(2, len(local_names(source)))):
+        for name in chance.sample(local_names(source), k=min(DISGUISES, len(local_names(source)))):
             source = _renamed(source, name, _new_name(names, chance)) or source
     kinds = list(WEIGHTS)
     while kinds:

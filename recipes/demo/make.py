@@ -8,6 +8,7 @@ on two CPU cores. Writes ``src/forerun/demo/{target,draft,eagle3,prompts}``.
 from __future__ import annotations
 
 import argparse
+import functools
 import platform
 import sys
 from dataclasses import replace
@@ -44,10 +45,19 @@ SHAPES = {
     },
 }
 AGAIN = pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0)
-EDITING = replace(AGAIN, tokens=12_000_000, phases=pretrain.LONG_PHASES)
+READING = replace(AGAIN, tokens=6_590_000, phases=pretrain.LONG_PHASES)
+EDITING = pretrain.Schedule(
+    tokens=10_000_000,
+    muon_rate=2.0e-3,
+    adam_rate=1.0e-3,
+    decay_share=1.0,
+    phases=pretrain.LONG_PHASES,
+    question_weight=0.0,
+    text_weight=0.3,
+)
 DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
 ROUNDS = {
-    "target": ((pretrain.Schedule(tokens=15_020_000), False), (AGAIN, False), (EDITING, True)),
+    "target": ((pretrain.Schedule(tokens=15_020_000), False), (AGAIN, False), (READING, True), (EDITING, True)),
     "draft": ((DISTILLED, True),),
 }
 """The rounds that a model is trained in, one after the other, and whether edits are among the documents (then they are
@@ -92,12 +102,15 @@ def make_model(role: str, work: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     files, _ = corpus.split(corpus.read_standard_library())
     model = build_model(role, tokenizer)
+    marks = pretrain.Marks(
+        **dict(zip(("question", "answer", "text"), tokenizer.convert_tokens_to_ids(demo_tokenizer.MARKS), strict=True))
+    )
     teacher = None
     if role == "draft":
         teacher = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32).eval()
+    documents = functools.cache(lambda edited: training_documents(tokenizer, files, edited=edited))
     for number, (schedule, edited) in enumerate(ROUNDS[role], start=1):
-        documents = training_documents(tokenizer, files, edited=edited)
-        stream = pretrain.TokenStream(documents, tokenizer.eos_token_id, seed=10 * number - 9)
+        stream = pretrain.TokenStream(documents(edited), marks, seed=10 * number - 9)
         pretrain.train(model, stream, schedule, work / f"{role}-training-{number}", teacher)
     model.save_pretrained(work / role)
     tokenizer.save_pretrained(work / role)

@@ -45,6 +45,10 @@ class Schedule:
     distill_weight: float = 0.0
     """Share of the loss that follows the teacher's law instead of the text."""
     phases: tuple[tuple[float, int], ...] = PHASES
+    question_weight: float = 1.0
+    """What a token of a question weighs beside one of an answer."""
+    text_weight: float = 1.0
+    """What a token of a file weighs beside one of an answer."""
     save_every_s: float = 300.0
 
     @property
@@ -65,14 +69,36 @@ class Schedule:
         return self.phases[-1][1]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+    """The tokens at which a question, an answer and a text begin."""
+
+    question: int
+    answer: int
+    text: int
+
+    def weights(self, ids: Tensor, schedule: Schedule) -> Tensor:
+        """(B, S - 1) for token ids (B, S): what each predicted token weighs; they sum to 1."""
+        place = torch.arange(ids.shape[1]).expand_as(ids)
+        question, answer, text = (
+            torch.where(ids == mark, place, -1).cummax(1).values for mark in (self.question, self.answer, self.text)
+        )
+        asked = (question > text) & (question > answer)
+        unasked = (answer > text) & (question <= text)  # The question lies before the piece: nobody could answer
+        answered = (answer > question) & (question > text)
+        weights = torch.where(answered, 1.0, schedule.text_weight)
+        weights[asked | unasked] = schedule.question_weight
+        return weights[:, :-1] / weights[:, :-1].sum()
+
+
 class TokenStream:
     """An endless stream of shuffled documents, cut into pieces that are shuffled again.
 
     `batch` depends on its arguments alone, so a resumed run sees the same data.
     """
 
-    def __init__(self, documents: list[list[int]], separator: int, seed: int) -> None:
-        self.documents, self.separator, self.seed = documents, separator, seed
+    def __init__(self, documents: list[list[int]], marks: Marks, seed: int) -> None:
+        self.documents, self.marks, self.seed = documents, marks, seed
         self.epoch_tokens = sum(len(document) + 1 for document in documents)
         self._epoch = -1
         self._tokens = torch.empty(0, dtype=torch.int64)
@@ -90,7 +116,7 @@ class TokenStream:
     def _load(self, epoch: int) -> None:
         if epoch != self._epoch:
             order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(self.seed + epoch))
-            flat = [token for index in order.tolist() for token in (*self.documents[index], self.separator)]
+            flat = [token for index in order.tolist() for token in (*self.documents[index], self.marks.text)]
             self._tokens, self._epoch = torch.tensor(flat), epoch
 
 
@@ -131,10 +157,12 @@ def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.op
     ]
 
 
-def mean_loss(model: LlamaForCausalLM, ids: Tensor, teacher: LlamaForCausalLM | None, share: float) -> Tensor:
-    """The loss in nats per token; `share` of the target mass follows the teacher's law."""
+def mean_loss(
+    model: LlamaForCausalLM, ids: Tensor, weights: Tensor, teacher: LlamaForCausalLM | None, share: float
+) -> Tensor:
+    """The loss in nats per token, weighted by `weights` (B, S - 1); `share` of the target mass follows the teacher."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-    weights = torch.full((len(hidden),), 1 / len(hidden))
+    weights = weights.flatten()
     loss = hard_loss(hidden, model.lm_head.weight, weights, ids[:, 1:].flatten()).loss
     if teacher is None:
         return loss
@@ -192,7 +220,7 @@ def _step(
         optimizer.param_groups[0]["lr"] = peak * schedule.rate(step)
         optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = mean_loss(model, ids, teacher, schedule.distill_weight)
+        loss = mean_loss(model, ids, stream.marks.weights(ids, schedule), teacher, schedule.distill_weight)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:

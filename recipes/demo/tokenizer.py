@@ -14,6 +14,8 @@ VOCABULARY_SIZE = 8192
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, END_OF_TURN, "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]
+MARKS = ["<|user|>", "<|assistant|>", END_OF_TEXT]
+"""Where a question, an answer and a text begin."""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}

@@ -86,10 +86,11 @@ def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
 
     schedule = pretrain.Schedule(tokens=512, batch_tokens=64, warmup_steps=2, distill_weight=0.9, phases=((1.0, 32),))
     documents = [[number % 7 + 2 for number in range(start, start + 50)] for start in range(40)]
+    marks = pretrain.Marks(question=60, answer=61, text=0)
     for teacher in (None, model(2).eval()):
         whole, stopped, again = model(1), model(1), model(1)
         folder = tmp_path / str(teacher is None)
-        stream = pretrain.TokenStream(documents, 0, seed=1)
+        stream = pretrain.TokenStream(documents, marks, seed=1)
         pretrain.train(whole, stream, schedule, folder / "whole", teacher)
         with monkeypatch.context() as patch:
             patch.setattr(pretrain, "_step", _stopping(folder / "stopped", 5))
@@ -108,10 +109,24 @@ def _stopping(folder: Path, last: int) -> Any:
 
     step = pretrain._step
 
-    def stopping(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, teacher: Any) -> float:
+    def stopping(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, *more: Any) -> float:
         if number == last:
             raise KeyboardInterrupt
         pretrain._save(folder, model, optimizers, number)
-        return float(step(model, stream, schedule, optimizers, number, teacher))
+        return float(step(model, stream, schedule, optimizers, number, *more))
 
     return stopping
+
+
+def test_questions_texts_and_answers_weigh_what_the_schedule_says(recipe: Path) -> None:
+    import pretrain
+
+    marks = pretrain.Marks(question=1, answer=2, text=0)
+    schedule = pretrain.Schedule(tokens=1, question_weight=0.0, text_weight=0.25)
+    ids = torch.tensor([[9, 9, 0, 8, 1, 7, 7, 2, 5, 5, 0, 8], [2, 5, 1, 7, 2, 5, 5, 5, 5, 0, 8, 8]])
+    found = marks.weights(ids, schedule)
+    assert float(found.sum()) == pytest.approx(1.0)
+    first = [0.25] * 4 + [0.0] * 3 + [1.0] * 3 + [0.25]
+    second = [0.0] * 4 + [1.0] * 5 + [0.25] * 2  # the first answer's question lies before the piece
+    wanted = torch.tensor([first, second])
+    torch.testing.assert_close(found, wanted / wanted.sum())
