@@ -158,30 +158,20 @@ def test_what_drafts_unless_told_otherwise_fits_any_target(forerun: Forerun, che
     assert found["identical"] is True and found["right"] is None and found["prompt"] == "chunk.py"
 
 
-def test_unless_told_otherwise_an_edit_is_asked_for_and_looked_at(
+def test_an_edit_is_asked_for_and_looked_at(
     forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit = Edit(name=demo.DEFAULT_EDIT, request="Rename a to b:\n\ndef f(a):\n    return a", answer="no")
+    edit = Edit(name="rename-1", request="Rename a to b:\n\ndef f(a):\n    return a", answer="no")
     monkeypatch.setattr(demo.shipped, "edits", lambda: [edit])
-    ran = forerun("demo", checkpoint, "-n", 12, "--repeats", 1)
+    asked = ("demo", checkpoint, "--prompt-name", "rename-1", "-n", 12, "--repeats", 1)
+    ran = forerun(*asked)
     assert ran.code == 0, ran.err
     for words in ("Rename a to b", "def f(a):", "the edit is not what a script made", "identical: yes"):
         assert words in ran.out
-    right = json.loads(forerun("demo", checkpoint, "-n", 12, "--repeats", 1, "--json").out)
-    assert right["right"] is False and right["prompt"] == demo.DEFAULT_EDIT
+    right = json.loads(forerun(*asked, "--json").out)
+    assert right["right"] is False and right["prompt"] == "rename-1"
     monkeypatch.setattr(demo.shipped, "edits", lambda: [replace(edit, answer=right["text"])])
-    assert "exactly what a script made" in forerun("demo", checkpoint, "-n", 12, "--repeats", 1).out
-
-
-def test_a_model_without_a_chat_template_continues_a_file(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
-    bare = shutil.copytree(checkpoint, tmp_path / "bare")
-    (bare / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((bare / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    ran = forerun("demo", bare, "-n", 12, "--repeats", 1, "--json")
-    assert ran.code == 0, ran.err
-    assert json.loads(ran.out)["prompt"] == demo.DEFAULT_FILE
+    assert "exactly what a script made" in forerun(*asked).out
 
 
 def test_repetition_counts_runs_that_came_before() -> None:

@@ -384,9 +384,7 @@ async function begin() {
   try {
     const model = (await call("v1/models")).data[0];
     at("model").textContent = model.id;
-    at("mode").value = model.chat ? "chat" : "text";
     at("mode").disabled = !model.chat;
-    suggest();
     at("drafter").replaceChildren(...model.speculation.drafters.map((name) => made("option", {}, name)));
     const limit = () => { at("count").max = model.speculation.max_speculative_tokens[at("drafter").value]; };
     at("drafter").addEventListener("change", limit);
