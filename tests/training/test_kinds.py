@@ -85,7 +85,8 @@ def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prep
 def test_kinds_are_drafters_and_can_be_trained() -> None:
     assert set(KINDS) <= set(DRAFTERS) and {kind.stored_as for kind in KINDS.values()} == set(OBJECTIVES)
     for name, kind in KINDS.items():
-        assert kind.name == name and DRAFTERS[name].path == kind.drafter and DRAFTERS[name].needs_training
+        assert kind.name == name and DRAFTERS[name].path == kind.drafter
+        assert DRAFTERS[name].needs_training == (kind.in_target is None)
         settings = objective_for(kind).Settings()
         assert dataclasses.is_dataclass(settings) and not settings.gradient_checkpointing
         recipe = make_recipe(name, {"target": "a", "data": "b", "output": "c"})
