@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,21 @@ class Checkpoint:
             hidden, attention_mask=mask, position_ids=places, position_embeddings=turned
         )
         return made[0] if isinstance(made, tuple) else made
+
+
+def with_fresh_layers(source: Path, folder: Path) -> Path:
+    """A copy of a Llama's checkpoint that brings an untrained MTP layer of MiMo's kind: its last layer, behind a
+    projection that reads the state."""
+    shutil.copytree(source, folder)
+    place, file = folder / "config.json", folder / "model.safetensors"
+    config, tensors = json.loads(place.read_text()), load_file(file)
+    last, size = config["num_hidden_layers"] - 1, config["hidden_size"]
+    own = {name.split(".", 3)[3]: tensor for name, tensor in tensors.items() if f"layers.{last}." in name}
+    norm, eye = tensors["model.norm.weight"], torch.eye(size, dtype=tensors["model.norm.weight"].dtype)
+    own |= {f"{name}.weight": norm for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    own["input_proj.weight"] = torch.cat([eye, 0 * eye], 1)
+    tensors |= {f"model.mtp_layers.0.{name}": tensor.clone() for name, tensor in own.items()}
+    save_file(tensors, file, {"format": "pt"})
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    place.write_text(json.dumps(config))
+    return folder

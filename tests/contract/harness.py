@@ -371,8 +371,8 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("dspark", "dynamic", {"model": dflash_head(markov_rank=6), "top_k": 3, "nodes": 8}),
     ],
     "mtp": [
-        Variant("mtp", "chain", {"model": mtp_head(), "num_speculative_tokens": 3}),
         Variant("mtp", "experts", {"model": mtp_head(sparse=True), "num_speculative_tokens": 3}),
+        Variant("mtp", "chain", {"model": mtp_head(), "num_speculative_tokens": 3}),
         Variant("mtp", "two-modules-tree", {"model": mtp_head(2), "shape": (3, 2, 1)}),
         Variant("mtp", "dynamic", {"model": mtp_head(2, True), "num_speculative_tokens": 3, "top_k": 3, "nodes": 8}),
     ],

@@ -16,6 +16,7 @@ from forerun.drafters.heads.kinds import KINDS, kind_named
 from forerun.errors import ArgumentError
 from forerun.training.objectives import OBJECTIVES, objective_for
 from forerun.training.recipe import make_recipe
+from mtp_targets import with_fresh_layers
 
 WAYS: dict[str, list[dict[str, object]]] = {
     "eagle3": [],  # `test_run` trains it at length
@@ -47,6 +48,8 @@ CARRIED = {kind for entry in FORMATS.values() for kind in entry.kinds}
 def test_a_trained_head_drafts(
     kind: str, target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if kind_named(kind).in_target is not None:
+        target = with_fresh_layers(target, tmp_path / "target")
     made = words(kind, target, prepared, tmp_path / "run", 40)
     assert main([*made, "training.log_every_steps=1"]) == 0
     late = json.loads(capsys.readouterr().out)

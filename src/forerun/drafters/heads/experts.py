@@ -72,8 +72,7 @@ class Router(nn.Module):
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """(T, H) -> experts (T, k) int64 and their weights (T, k) float32."""
         config = self.config
-        with torch.autocast(states.device.type, enabled=False):
-            scores = linear(states.float(), self.weight.float()).sigmoid()
+        scores = linear(states.float(), self.weight.float()).sigmoid()
         ranked = scores.detach() + self.e_score_correction_bias.float()
         if config.topk_group < config.n_group:
             groups = ranked.view(len(ranked), config.n_group, -1)
