@@ -65,10 +65,10 @@ def test_every_depth_of_every_branch_reads_as_the_equations_say(family: str, mod
     checkpoint = Checkpoint(family, tmp_path, modules)
     runner, states = runner_of(checkpoint), checkpoint.states(TEXT[:-1])
     (boundary,) = runner.head.config.boundaries
-    other = checkpoint.states([7, 8, 9])
-    runner.ingest([1], [[8, 9, 10]], {boundary: other})  # nothing of it may be left
-    runner.truncate(1, 0)
-    for start, stop in ((0, 1), (1, 7), (7, len(TEXT) - 1)):
+    other = [*TEXT[:5], 1, 2, 3]
+    runner.ingest([1], [other[1:]], {boundary: checkpoint.states(other[:-1])})
+    runner.truncate(1, 3)  # of what follows nothing may be left
+    for start, stop in ((3, 4), (4, 9), (9, len(TEXT) - 1)):
         runner.ingest([1], [TEXT[start + 1 : stop + 1]], {boundary: states[:, start:stop]})
     branches = [[11, 12, 13, 14], [21, 22, 23, 24]]
 

@@ -241,11 +241,12 @@ class SequentialRunner(AttendingRunner):
     def __init__(self, head: SequentialHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._outputs = self._features.new_zeros(rows, head.output_size)
+        # Of every entry, where a layer reads what another one made of the entry before; the last slot is of padding.
+        kept = slots + 1 if any(head.unseen) else 0
+        self._chain = self._features.new_zeros(rows, kept, head.feature_size)
 
-    def truncate(self, row: int, length: int) -> None:
-        # What a later module reads of the entry before the next one is known of a row's last entry alone.
-        chained = any(self.head.unseen) and length < self.lengths[row]
-        super().truncate(row, 0 if chained else length)
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + self._chain.nbytes
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
         none = index.new_zeros(len(rows), 0)
@@ -284,13 +285,19 @@ class SequentialRunner(AttendingRunner):
         return self.logits(advanced.output)
 
     def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
-        # Before a row's first entry stands what the row last held.
-        before = torch.where(block.lengths.view(-1, 1, 1) > 0, self._features[index].unsqueeze(1), 0.0)
+        before = self._features[index].unsqueeze(1)
+        if self._chain.shape[1]:
+            lengths = block.lengths.view(-1, 1)
+            before = torch.where((lengths > 0).unsqueeze(-1), self._chain[index.unsqueeze(1), lengths - 1], 0.0)
 
         def step(embeds: Tensor, angles: Angles, attend: Attend) -> Advanced:
             return self.head.read(embeds, fused, before, angles, attend)
 
         advanced = self._advance(ids, block, width, step)
+        if self._chain.shape[1]:
+            self._chain[index.unsqueeze(1), block.query_positions.clamp(max=self._chain.shape[1] - 1)] = (
+                advanced.feature
+            )
         each = torch.arange(len(index), device=self.device)
         self._features[index] = advanced.feature[each, last]
         self._outputs[index] = advanced.output[each, last]
