@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.checkpoints import TargetFacts, differences, read_head, write_head
 from forerun.checkpoints.base import HeadCheckpoint
 from forerun.checkpoints.engines import diagnose, export_head
-from forerun.checkpoints.mtp import read_target, stitch
+from forerun.checkpoints.mtp import MtpFormat, read_target, stitch
 from forerun.cli import main
 from forerun.errors import ArgumentError, CheckpointError
 from mtp_targets import FAMILIES, HIDDEN, LAYERS, Checkpoint
@@ -182,10 +182,15 @@ def test_broken_and_quantised_layers_are_refused(tmp_path: Path) -> None:
         tensors[f"model.layers.{LAYERS}.self_attn.indexer.weight"] = torch.ones(HIDDEN)
         tensors[where] = torch.zeros(24, HIDDEN)
 
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if f".{LAYERS}." in name]:
+            del tensors[name]
+
     for how, message in (
         (quantise, "quantised .*weight_scale_inv.* bfloat16"),
         (lose, r"mlp\.experts\.3\.up_proj\.weight is missing"),
         (grow, r"unknown: layers\.0\.self_attn\.indexer"),
+        (drop, "transformers leaves them out when it saves"),
     ):
         rewrite(folder, how)
         with pytest.raises(CheckpointError, match=message):
@@ -221,3 +226,133 @@ def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     read_target(checkpoint.folder)
     assert read and all(name.startswith(f"model.layers.{LAYERS}.") for name in read)
     assert not any("embed_tokens" in name or "shared_head.head" in name for name in read)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "DeepSeek-V3": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            **{
+                "model_type": "deepseek_v3",
+                "aux_loss_alpha": 0.001,
+                "ep_size": 1,
+                "seq_aux": True,
+                "pretraining_tp": 1,
+            },
+            **{"first_k_dense_replace": 3, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+            **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5},
+            **{"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280},
+            **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 61},
+            **{"num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000, "scoring_func": "sigmoid"},
+            **{"topk_method": "noaux_tc", "max_position_embeddings": 163840, "tie_word_embeddings": False},
+            "rope_scaling": {
+                **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        {"prefix": "model.layers.61.", "experts": 256, "sizes": (7168, 2048), "rotary": 64, "scaling": 1.8739},
+        {
+            "eh_proj.weight": (7168, 14336),
+            **{f"{name}.weight": (7168,) for name in ("enorm", "hnorm", "shared_head.norm")},
+            **{f"{name}_layernorm.weight": (7168,) for name in ("input", "post_attention")},
+            "self_attn.q_a_proj.weight": (1536, 7168),
+            "self_attn.q_a_layernorm.weight": (1536,),
+            "self_attn.q_b_proj.weight": (24576, 1536),
+            "self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+            "self_attn.kv_a_layernorm.weight": (512,),
+            "self_attn.kv_b_proj.weight": (32768, 512),
+            "self_attn.o_proj.weight": (7168, 16384),
+            "mlp.gate.weight": (256, 7168),
+            "mlp.gate.e_score_correction_bias": (256,),
+        },
+    ),
+    "GLM-4.5-Air": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"],
+            **{"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5},
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "head_dim": 128},
+            **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 1.0},
+            **{"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 151552},
+            **{"num_attention_heads": 96, "num_key_value_heads": 8, "num_hidden_layers": 46, "rms_norm_eps": 1e-5},
+            **{
+                "num_nextn_predict_layers": 1,
+                "rope_theta": 1000000,
+                "rope_scaling": None,
+                "tie_word_embeddings": False,
+            },
+            "max_position_embeddings": 131072,
+        },
+        {"prefix": "model.layers.46.", "experts": 128, "sizes": (4096, 1408), "rotary": 64},
+        {
+            "eh_proj.weight": (4096, 8192),
+            **{f"{name}.weight": (4096,) for name in ("enorm", "hnorm", "shared_head.norm")},
+            **{f"{name}_layernorm.weight": (4096,) for name in ("input", "post_attention")},
+            **{
+                f"self_attn.{name}_proj.weight": (rows, 4096)
+                for name, rows in zip("qkv", (12288, 1024, 1024), strict=True)
+            },
+            **{f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (12288, 1024, 1024), strict=True)},
+            "self_attn.o_proj.weight": (4096, 12288),
+            "mlp.gate.weight": (128, 4096),
+            "mlp.gate.e_score_correction_bias": (128,),
+        },
+    ),
+    "MiMo-7B": (
+        {
+            "architectures": ["MiMoForCausalLM"],
+            **{
+                "model_type": "mimo",
+                "attention_dropout": 0.0,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "use_mrope": False,
+            },
+            **{"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8},
+            **{"num_hidden_layers": 36, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 640000},
+            **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 32, "vocab_size": 151680},
+            **{"max_position_embeddings": 32768, "tie_word_embeddings": False, "rope_scaling": None},
+        },
+        {"prefix": "model.mtp_layers.0.", "experts": 0, "rotary": 128},
+        {
+            "input_proj.weight": (4096, 8192),
+            **{f"{name}_layernorm.weight": (4096,) for name in ("token", "hidden", "final", "input", "post_attention")},
+            **{
+                f"self_attn.{name}_proj.weight": (rows, 4096)
+                for name, rows in zip("qkvo", (4096, 1024, 1024, 4096), strict=True)
+            },
+            **{f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (4096, 1024, 1024), strict=True)},
+            **{f"mlp.{name}_proj.weight": (11008, 4096) for name in ("gate", "up")},
+            "mlp.down_proj.weight": (4096, 11008),
+        },
+    ),
+}
+"""As the publishers' configurations and model cards describe them -> what is expected, tensors of an MTP layer."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_are_understood(name: str) -> None:
+    """Shapes alone: no published weights were loaded."""
+    config, expected, shapes = PUBLISHED[name]
+    for expert in [*range(expected["experts"]), "shared"] if expected["experts"] else []:
+        where = "mlp.shared_experts" if expert == "shared" else f"mlp.experts.{expert}"
+        size, inside = expected["sizes"]
+        shapes = shapes | {f"{where}.{part}_proj.weight": (inside, size) for part in ("gate", "up")}
+        shapes |= {f"{where}.down_proj.weight": (size, inside)}
+    whole = [
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        *([] if name == "MiMo-7B" else [f"{expected['prefix']}shared_head.head.weight"]),
+    ]
+    tensors = {
+        expected["prefix"] + key: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for key, shape in shapes.items()
+    }
+    known = MtpFormat()
+    assert known.recognises(config)
+    assert [key for key in [*tensors, *whole] if known.keeps(config, key)] == list(tensors)
+    head = known.read(config, tensors)
+    assert head.unknown == [] and head.config.rotary_dim == expected["rotary"]
+    assert head.config.boundaries == ((36,) if name == "MiMo-7B" else (-1,))
+    if "scaling" in expected:
+        assert head.config.latent.scaling == pytest.approx(expected["scaling"], abs=1e-4)

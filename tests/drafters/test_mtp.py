@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model import Target
 from llamas import tiny_llama
-from mtp_targets import FAMILIES, VOCABULARY, Checkpoint
+from mtp_targets import FAMILIES, LAYERS, VOCABULARY, Checkpoint
 
 TEXT = torch.randint(VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -110,3 +111,12 @@ def test_a_target_without_mtp_layers_says_so(tmp_path: Path) -> None:
         engine(tmp_path, num_speculative_tokens=2)
     with pytest.raises(ArgumentError, match="name the checkpoint of its MTP layers with model="):
         LLM(tiny_llama(VOCABULARY), tokenizer=False, speculative_config={"method": "mtp"}, self_check=False)
+
+
+def test_a_layer_that_the_configuration_does_not_announce_is_no_mtp_layer(tmp_path: Path) -> None:
+    """transformers knows nothing of either; only what is announced may be there."""
+    Checkpoint("glm", tmp_path, modules=2)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"unexpected: model\.layers\.{LAYERS + 1}\."):
+        engine(tmp_path, draft=False)

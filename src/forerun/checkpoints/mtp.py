@@ -46,7 +46,7 @@ MEANINGLESS = frozenset(
     """
     aux_loss_alpha ep_size max_window_layers moe_router_dtype num_experts num_local_experts output_router_logits
     qk_head_dim router_aux_loss_coef router_jitter_noise seq_aux sliding_window tie_word_embeddings use_sliding_window
-    use_mrope kv_cache_dtype moe_router_load_balancing_type
+    mtp_layer_types use_mrope kv_cache_dtype moe_router_load_balancing_type
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
 """Keys of a target that say nothing about its MTP layers, as they are read here."""
@@ -100,6 +100,11 @@ class MtpFormat(Format):
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         family, layers = _family(config), Keys(config).integer("num_hidden_layers")
+        if not tensors:
+            raise CheckpointError(
+                "config.json announces MTP layers, but the files hold no tensor of theirs; transformers leaves them "
+                "out when it saves a model: name the publisher's checkpoint"
+            )
         quantised = sorted(name for name, tensor in tensors.items() if SCALES.search(name) or tensor.itemsize < 2)
         if quantised:
             raise CheckpointError(
@@ -259,7 +264,8 @@ def _swapped(weight: Tensor) -> Tensor:
 
 def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Tensor]) -> HeadCheckpoint:
     """The head of canonical tensors and a target's configuration."""
-    if config.get("use_sliding_window") or any(kind != FULL for kind in config.get("layer_types") or ()):
+    kinds = [*(config.get("layer_types") or ()), *(config.get("mtp_layer_types") or ())]
+    if config.get("use_sliding_window") or any(kind != FULL for kind in kinds):
         raise CheckpointError(
             "the target's layers have sliding windows; which of them its MTP layers have is not known"
         )
@@ -268,7 +274,7 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
     ours = {"partial_rotary_factor": None, "layer_types": None, "sliding_window": None}
     count = next((key for key in COUNTS if config.get(key)), COUNT)
     keys = Keys({**config, **ours, "rope_parameters": rope, "num_hidden_layers": config.get(count)})
-    for name in (count, COUNT, MARK, "architectures"):
+    for name in (*COUNTS, MARK, "architectures"):
         keys.get(name)  # said again when written
     read = eagle.read_layers(keys)
     read |= {

@@ -258,9 +258,11 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
 
     def __init__(self, config: DecoderConfig) -> None:
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-        sizes = {name: getattr(config, name) for name in names}
-        super().__init__(LlamaConfig(**sizes, head_dim=config.rotary_dim, rope_parameters=rope))
+        # One head of its size: a Llama's hidden size must be a multiple of its heads, a GLM's 4,096 is not one of 96.
+        size = dict.fromkeys(("hidden_size", "head_dim"), config.rotary_dim)
+        heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+        longest = config.max_position_embeddings
+        super().__init__(LlamaConfig(**size, **heads, max_position_embeddings=longest, rope_parameters=rope))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         moved: Rotary = super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
