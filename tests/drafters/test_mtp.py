@@ -30,9 +30,12 @@ def runner_of(checkpoint: Checkpoint) -> SequentialRunner:
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_committed_tokens_read_as_transformers_layer_does(family: str, tmp_path: Path) -> None:
+    """So does the state of the target that is handed over."""
     checkpoint = Checkpoint(family, tmp_path)
     runner, states = runner_of(checkpoint), checkpoint.states(TEXT[:-1])
     (boundary,) = runner.head.config.boundaries
+    seen = runner.target.prefill([0], [TEXT[:-1]], boundaries={boundary}).hidden_states[boundary]
+    torch.testing.assert_close(seen, states, atol=2e-5, rtol=1e-4)
     _, expected = checkpoint.module(0, TEXT[1:], states)
     for start, stop in ((0, 5), (5, 6), (6, 13)):
         runner.ingest([1], [TEXT[start + 1 : stop + 1]], {boundary: states[:, start:stop]})
