@@ -121,3 +121,20 @@ def test_a_head_of_another_kind_is_no_start(
     assert (
         "draft.start holds a head of the kind eagle3; go on with it by: forerun train eagle3" in capsys.readouterr().err
     )
+
+
+def test_a_target_brings_the_shape_of_its_mtp_layers(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options are refused, and a target that brings none; trained layers are a start."""
+    whole = with_fresh_layers(target, tmp_path / "target")
+    for place, word, message in (
+        (whole, "draft.vocab_size=8", "the target brings its own shape"),
+        (target, "draft.vocab_size=null", "brings no MTP layers"),
+    ):
+        assert main([*words("mtp", place, prepared, tmp_path / "refused", 2), word]) == 2
+        assert message in capsys.readouterr().err
+    made = [*words("mtp", whole, prepared, tmp_path / "run", 1), "evaluation.prompts=null"]
+    assert main(made) == 0
+    again = [*words("mtp", whole, prepared, tmp_path / "on", 1), "evaluation.prompts=null"]
+    assert main([*again, f"draft.start={json.loads(capsys.readouterr().out)['head']}"]) == 0
