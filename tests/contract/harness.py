@@ -37,7 +37,9 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
+from forerun.drafters.heads.mtp import LatentConfig, MtpConfig, MtpHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
@@ -186,6 +188,28 @@ def dflash_head(**options: Any) -> DFlashHead:
     for weight in (*head.markov_head.parameters(), *head.confidence_head.parameters()):
         torch.nn.init.normal_(weight, std=0.5)
     return head
+
+
+@functools.cache
+def mtp_head(modules: int = 1, sparse: bool = False) -> MtpHead:
+    """Random MTP layers for `model()`: dense, on the state before the final norm, or as DeepSeek's."""
+    torch.manual_seed(6)
+    config = MtpConfig(
+        hidden_size=32,
+        target_hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=2 if sparse else 1,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        boundaries=(LAST_HIDDEN,) if sparse else (2,),
+        num_hidden_layers=modules,
+        experts=ExpertsConfig(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if sparse else None,
+        latent=LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12) if sparse else None,
+        initializer_range=0.3,
+    )
+    return MtpHead(config).eval()
 
 
 def _eagle(method: str, label: str, **options: Any) -> Variant:
@@ -345,6 +369,12 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("dspark", "chain", {"model": dflash_head(markov_rank=6), "num_speculative_tokens": 3}),
         Variant("dspark", "tree", {"model": dflash_head(markov_rank=6, markov_head_type="rnn"), "shape": (3, 2, 1)}),
         Variant("dspark", "dynamic", {"model": dflash_head(markov_rank=6), "top_k": 3, "nodes": 8}),
+    ],
+    "mtp": [
+        Variant("mtp", "experts", {"model": mtp_head(sparse=True), "num_speculative_tokens": 3}),
+        Variant("mtp", "chain", {"model": mtp_head(), "num_speculative_tokens": 3}),
+        Variant("mtp", "two-modules-tree", {"model": mtp_head(2), "shape": (3, 2, 1)}),
+        Variant("mtp", "dynamic", {"model": mtp_head(2, True), "num_speculative_tokens": 3, "top_k": 3, "nodes": 8}),
     ],
 }
 

@@ -16,6 +16,7 @@ from forerun.drafters.heads.kinds import KINDS, kind_named
 from forerun.errors import ArgumentError
 from forerun.training.objectives import OBJECTIVES, objective_for
 from forerun.training.recipe import make_recipe
+from mtp_targets import with_fresh_layers
 
 WAYS: dict[str, list[dict[str, object]]] = {
     "eagle3": [],  # `test_run` trains it at length
@@ -47,6 +48,8 @@ CARRIED = {kind for entry in FORMATS.values() for kind in entry.kinds}
 def test_a_trained_head_drafts(
     kind: str, target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if kind_named(kind).in_target is not None:
+        target = with_fresh_layers(target, tmp_path / "target")
     made = words(kind, target, prepared, tmp_path / "run", 40)
     assert main([*made, "training.log_every_steps=1"]) == 0
     late = json.loads(capsys.readouterr().out)
@@ -85,7 +88,8 @@ def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prep
 def test_kinds_are_drafters_and_can_be_trained() -> None:
     assert set(KINDS) <= set(DRAFTERS) and {kind.stored_as for kind in KINDS.values()} == set(OBJECTIVES)
     for name, kind in KINDS.items():
-        assert kind.name == name and DRAFTERS[name].path == kind.drafter and DRAFTERS[name].needs_training
+        assert kind.name == name and DRAFTERS[name].path == kind.drafter
+        assert DRAFTERS[name].needs_training == (kind.in_target is None)
         settings = objective_for(kind).Settings()
         assert dataclasses.is_dataclass(settings) and not settings.gradient_checkpointing
         recipe = make_recipe(name, {"target": "a", "data": "b", "output": "c"})
@@ -117,3 +121,20 @@ def test_a_head_of_another_kind_is_no_start(
     assert (
         "draft.start holds a head of the kind eagle3; go on with it by: forerun train eagle3" in capsys.readouterr().err
     )
+
+
+def test_a_target_brings_the_shape_of_its_mtp_layers(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options are refused, and a target that brings none; trained layers are a start."""
+    whole = with_fresh_layers(target, tmp_path / "target")
+    for place, word, message in (
+        (whole, "draft.vocab_size=8", "the target brings its own shape"),
+        (target, "draft.vocab_size=null", "brings no MTP layers"),
+    ):
+        assert main([*words("mtp", place, prepared, tmp_path / "refused", 2), word]) == 2
+        assert message in capsys.readouterr().err
+    made = [*words("mtp", whole, prepared, tmp_path / "run", 1), "evaluation.prompts=null"]
+    assert main(made) == 0
+    again = [*words("mtp", whole, prepared, tmp_path / "on", 1), "evaluation.prompts=null"]
+    assert main([*again, f"draft.start={json.loads(capsys.readouterr().out)['head']}"]) == 0

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.base import SequentialHead
+from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.heads.mtp import LatentConfig
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.model import Target
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.types import LAST_HIDDEN
-from training.ttt import FIRST, batch_of, features, head, model, tokens
+from training.ttt import FIRST, batch_of, features, head, model, mtp, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -33,13 +35,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window-shorter-than-the-chain": {"sliding_window": 2},
     "window-of-one": {"sliding_window": 1},
     "mixed-layers": {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (1,)},
+    "mtp": {},
+    "mtp-before-the-norm": {"boundaries": (4,), "attention_bias": True, "partial_rotary_factor": 0.5},
+    "mtp-latent-experts": {
+        "num_key_value_heads": 2,
+        "experts": ExpertsConfig(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=3),
+        "latent": LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, q_lora_rank=20),
+    },
     "eagle-1": FIRST,
     "eagle-1-with-its-own": {**FIRST, "own_lm_head": True, "fc_bias": True},
 }
 STEPS = 4
 
 
-def drafted(made: EagleHead, text: list[int], index: int) -> list[torch.Tensor]:
+def drafted(made: SequentialHead, text: list[int], index: int) -> list[torch.Tensor]:
     """Logits (V') of each step when drafting behind token `index` + 1, told the true tokens as it goes."""
     runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
     seen = {boundary: states[:, : index + 1] for boundary, states in features(text, made.config.boundaries).items()}
@@ -58,7 +67,7 @@ def drafted(made: EagleHead, text: list[int], index: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_step_equals_drafting_with_the_cache(variant: str, checkpointed: bool) -> None:
-    made, text = head(**VARIANTS[variant]), tokens(14)
+    made, text = (mtp if variant.startswith("mtp") else head)(**VARIANTS[variant]), tokens(14)
     cls = objective_for(kind_named(made.config.kind))
     objective = cls(made, FrozenTarget.of(model()), cls.Settings(steps=STEPS, gradient_checkpointing=checkpointed))
     steps = list(objective.unroll(batch_of([text], made.config.boundaries)))

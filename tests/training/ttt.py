@@ -13,6 +13,7 @@ from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.layers import DecoderHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
+from forerun.drafters.heads.mtp import MtpConfig, MtpHead
 from forerun.model import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
@@ -88,6 +89,27 @@ def dflash(**options: Any) -> DFlashHead:
         **options,
     }
     made = made_of(config(**given)).eval()
+    _vary(made)
+    return made
+
+
+def mtp(**options: Any) -> MtpHead:
+    """A random MTP layer for `model()`, dense and on its last hidden state unless the options say otherwise."""
+    torch.manual_seed(1)
+    given = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": VOCABULARY,
+        "boundaries": (LAST_HIDDEN,),
+        "initializer_range": 0.2,
+        **options,
+    }
+    made = MtpHead(MtpConfig(**given)).eval()
     _vary(made)
     return made
 

@@ -129,6 +129,10 @@ class Format:
         """Whether a ``config.json`` is written in this format."""
         raise NotImplementedError
 
+    def keeps(self, config: Config, name: str) -> bool:
+        """Whether a tensor of the files is read; all are, where they hold nothing but a head."""
+        return True
+
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         """The head in a file; CheckpointError if it is incomplete, contradictory or none of this kind. `num_layers` of
         the target is needed where the file names no layers."""

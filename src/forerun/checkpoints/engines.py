@@ -77,6 +77,8 @@ class Destination:
     command: Callable[[Launch], str]
     counting: str  # How this engine counts the tokens of a step
     files: Callable[[Launch], Mapping[str, str]] = lambda launch: {}  # Further ones that the engine reads, by name
+    write: Callable[[Launch], Path] | None = None
+    """Writes the directory, and checks it, where it holds more than the head."""
 
 
 class Engines:
@@ -190,14 +192,17 @@ def export_head(
         )
     head, overrides = engines.adapted(head, destination.engine)
     launch = Launch(head=head, target=target, directory=directory)
-    texts = {README: _readme(launch, destination), **destination.files(launch)}
-    write_head(head, directory, format_name, target, overrides=overrides, texts=texts)
-    # Read back without a layer count, for the files must say themselves what the head reads.
-    lost = differences(head, parse(read_files(directory)))
-    if lost:
-        raise CheckpointError(
-            f"{directory} does not hold what was to be written: {', '.join(lost[:6])}; is the disk full or broken?"
-        )
+    if destination.write is not None:
+        destination.write(launch)
+    else:
+        texts = {README: _readme(launch, destination), **destination.files(launch)}
+        write_head(head, directory, format_name, target, overrides=overrides, texts=texts)
+        # Read back without a layer count, for the files must say themselves what the head reads.
+        lost = differences(head, parse(read_files(directory)))
+        if lost:
+            raise CheckpointError(
+                f"{directory} does not hold what was to be written: {', '.join(lost[:6])}; is the disk full or broken?"
+            )
     return Exported(
         directory=directory,
         format_name=format_name,

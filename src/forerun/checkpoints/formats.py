@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
@@ -48,6 +49,11 @@ FORMATS: dict[str, Entry] = {
         path="forerun.checkpoints.dflash:DFlashFormat",
         kinds=("dflash", "dspark"),
         engines="forerun.checkpoints.block_engines:BlockEngines",
+    ),
+    "mtp": Entry(
+        path="forerun.checkpoints.mtp:MtpFormat",
+        kinds=("mtp",),
+        engines="forerun.checkpoints.mtp_engines:MtpEngines",
     ),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",
@@ -120,14 +126,15 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
 
 def read_files(path: str | Path) -> StoredFiles:
     """Configuration and tensors of a directory or hub id, as stored; errors as `read_head`."""
-    directory = _directory(path)
+    directory = folder_of(path)
     if not (directory / CONFIG).is_file():
         raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
     config = read_object(directory / CONFIG, "expected a head's configuration", CheckpointError)
     try:
-        weights = format_of(config).weights
+        chosen = format_of(config)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
+    weights = chosen.weights
     pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
     if pickles and not any((directory / name).is_file() for name in (weights, INDEX)):
         raise CheckpointError(
@@ -142,7 +149,8 @@ def read_files(path: str | Path) -> StoredFiles:
         twice = sorted(tensors.keys() & read_header(file).keys())
         if twice:
             raise CheckpointError(f"{directory}: {', '.join(twice)} is stored in two shards, once in {file.name}")
-        tensors |= load_file(file)
+        with safe_open(file, "pt") as stored:
+            tensors |= {name: stored.get_tensor(name) for name in stored.keys() if chosen.keeps(config, name)}  # noqa: SIM118
     return StoredFiles(directory=directory, config=config, tensors=tensors)
 
 
@@ -175,7 +183,8 @@ def write_head(
     return final
 
 
-def _directory(path: str | Path) -> Path:
+def folder_of(path: str | Path) -> Path:
+    """The directory of that name, or of a hub id, downloaded."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory

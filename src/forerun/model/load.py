@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -197,7 +198,9 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
         raise
     except Exception as error:
         raise explained(name, error) from error
-    _check_tensors(name, found)
+    text = config.get_text_config(decoder=True)
+    unexpected = [key for key in found["unexpected_keys"] if not _of_mtp(text, key)]
+    _check_tensors(name, {**found, "unexpected_keys": unexpected})
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
 
 
@@ -279,6 +282,15 @@ def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
             f"the tensors of {name} are not those of its config.json. {'. '.join(complaints)}. The checkpoint is "
             "incomplete, or its config.json is another model's."
         )
+
+
+def _of_mtp(config: Any, name: str) -> bool:
+    """Whether a tensor is one of the MTP layers that a checkpoint may bring, of which transformers knows nothing."""
+    found = re.match(r"(?:model\.)?(?:(mtp(?:_layers)?)|layers\.(\d+))\.", name)
+    if found is None or found[1]:
+        return found is not None
+    more = getattr(config, "num_nextn_predict_layers", None) or 0
+    return bool(config.num_hidden_layers <= int(found[2]) < config.num_hidden_layers + more)
 
 
 def _some(names: Any, most: int = 6) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from forerun import demo
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.drafters.heads.base import Head
-from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.heads.kinds import kind_named, named
 from forerun.errors import ArgumentError
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config
@@ -140,11 +140,13 @@ class Run:
 
 
 def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
-    kind = kind_named(recipe.kind)
-    if recipe.draft.start is not None:
+    kind, start = kind_named(recipe.kind), recipe.draft.start
+    if start is not None or kind.in_target is not None:
         if recipe.draft.options or recipe.draft.vocab_size is not None:
-            raise ArgumentError("draft.start brings its own shape; leave draft.options and draft.vocab_size away")
-        found = read_head(recipe.draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
+            what = "draft.start" if start is not None else "the target"
+            raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
+        layers = model.config.get_text_config().num_hidden_layers
+        found = named(kind.in_target or "")(recipe.target) if start is None else read_head(start, num_layers=layers)
         own = found.config.kind
         if own != kind.stored_as:
             raise ArgumentError(f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}")

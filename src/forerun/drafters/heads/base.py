@@ -156,6 +156,11 @@ class AttendingHead(Head):
         """Positions that each layer looks back, itself included; None: to the beginning."""
         raise NotImplementedError
 
+    @property
+    def unseen(self) -> tuple[int, ...]:
+        """First entries of a text that each layer does not see; mostly none."""
+        return (0,) * len(self.windows)
+
     def embed(self, tokens: Tensor) -> Tensor | None:
         """(..) -> (.., H) from the head's own table; None: it reads the target's."""
         raise NotImplementedError
@@ -182,8 +187,18 @@ class SequentialHead(AttendingHead):
     """Drafts level by level: each reads the features of the one before. Entry i reads the embedding of token i + 1 and
     the feature of token i at position i, and predicts token i + 2."""
 
-    def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Advanced:
-        """One pass: embeddings (B, N, H) of the next tokens beside their features (B, N, H)."""
+    @property
+    def output_size(self) -> int:
+        """Width of what the output head reads."""
+        return self.feature_size
+
+    def read(self, embeds: Tensor, features: Tensor, before: Tensor, angles: Angles, attend: Attend) -> Advanced:
+        """One pass over what is committed: embeddings (B, N, H) of the next tokens beside the target's features from
+        `fuse`. `before` (B, 1, F) is the feature that the entry before them gave."""
+        return self.advance(embeds, features, angles, attend)
+
+    def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
+        """One pass over the nodes at a `depth`, from 1: embeddings (B, N, H) beside their parents' features."""
         raise NotImplementedError
 
 

@@ -216,6 +216,9 @@ class _Row:
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:
     """The head, checked against the target, in its dtype and on its device."""
     target, head = setup.target, config.model
+    loaded = isinstance(head, str | Path) or (head is None and kind.in_target is not None)
+    if head is None and kind.in_target is not None:
+        head = named(kind.in_target)(target.name_or_path).build(target.dtype)
     if head is None:
         heads = (found for found in suggest(target.name_or_path) if found.drafter == kind.stored_as)
         known = ", ".join(found.model for found in heads if found.model is not None)
@@ -223,8 +226,7 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
             f"{kind.name} needs a head: model=DIRECTORY or a hub id; known for {target.name_or_path}: "
             f"{known or 'none'}. To train one: forerun train {kind.stored_as} --help"
         )
-    loaded = isinstance(head, str | Path)
-    if loaded:
+    if isinstance(head, str | Path):
         from forerun import demo
 
         head = named(READ_HEAD)(demo.resolve(head), num_layers=target.num_layers).build(target.dtype)

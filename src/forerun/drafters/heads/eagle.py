@@ -127,7 +127,7 @@ class EagleHead(DecoderHead, SequentialHead):
         fused: Tensor = self.fc(joined)
         return fused
 
-    def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Advanced:
+    def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
         states = features
         if self.config.generation == 1:
             states = self.fc(torch.cat([embeds, features], dim=-1))

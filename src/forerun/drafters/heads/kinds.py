@@ -35,6 +35,8 @@ class HeadKind:
     """``sequential``: level by level, each reading the one before. ``parallel``: all depths from one state. ``block``:
     all depths from one pass over a block of masks."""
     trains: Role = "head"  # What training changes: a head on a frozen target, a draft model, or the target itself
+    in_target: str | None = None
+    """``module:function`` that reads such a head out of the target's own checkpoint, where targets bring one."""
     same_head_as: str | None = None  # The kind whose heads these are, where two kinds differ in how they draft alone
 
     @property
@@ -101,6 +103,15 @@ KINDS: dict[str, HeadKind] = {
             module="forerun.drafters.heads.dspark:DSparkHead",
             drafter="forerun.drafters.heads.dspark:DSparkDrafter",
             drafts="block",
+        ),
+        HeadKind(
+            name="mtp",
+            title="MTP",
+            summary="the multi-token prediction layers that the target's own checkpoint brings; needs no head of yours",
+            module="forerun.drafters.heads.mtp:MtpHead",
+            drafter="forerun.drafters.heads.mtp:MtpDrafter",
+            drafts="sequential",
+            in_target="forerun.checkpoints.mtp:read_target",
         ),
     )
 }

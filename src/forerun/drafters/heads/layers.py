@@ -58,6 +58,16 @@ class DecoderConfig(HeadConfig):
         """Positions that this layer looks back, itself included; None: to the beginning."""
         return None if layer in self.full_layers else self.sliding_window
 
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of an attention head that are rotated, from the first on."""
+        return self.head_dim
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether attention's last projection has a bias, too."""
+        return self.attention_bias
+
     def problem(self) -> str | None:
         """What contradicts itself; None: nothing."""
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
@@ -205,7 +215,7 @@ class HeadAttention(nn.Module):
         self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -226,13 +236,14 @@ class HeadAttention(nn.Module):
 
 
 class HeadMLP(nn.Module):
-    """Gated feed-forward part."""
+    """Gated feed-forward part; of the configuration's intermediate size if none is given."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, intermediate_size: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        inside = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_proj = nn.Linear(config.hidden_size, inside, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, inside, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inside, config.hidden_size, bias=config.mlp_bias)
         self.activation: Any = ACT2FN[config.hidden_act]
 
     def forward(self, states: Tensor) -> Tensor:
@@ -247,8 +258,11 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
 
     def __init__(self, config: DecoderConfig) -> None:
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-        super().__init__(LlamaConfig(**{name: getattr(config, name) for name in sizes}, rope_parameters=rope))
+        # One head of its size: a Llama's hidden size must be a multiple of its heads, a GLM's 4,096 is not one of 96.
+        size = dict.fromkeys(("hidden_size", "head_dim"), config.rotary_dim)
+        heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+        longest = config.max_position_embeddings
+        super().__init__(LlamaConfig(**size, **heads, max_position_embeddings=longest, rope_parameters=rope))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         moved: Rotary = super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
@@ -277,8 +291,11 @@ def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(states: Tensor, angles: Angles) -> Tensor:
-    """Rotary position embedding of (B, heads, N, D), halves paired as in Llama."""
+    """Rotary position embedding of (B, heads, N, D), halves paired as in Llama; of the first dimensions, as many as
+    there are `angles`."""
     cosine, sine = (part.unsqueeze(1) for part in angles)
+    if (turned := cosine.shape[-1]) < states.shape[-1]:
+        return torch.cat([rotate(states[..., :turned], angles), states[..., turned:]], dim=-1)
     if _tracked(states, cosine, sine):
         rotated: Tensor = _Rotation.apply(states, cosine, sine)  # type: ignore[no-untyped-call]
         return rotated

@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.devices import attention_kernels, rows_of, sent
-from forerun.drafters.heads.base import Advanced, AttendingHead, BlockHead, Head, ParallelHead, SequentialHead
+from forerun.drafters.heads.base import (
+    Advanced,
+    Angles,
+    Attend,
+    AttendingHead,
+    BlockHead,
+    Head,
+    ParallelHead,
+    SequentialHead,
+)
 from forerun.drafters.heads.kinds import Way
 from forerun.model import Target
 from forerun.model.cache import SlotCache
@@ -153,6 +162,7 @@ class AttendingRunner(HeadRunner):
         self._cache = SlotCache(rows, slots + self._behind(run))
         self._kinds = [FULL if window is None else SLIDING for window in head.windows]
         self._reach = next((window for window in head.windows if window is not None), None)
+        self._kinds_unseen = list(zip(self._kinds, head.unseen, strict=True))
 
     def _behind(self, run: int) -> int:
         """Slots that a tree of which `run` nodes are run needs behind a row's entries."""
@@ -203,10 +213,12 @@ class AttendingRunner(HeadRunner):
         self._cache.touch(rows, ends)
         return wide(max(ends), self._cache.slots) if recorded else max(ends)
 
-    def _mask(self, kind: str, block: Block, width: int) -> Tensor:
-        """Of layers of a kind."""
+    def _mask(self, kind: str, block: Block, width: int, unseen: int = 0) -> Tensor:
+        """Of layers of a kind that do not see so many first entries."""
         mask = build(block, MaskStyle(types=(kind,), window=self._reach), width, self._dtype)
         assert isinstance(mask, Tensor), "of one kind there is one mask"
+        if unseen:
+            mask[..., :unseen] = torch.finfo(mask.dtype).min
         return mask
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -228,7 +240,13 @@ class SequentialRunner(AttendingRunner):
 
     def __init__(self, head: SequentialHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
-        self._outputs = torch.zeros_like(self._features)
+        self._outputs = self._features.new_zeros(rows, head.output_size)
+        # Of every entry, where a layer reads what another one made of the entry before; the last slot is of padding.
+        kept = slots + 1 if any(head.unseen) else 0
+        self._chain = self._features.new_zeros(rows, kept, head.feature_size)
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + self._chain.nbytes
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
         none = index.new_zeros(len(rows), 0)
@@ -257,26 +275,45 @@ class SequentialRunner(AttendingRunner):
         self._cache.go_on(slots)
         reached = torch.cat([last.positions, positions], dim=1)
         block = Block(lengths=last.lengths, sees=sees, query_positions=positions, node_positions=reached)
-        advanced = self._advance(tokens, features, block, last.width)
-        self._frontier = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=last.depth + 1)
+        depth = last.depth + 1
+
+        def step(embeds: Tensor, angles: Angles, attend: Attend) -> Advanced:
+            return self.head.advance(embeds, features, angles, attend, depth)
+
+        advanced = self._advance(tokens, block, last.width, step)
+        self._frontier = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=depth)
         return self.logits(advanced.output)
 
     def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
-        advanced = self._advance(ids, fused, block, width)
+        before = self._features[index].unsqueeze(1)
+        if self._chain.shape[1]:
+            lengths = block.lengths.view(-1, 1)
+            before = torch.where((lengths > 0).unsqueeze(-1), self._chain[index.unsqueeze(1), lengths - 1], 0.0)
+
+        def step(embeds: Tensor, angles: Angles, attend: Attend) -> Advanced:
+            return self.head.read(embeds, fused, before, angles, attend)
+
+        advanced = self._advance(ids, block, width, step)
+        if self._chain.shape[1]:
+            self._chain[index.unsqueeze(1), block.query_positions.clamp(max=self._chain.shape[1] - 1)] = (
+                advanced.feature
+            )
         each = torch.arange(len(index), device=self.device)
         self._features[index] = advanced.feature[each, last]
         self._outputs[index] = advanced.output[each, last]
 
-    def _advance(self, tokens: Tensor, features: Tensor, block: Block, width: int) -> Advanced:
+    def _advance(
+        self, tokens: Tensor, block: Block, width: int, step: Callable[[Tensor, Angles, Attend], Advanced]
+    ) -> Advanced:
         embeds, this = self.embed(tokens), Pass()
-        masks = {kind: self._mask(kind, block, width) for kind in dict.fromkeys(self._kinds)}
+        kinds = self._kinds_unseen
+        masks = {(kind, unseen): self._mask(kind, block, width, unseen) for kind, unseen in dict.fromkeys(kinds)}
 
         def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, *self._cache.update(key, value, layer), masks[self._kinds[layer]], this)
+            return attend(query, *self._cache.update(key, value, layer), masks[kinds[layer]], this)
 
         with attention_kernels(self.device):
-            angles = self.head.angles(block.query_positions, embeds)
-            return self.head.advance(embeds, features, angles, attend_cached)
+            return step(embeds, self.head.angles(block.query_positions, embeds), attend_cached)
 
 
 class BlockRunner(AttendingRunner):

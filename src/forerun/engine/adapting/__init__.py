@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS
+from forerun.drafters.heads.kinds import KINDS
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.errors import ArgumentError, nearest
 
@@ -85,7 +86,8 @@ def adapt_config(
     method = speculative.method
     if method == AUTO:
         raise ArgumentError(f"{AUTO} has no drafter here that can adapt; give it one as its model. {advice}")
-    has = "has weights, but cannot train them yet" if DRAFTERS[method].needs_training else "has nothing to train"
+    trained = method in KINDS or DRAFTERS[method].needs_training
+    has = "has weights, but cannot train them yet" if trained else "has nothing to train"
     raise ArgumentError(f"drafter {method!r} {has}; {advice}")
 
 

@@ -1,0 +1,325 @@
+"""The MTP layers of a target's own checkpoint (transformers drops them): read where they lie, and stitched back.
+
+Layouts as vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py`` and ``mimo_mtp.py`` load them. DeepSeek-V3 and GLM-4-MoE:
+``model.layers.{L + k}.*`` behind the target's L layers, ``eh_proj`` of [embedding; state], on the target's state after
+the final norm. MiMo: ``model.mtp_layers.{k}.*``, ``input_proj`` of [state; embedding], on the state before the norm.
+What a module hands on is normed where what it reads is (vLLM 47448, SGLang's ``deepseek_nextn.py``, exllamav3 238).
+Embedding and output head are the target's, whose copies in some checkpoints (``shared_head.head``) no engine reads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.checkpoints import eagle
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
+from forerun.checkpoints.keys import Keys
+from forerun.drafters.heads.experts import ExpertsConfig
+from forerun.drafters.heads.mtp import LatentConfig, MtpConfig
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.manifests import read_object
+from forerun.model.load import read_header, weight_files
+from forerun.model.masks import FULL
+from forerun.types import LAST_HIDDEN
+from forerun.writing import written_folder
+
+COUNT, MARK = "num_nextn_predict_layers", "mtp_head_of"
+"""Keys: how many modules a checkpoint brings, and the target of MTP layers that are stored by themselves."""
+COUNTS = (COUNT, "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers", "num_mtp_modules")
+"""What families call the number of their MTP layers."""
+HEADS = re.compile(r"eagle|medusa|dflash|dspark", re.IGNORECASE)
+SHARED = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
+EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+SCALES = re.compile(r"_scale(_inv|_2)?$|\.(qweight|qzeros|scales|g_idx|weight_packed)$")
+MEANINGLESS = frozenset(
+    """
+    aux_loss_alpha ep_size max_window_layers moe_router_dtype num_experts num_local_experts output_router_logits
+    qk_head_dim router_aux_loss_coef router_jitter_noise seq_aux sliding_window tie_word_embeddings use_sliding_window
+    mtp_layer_types use_mrope kv_cache_dtype moe_router_load_balancing_type
+    """.split()  # noqa: SIM905 - as a literal it would have a line for each
+)
+"""Keys of a target that say nothing about its MTP layers, as they are read here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How one family stores its MTP layers."""
+
+    model_type: str
+    layers: str = "model.layers."  # Before a layer's number
+    behind: bool = True  # The numbers go on from those of the target's layers
+    final_norm: bool = True  # The state that is read has been through the target's final norm
+    names: Mapping[str, str] = field(default_factory=dict)  # Ours -> theirs, where they differ
+    state_first: bool = False  # The projection reads [state; embedding]
+
+
+FAMILIES: dict[str, Family] = {
+    "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3"),
+    "Glm4MoeForCausalLM": Family(model_type="glm4_moe"),
+    "MiMoForCausalLM": Family(
+        model_type="mimo",
+        layers="model.mtp_layers.",
+        behind=False,
+        final_norm=False,
+        names={
+            "enorm": "token_layernorm",
+            "hnorm": "hidden_layernorm",
+            "eh_proj": "input_proj",
+            "shared_head.norm": "final_layernorm",
+        },
+        state_first=True,
+    ),
+}
+"""By the target's architecture."""
+
+
+class MtpFormat(Format):
+    """MTP layers in a target's own checkpoint, or by themselves under the same names."""
+
+    name = "mtp"
+    mark = MARK
+
+    def recognises(self, config: Config) -> bool:
+        names = " ".join(map(str, config.get("architectures") or []))
+        return any(config.get(key) for key in COUNTS) and not HEADS.search(names)
+
+    def keeps(self, config: Config, name: str) -> bool:
+        """The tensors of its MTP layers, of a whole target."""
+        return _ours(_family(config), name, int(config.get("num_hidden_layers") or 0)) is not None
+
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
+        family, layers = _family(config), Keys(config).integer("num_hidden_layers")
+        if not tensors:
+            raise CheckpointError(
+                "config.json announces MTP layers, but the files hold no tensor of theirs; transformers leaves them "
+                "out when it saves a model: name the publisher's checkpoint"
+            )
+        quantised = sorted(name for name, tensor in tensors.items() if SCALES.search(name) or tensor.itemsize < 2)
+        if quantised:
+            raise CheckpointError(
+                f"the MTP layers are quantised ({some(quantised, 2)}); only layers in floating point of 16 bits or "
+                "more are supported: name a checkpoint in bfloat16"
+            )
+        named = {_ours(family, name, layers): tensor for name, tensor in tensors.items()}
+        found = _stacked({name: tensor for name, tensor in named.items() if name is not None})
+        if family.state_first:
+            found |= {name: _swapped(tensor) for name, tensor in found.items() if name.endswith(".eh_proj.weight")}
+        return _head(config, family, layers, found)
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
+        config, family = checkpoint.config, _family({"architectures": target.architectures})
+        keys: dict[str, Any] = {
+            "architectures": list(target.architectures),
+            **eagle.write_layers(config),
+            "model_type": family.model_type,
+            "torch_dtype": eagle.dtype_name(checkpoint),
+            "num_hidden_layers": target.num_layers,
+            COUNT: config.num_hidden_layers,
+            MARK: target.name_or_path,
+            "partial_rotary_factor": config.partial_rotary_factor,
+        }
+        for part in (config.experts, config.latent):
+            keys |= {one.name: getattr(part, one.name) for one in fields(part)} if part is not None else {}
+        keys.pop("scaling", None)  # follows from rope_scaling
+        return {**config.extra, **keys}, to_target(checkpoint, family, target.num_layers)
+
+
+def read_target(name: str | Path) -> HeadCheckpoint:
+    """The MTP layers of a target, from its directory or hub id. CheckpointError: it has none that can be read."""
+    from forerun import demo
+    from forerun.checkpoints.formats import CONFIG, folder_of, read_head
+
+    if not str(name):
+        raise ArgumentError("mtp: the target was given as an object; name the checkpoint of its MTP layers with model=")
+    folder = folder_of(demo.resolve(name))
+    config = read_object(folder / CONFIG, "expected a target's configuration", CheckpointError)
+    if not MtpFormat().recognises(config):
+        raise CheckpointError(
+            f"{name} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft with another method, "
+            "or name a checkpoint that has them with model="
+        )
+    return read_head(folder)
+
+
+def to_target(checkpoint: HeadCheckpoint, family: Family, layers: int) -> dict[str, Tensor]:
+    """The tensors under the names of a target with so many layers."""
+    found = dict[str, Tensor]()
+    first = layers if family.behind else 0
+    for name, tensor in checkpoint.tensors.items():
+        if name == "d2t":
+            continue
+        number, rest = re.fullmatch(r"layers\.(\d+)\.(.+)", name).groups()  # type: ignore[union-attr]
+        where = f"{family.layers}{first + int(number)}."
+        if rest == "mlp.experts.gate_up_proj":
+            for expert, both in enumerate(tensor):
+                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
+                    found[f"{where}mlp.experts.{expert}.{part}_proj.weight"] = half
+        elif rest == "mlp.experts.down_proj":
+            found |= {f"{where}mlp.experts.{expert}.down_proj.weight": one for expert, one in enumerate(tensor)}
+        else:
+            module, _, kind = rest.rpartition(".")
+            swap = family.state_first and module == "eh_proj"
+            found[f"{where}{family.names.get(module, module)}.{kind}"] = _swapped(tensor) if swap else tensor
+    return found
+
+
+def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> Path:
+    """Copy a target to `output`, a new directory, with these MTP layers in the place of its own, in their dtypes; every
+    other tensor and file stays as it is, bit for bit. ArgumentError: `output` is there already; CheckpointError: the
+    target has no such layers."""
+    from forerun.checkpoints.formats import CONFIG, folder_of
+
+    source, final = folder_of(base), Path(output).expanduser().absolute()
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise ArgumentError(f"{final} exists; name a new directory for the target with its new MTP layers")
+    config = read_object(source / CONFIG, "expected a target's configuration", CheckpointError)
+    new = to_target(checkpoint, _family(config), Keys(config).integer("num_hidden_layers"))
+    headers = {file.name: read_header(file) for file in weight_files(source)}
+    stored = {name: entry["shape"] for header in headers.values() for name, entry in header.items()}
+    wrong = sorted(name for name, tensor in new.items() if stored.get(name) != list(tensor.shape))
+    if wrong:
+        raise CheckpointError(f"{source} has not the MTP layers that these were made from: it lacks {some(wrong)}")
+    with written_folder(final) as folder:
+        for file in (file for file in source.rglob("*") if file.is_file()):
+            place = folder / file.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            mine = new.keys() & headers.get(str(file.relative_to(source)), {}).keys()
+            if not mine:
+                shutil.copyfile(file, place)
+                continue
+            with safe_open(file, "pt") as shard:
+                about = shard.metadata()
+            tensors = load_file(file)
+            tensors |= {name: new[name].to(tensors[name].dtype).contiguous() for name in mine}
+            save_file(tensors, place, about)
+            place.chmod(0o644)
+            again = load_file(place)
+            if any(not torch.equal(again[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors):
+                raise CheckpointError(f"{place} does not hold what was to be written; is the disk full or broken?")
+    return final
+
+
+def _family(config: Config) -> Family:
+    names = [str(name) for name in config.get("architectures") or []]
+    found = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if found is None:
+        raise CheckpointError(
+            f"MTP layers of {', '.join(names) or 'an unnamed architecture'} cannot be read here; those of "
+            f"{', '.join(FAMILIES)} can. Draft with another method, or with an engine that knows the family"
+        )
+    return found
+
+
+def _ours(family: Family, name: str, layers: int) -> str | None:
+    """Our name of a target's tensor; None: it is in no MTP layer, or the target's embedding or output head."""
+    found = re.fullmatch(re.escape(family.layers) + r"(\d+)\.(.+)", name)
+    first = layers if family.behind else 0
+    if found is None or int(found[1]) < first or found[2].startswith(SHARED):
+        return None
+    module, _, kind = found[2].rpartition(".")
+    theirs = {their: our for our, their in family.names.items()}
+    return f"layers.{int(found[1]) - first}.{theirs.get(module, module)}.{kind}"
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With the experts of a layer side by side."""
+    found, experts = dict[str, Tensor](), dict[str, dict[tuple[int, str], Tensor]]()
+    for name, tensor in tensors.items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+    for where, parts in experts.items():
+        count = 1 + max(number for number, _ in parts)
+        try:
+            both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in range(count)]
+            found[f"{where}.gate_up_proj"] = torch.stack(both)
+            found[f"{where}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])
+        except KeyError as error:
+            number, part = error.args[0]
+            lost = f"{where}.{number}.{part}_proj.weight is missing"
+            raise CheckpointError(f"{lost}; the checkpoint is incomplete") from None
+        except RuntimeError as error:
+            raise CheckpointError(f"the experts of {where} differ in shape: {error}") from error
+    return found
+
+
+def _swapped(weight: Tensor) -> Tensor:
+    """The projection (H, 2 H) with the halves of what it reads the other way round."""
+    first, second = weight.chunk(2, 1)
+    return torch.cat([second, first], 1)
+
+
+def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Tensor]) -> HeadCheckpoint:
+    """The head of canonical tensors and a target's configuration."""
+    kinds = [*(config.get("layer_types") or ()), *(config.get("mtp_layer_types") or ())]
+    if config.get("use_sliding_window") or any(kind != FULL for kind in kinds):
+        raise CheckpointError(
+            "the target's layers have sliding windows; which of them its MTP layers have is not known"
+        )
+    rope = dict(config.get("rope_parameters") or {})
+    factor = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    ours = {"partial_rotary_factor": None, "layer_types": None, "sliding_window": None}
+    count = next((key for key in COUNTS if config.get(key)), COUNT)
+    keys = Keys({**config, **ours, "rope_parameters": rope, "num_hidden_layers": config.get(count)})
+    for name in (*COUNTS, MARK, "architectures"):
+        keys.get(name)  # said again when written
+    read = eagle.read_layers(keys)
+    read |= {
+        "boundaries": (LAST_HIDDEN,) if family.final_norm else (layers,),
+        "target_hidden_size": read["hidden_size"],
+        "draft_vocab_size": read["vocab_size"],
+        "partial_rotary_factor": float(factor),
+        "experts": _experts(keys, layers),
+        "latent": _latent(keys, read["rope_scaling"]),
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+    }
+    keys.get("use_qk_norm")  # told by the tensors
+    extra = {name: value for name, value in keys.rest().items() if name not in MEANINGLESS}
+    return eagle.make_head(MtpConfig, tensors, {}, **read, qk_norm=False, extra=extra)
+
+
+def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
+    """The experts of the layers behind so many; None: these are dense."""
+    for name, known in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+        if keys.text(name, known) != known:
+            raise CheckpointError(f"{name} is {keys.get(name)!r}; experts are routed by {known} here")
+    sparse, every = layers >= keys.integer("first_k_dense_replace", 0), keys.integer("moe_layer_freq", 1)
+    count = keys.integer("n_routed_experts", 0)
+    names = [one.name for one in fields(ExpertsConfig) if one.type == "int" and one.name != "n_routed_experts"]
+    found: dict[str, Any] = {name: keys.get(name) and keys.integer(name) for name in names}
+    found["norm_topk_prob"] = keys.flag("norm_topk_prob", True)
+    found["routed_scaling_factor"] = keys.number("routed_scaling_factor", 1.0)
+    if not count or not sparse or layers % every:
+        return None
+    given = {name: value for name, value in found.items() if value is not None}
+    try:
+        return ExpertsConfig(n_routed_experts=count, **given)
+    except TypeError as error:
+        raise CheckpointError(f"config.json does not describe its experts: {error}") from error
+
+
+def _latent(keys: Keys, rope: Mapping[str, Any] | None) -> LatentConfig | None:
+    names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {name: keys.get(name) and keys.integer(name) for name in names}
+    interleave = keys.flag("rope_interleave", True)
+    if not sizes["kv_lora_rank"]:
+        return None
+    lacking = [name for name, size in sizes.items() if not size and name != "q_lora_rank"]
+    if lacking:
+        raise CheckpointError(f"config.json has kv_lora_rank, but no {', '.join(lacking)}")
+    factor, all_dims = (rope or {}).get("factor") or 1.0, (rope or {}).get("mscale_all_dim") or 0.0
+    scaling = (0.1 * all_dims * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0  # DeepSeek's YaRN
+    return LatentConfig(**sizes, rope_interleave=interleave, scaling=scaling)

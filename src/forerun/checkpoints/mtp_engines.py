@@ -1,0 +1,66 @@
+"""What serving engines make of MTP layers: they read them in the target's own checkpoint, so an export is a copy of it.
+From their loaders' sources; no engine was run with layers of ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check
+from forerun.checkpoints.mtp import stitch
+
+TOKENS = 3  # Tokens of a step in the launch lines, for which FastMTP trains
+
+
+class MtpEngines(Engines):
+    """What is known of engines and MTP layers."""
+
+    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+        if head.config.num_hidden_layers > 1:
+            what = f"{head.config.num_hidden_layers} modules"
+            yield from check("vllm sglang", what, "begins again with the first", "compare its acceptance with ours")
+        if not head.config.norm_output:
+            what, remedy = "several tokens from MiMo's module", "draft one token, or compare its acceptance with ours"
+            yield from check("vllm sglang", what, "hands another state on, or refuses", remedy)
+        why, remedy = "is not known here to read these layers", "compare its acceptance with ours"
+        yield from check("trtllm lmdeploy", "MTP layers", why, remedy)
+        remedy = "convert the target with its layers there, and compare its acceptance with ours"
+        yield from check("llama.cpp", "MTP layers", "reads what its converter makes of them", remedy)
+
+
+def _stitched(launch: Launch) -> Path:
+    return stitch(launch.head, launch.target.name_or_path, launch.directory)
+
+
+def _vllm(launch: Launch) -> str:
+    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": TOKENS})
+    return shlex.join(["vllm", "serve", str(launch.directory), "--speculative-config", speculation])
+
+
+def _sglang(launch: Launch) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(str(launch.directory))} "
+        f"--speculative-algorithm NEXTN --speculative-num-steps {TOKENS} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {TOKENS + 1}"
+    )
+
+
+MtpEngines.destinations = {
+    "vllm": Destination(
+        title="vLLM",
+        engine="vllm",
+        command=_vllm,
+        counting="`num_speculative_tokens` counts drafted tokens.",
+        write=_stitched,
+    ),
+    "sglang": Destination(
+        title="SGLang",
+        engine="sglang",
+        command=_sglang,
+        counting="`--speculative-num-draft-tokens` counts the last committed token, too.",
+        write=_stitched,
+    ),
+}

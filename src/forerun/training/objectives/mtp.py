@@ -1,0 +1,75 @@
+"""FastMTP's objective (arXiv 2509.18362): one MTP module drafts several tokens, so it is trained on its own states.
+
+The module is unrolled K times as in `eagle3`; at depth k, from 0, entry i predicts token i + 2 + k of the data, which
+the target itself should have written (``forerun data regenerate``). The loss is the cross-entropy, depth k weighing
+beta^k, normalised to sum 1. Embedding and output head are the target's and stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ArgumentError
+from forerun.training.batch import FeatureBatch, LossReport
+from forerun.training.chunked_loss import hard_loss
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead
+from forerun.training.objectives.eagle3 import Eagle3Objective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpSettings(ObjectiveSettings):
+    """Depths and their weights; the defaults are the paper's."""
+
+    steps: int = 3
+    """K, how often the module is unrolled."""
+    decay: float = 0.6
+    """beta: the weight of depth k is beta^k, normalised to sum 1."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ArgumentError(f"objective: steps must be at least 1, got {self.steps}")
+        if not 0 < self.decay <= 1:
+            raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
+
+    @property
+    def weights(self) -> list[float]:
+        """(K,) of the depths, summing to 1."""
+        raw = [self.decay**step for step in range(self.steps)]
+        return [weight / sum(raw) for weight in raw]
+
+
+class MtpObjective(Eagle3Objective):
+    """The loss of a target's only MTP module on a batch of features."""
+
+    kind: ClassVar[str] = "mtp"
+    Settings: ClassVar[type[Any]] = MtpSettings
+    settings: Any
+
+    def __init__(self, head: Any, target: FrozenTarget, settings: MtpSettings | None = None) -> None:
+        super().__init__(head, target, settings)  # type: ignore[arg-type]
+        if (count := head.config.num_hidden_layers) > 1:
+            raise ArgumentError(
+                f"one MTP module is trained to draft several tokens, this target brings {count}, one for each; keep "
+                "them as they are, or start from a checkpoint with num_nextn_predict_layers 1"
+            )
+        if target.softcap is not None or target.scale != 1.0 or target.bias is not None:
+            raise ArgumentError("the target scales, caps or shifts its logits, which this objective does not")
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """The weighted sum over all depths and counted tokens, and how often a chain got to each depth."""
+        steps, tokens = list(self.unroll(batch)), batch.batch.tokens
+        wanted = torch.stack([ahead(tokens, step.step + 2, 0) for step in steps])
+        counts = torch.stack([step.counted for step in steps])
+        shares = counts * torch.tensor(self.settings.weights, device=tokens.device).view(-1, 1, 1)
+        outputs = torch.stack([step.output for step in steps])
+        found = hard_loss(outputs.flatten(0, 2), self.output_head(), shares.flatten(), wanted.flatten())
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
+        reached, survives = counts.cumprod(0), found.agrees.view_as(shares).cumprod(0)
+        for step, drafted, right in zip(steps, reached, survives, strict=True):
+            metrics[f"acceptance_{step.step}"] = (right.sum(), drafted.sum().float())
+        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)

@@ -1,0 +1,358 @@
+"""MTP layers in targets' checkpoints: read where they lie, written by themselves, stitched back bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.checkpoints import TargetFacts, differences, read_head, write_head
+from forerun.checkpoints.base import HeadCheckpoint
+from forerun.checkpoints.engines import diagnose, export_head
+from forerun.checkpoints.mtp import MtpFormat, read_target, stitch
+from forerun.cli import main
+from forerun.errors import ArgumentError, CheckpointError
+from mtp_targets import FAMILIES, HIDDEN, LAYERS, Checkpoint
+
+DENSE = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
+MIMO = ["token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"]
+
+
+def change(folder: Path, **keys: Any) -> None:
+    file = folder / "config.json"
+    whole = json.loads(file.read_text()) | keys
+    file.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
+
+
+def rewrite(folder: Path, how: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    how(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(
+        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_go_to_a_directory_of_their_own_and_back(family: str, modules: int, tmp_path: Path) -> None:
+    """Every tensor under the name and with the bits that it had; the target's own copies are left out."""
+    checkpoint = Checkpoint(family, tmp_path / "target", modules, torch.bfloat16)
+    head = read_target(checkpoint.folder)
+    assert head.unknown == [] and head.config.num_hidden_layers == modules
+    alone = write_head(head, tmp_path / "head", "mtp", TargetFacts.read(checkpoint.folder))
+    assert differences(head, read_head(alone)) == []
+    whole, own = load_file(checkpoint.folder / "model.safetensors"), load_file(alone / "model.safetensors")
+    assert all(same(tensor, whole[name]) for name, tensor in own.items())
+    first = 0 if family == "mimo" else LAYERS
+    where = [f"model.{'mtp_layers' if family == 'mimo' else 'layers'}.{first + number}." for number in range(modules)]
+    mine = {name for name in whole if name.startswith(tuple(where))}
+    assert set(own) == {name for name in mine if "embed_tokens" not in name and "shared_head.head" not in name}
+    if family == "mimo":
+        names = [*DENSE, *MIMO, *(f"self_attn.{name}_proj" for name in "qkvo")]
+        biases = [f"self_attn.{name}_proj.bias" for name in "qkv"]
+        expected = [*(f"{name}.weight" for name in names), *biases]
+        assert set(own) == {prefix + name for prefix in where for name in expected}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_layers_are_stitched_into_a_copy(family: str, tmp_path: Path) -> None:
+    """In shards, of which one holds none of them; trained in float32, stored as the target is."""
+    checkpoint = Checkpoint(family, tmp_path / "target", dtype=torch.bfloat16)
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    (checkpoint.folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[: len(names) // 3], "b.safetensors": names[len(names) // 3 :]}
+    for name, inside in shards.items():
+        save_file({one: tensors[one] for one in inside}, checkpoint.folder / name, {"format": "pt"})
+    index = {"weight_map": {one: name for name, inside in shards.items() for one in inside}}
+    (checkpoint.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (checkpoint.folder / "more").mkdir()
+    (checkpoint.folder / "more" / "note.txt").write_text("kept")
+    head = read_target(checkpoint.folder)
+    trained = {
+        name: tensor if name == "d2t" else tensor.float() + torch.randn(tensor.shape) * 0.1
+        for name, tensor in head.tensors.items()
+    }
+    after = dataclasses.replace(head, tensors=trained)
+    done = stitch(after, checkpoint.folder, tmp_path / "out")
+    stored = {name: tensor for file in shards for name, tensor in load_file(done / file).items()}
+    changed = {name for name, tensor in stored.items() if not same(tensor, tensors[name])}
+    assert stored.keys() == tensors.keys()
+    alone = write_head(after, tmp_path / "head", "mtp", TargetFacts.read(checkpoint.folder))
+    assert changed == set(load_file(alone / "model.safetensors"))
+    rounded = {name: tensor if name == "d2t" else tensor.bfloat16() for name, tensor in trained.items()}
+    assert differences(read_target(done), dataclasses.replace(head, tensors=rounded)) == []
+    for file in checkpoint.folder.rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":
+            assert (done / file.relative_to(checkpoint.folder)).read_bytes() == file.read_bytes()
+    with pytest.raises(ArgumentError, match="out exists; name a new directory"):
+        stitch(after, checkpoint.folder, done)
+
+
+def test_layers_of_another_target_are_not_stitched(tmp_path: Path) -> None:
+    head = read_target(Checkpoint("glm", tmp_path / "two", modules=2).folder)
+    one = Checkpoint("glm", tmp_path / "one").folder
+    with pytest.raises(CheckpointError, match=r"it lacks model\.layers\.3\.eh_proj\.weight"):
+        stitch(head, one, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "hf"])
+def test_an_export_is_the_target_with_its_layers(to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = Checkpoint("deepseek", tmp_path / "target").folder
+    facts = TargetFacts.read(target)
+    head = write_head(read_target(target), tmp_path / "head", "mtp", facts)
+    words = ("export", str(head), "--to", to, "--target", str(target), "--output", str(tmp_path / "out"), "--json")
+    assert main(list(words)) == 0
+    command = json.loads(capsys.readouterr().out)["command"]
+    assert differences(read_head(head), read_head(tmp_path / "out")) == [] or to != "hf"
+    stored = set(load_file(tmp_path / "out" / "model.safetensors"))
+    assert ("model.layers.0.input_layernorm.weight" in stored) == (to != "hf")
+    if to == "vllm":
+        assert shlex.split(command)[2] == str(tmp_path / "out")
+        assert json.loads(shlex.split(command)[-1]) == {"method": "mtp", "num_speculative_tokens": 3}
+    if to == "sglang":
+        assert "--speculative-algorithm NEXTN" in command and command.endswith("--speculative-num-draft-tokens 4")
+    with pytest.raises(ArgumentError, match="heads of the kind mtp go to vllm, sglang, hf"):
+        export_head(head, facts, "trtllm", tmp_path / "more")
+
+
+def test_doctor_says_what_engines_do_otherwise(tmp_path: Path) -> None:
+    def said(head: HeadCheckpoint, folder: Path) -> set[str]:
+        found = diagnose(head, TargetFacts.read(folder))
+        return {finding.what for finding in found if finding.engine == "vllm" and finding.severity == "check"}
+
+    for name, family, modules, expected in (
+        ("one", "glm", 1, set()),
+        ("two", "glm", 2, {"2 modules"}),
+        ("mimo", "mimo", 1, {"several tokens from MiMo's module"}),
+    ):
+        folder = Checkpoint(family, tmp_path / name, modules).folder
+        assert said(read_target(folder), folder) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"]}, "Ernie4_5_MoeForCausalLM cannot be read here; those of Deep"),
+        (
+            {"architectures": ["Qwen3NextForCausalLM"], "num_nextn_predict_layers": None, "mtp_num_layers": 1},
+            "Qwen3Next",
+        ),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"num_nextn_predict_layers": 2}, r"missing: layers\.1\."),
+        ({"n_group": 3}, "8 experts in 3 groups"),
+        ({"attention_multiplier": 2.0}, "attention_multiplier 2.0, which changes what a head computes"),
+        ({"hidden_size": 64}, "of the wrong shape"),
+        ({"v_head_dim": None}, "has kv_lora_rank, but no v_head_dim"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_drafted_with_is_refused_by_name(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = Checkpoint("deepseek", tmp_path).folder
+    change(folder, **keys)
+    with pytest.raises(CheckpointError, match=message):
+        read_target(folder)
+
+
+def test_broken_and_quantised_layers_are_refused(tmp_path: Path) -> None:
+    folder, where = Checkpoint("glm", tmp_path).folder, f"model.layers.{LAYERS}.mlp.experts.3.up_proj.weight"
+
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{where}_scale_inv"] = torch.ones(1)
+
+    def lose(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{where}_scale_inv"], tensors[where]
+
+    def grow(tensors: dict[str, Tensor]) -> None:
+        tensors[f"model.layers.{LAYERS}.self_attn.indexer.weight"] = torch.ones(HIDDEN)
+        tensors[where] = torch.zeros(24, HIDDEN)
+
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if f".{LAYERS}." in name]:
+            del tensors[name]
+
+    for how, message in (
+        (quantise, "quantised .*weight_scale_inv.* bfloat16"),
+        (lose, r"mlp\.experts\.3\.up_proj\.weight is missing"),
+        (grow, r"unknown: layers\.0\.self_attn\.indexer"),
+        (drop, "transformers leaves them out when it saves"),
+    ):
+        rewrite(folder, how)
+        with pytest.raises(CheckpointError, match=message):
+            read_target(folder)
+
+
+def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target may be a thousand times larger."""
+    from forerun.checkpoints import formats
+
+    checkpoint, read, opened = Checkpoint("glm", tmp_path), list[str](), formats.safe_open
+
+    class Noted:
+        def __init__(self, *given: Any) -> None:
+            self.inner = opened(*given)
+
+        def __enter__(self) -> Noted:
+            self.file = self.inner.__enter__()
+            return self
+
+        def __exit__(self, *given: Any) -> None:
+            self.inner.__exit__(*given)
+
+        def keys(self) -> list[str]:
+            return list(self.file.keys())
+
+        def get_tensor(self, name: str) -> Tensor:
+            read.append(name)
+            found: Tensor = self.file.get_tensor(name)
+            return found
+
+    monkeypatch.setattr(formats, "safe_open", Noted)
+    read_target(checkpoint.folder)
+    assert read and all(name.startswith(f"model.layers.{LAYERS}.") for name in read)
+    assert not any("embed_tokens" in name or "shared_head.head" in name for name in read)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "DeepSeek-V3": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            **{
+                "model_type": "deepseek_v3",
+                "aux_loss_alpha": 0.001,
+                "ep_size": 1,
+                "seq_aux": True,
+                "pretraining_tp": 1,
+            },
+            **{"first_k_dense_replace": 3, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+            **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5},
+            **{"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280},
+            **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 61},
+            **{"num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000, "scoring_func": "sigmoid"},
+            **{"topk_method": "noaux_tc", "max_position_embeddings": 163840, "tie_word_embeddings": False},
+            "rope_scaling": {
+                **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        {"prefix": "model.layers.61.", "experts": 256, "sizes": (7168, 2048), "rotary": 64, "scaling": 1.8739},
+        {
+            "eh_proj.weight": (7168, 14336),
+            **{f"{name}.weight": (7168,) for name in ("enorm", "hnorm", "shared_head.norm")},
+            **{f"{name}_layernorm.weight": (7168,) for name in ("input", "post_attention")},
+            "self_attn.q_a_proj.weight": (1536, 7168),
+            "self_attn.q_a_layernorm.weight": (1536,),
+            "self_attn.q_b_proj.weight": (24576, 1536),
+            "self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+            "self_attn.kv_a_layernorm.weight": (512,),
+            "self_attn.kv_b_proj.weight": (32768, 512),
+            "self_attn.o_proj.weight": (7168, 16384),
+            "mlp.gate.weight": (256, 7168),
+            "mlp.gate.e_score_correction_bias": (256,),
+        },
+    ),
+    "GLM-4.5-Air": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"],
+            **{"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5},
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "head_dim": 128},
+            **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 1.0},
+            **{"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 151552},
+            **{"num_attention_heads": 96, "num_key_value_heads": 8, "num_hidden_layers": 46, "rms_norm_eps": 1e-5},
+            **{
+                "num_nextn_predict_layers": 1,
+                "rope_theta": 1000000,
+                "rope_scaling": None,
+                "tie_word_embeddings": False,
+            },
+            "max_position_embeddings": 131072,
+        },
+        {"prefix": "model.layers.46.", "experts": 128, "sizes": (4096, 1408), "rotary": 64},
+        {
+            "eh_proj.weight": (4096, 8192),
+            **{f"{name}.weight": (4096,) for name in ("enorm", "hnorm", "shared_head.norm")},
+            **{f"{name}_layernorm.weight": (4096,) for name in ("input", "post_attention")},
+            **{
+                f"self_attn.{name}_proj.weight": (rows, 4096)
+                for name, rows in zip("qkv", (12288, 1024, 1024), strict=True)
+            },
+            **{f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (12288, 1024, 1024), strict=True)},
+            "self_attn.o_proj.weight": (4096, 12288),
+            "mlp.gate.weight": (128, 4096),
+            "mlp.gate.e_score_correction_bias": (128,),
+        },
+    ),
+    "MiMo-7B": (
+        {
+            "architectures": ["MiMoForCausalLM"],
+            **{
+                "model_type": "mimo",
+                "attention_dropout": 0.0,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "use_mrope": False,
+            },
+            **{"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8},
+            **{"num_hidden_layers": 36, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 640000},
+            **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 32, "vocab_size": 151680},
+            **{"max_position_embeddings": 32768, "tie_word_embeddings": False, "rope_scaling": None},
+        },
+        {"prefix": "model.mtp_layers.0.", "experts": 0, "rotary": 128},
+        {
+            "input_proj.weight": (4096, 8192),
+            **{f"{name}_layernorm.weight": (4096,) for name in ("token", "hidden", "final", "input", "post_attention")},
+            **{
+                f"self_attn.{name}_proj.weight": (rows, 4096)
+                for name, rows in zip("qkvo", (4096, 1024, 1024, 4096), strict=True)
+            },
+            **{f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (4096, 1024, 1024), strict=True)},
+            **{f"mlp.{name}_proj.weight": (11008, 4096) for name in ("gate", "up")},
+            "mlp.down_proj.weight": (4096, 11008),
+        },
+    ),
+}
+"""As the publishers' configurations and model cards describe them -> what is expected, tensors of an MTP layer."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_are_understood(name: str) -> None:
+    """Shapes alone: no published weights were loaded."""
+    config, expected, shapes = PUBLISHED[name]
+    for expert in [*range(expected["experts"]), "shared"] if expected["experts"] else []:
+        where = "mlp.shared_experts" if expert == "shared" else f"mlp.experts.{expert}"
+        size, inside = expected["sizes"]
+        shapes = shapes | {f"{where}.{part}_proj.weight": (inside, size) for part in ("gate", "up")}
+        shapes |= {f"{where}.down_proj.weight": (size, inside)}
+    whole = [
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        *([] if name == "MiMo-7B" else [f"{expected['prefix']}shared_head.head.weight"]),
+    ]
+    tensors = {
+        expected["prefix"] + key: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for key, shape in shapes.items()
+    }
+    known = MtpFormat()
+    assert known.recognises(config)
+    assert [key for key in [*tensors, *whole] if known.keeps(config, key)] == list(tensors)
+    head = known.read(config, tensors)
+    assert head.unknown == [] and head.config.rotary_dim == expected["rotary"]
+    assert head.config.boundaries == ((36,) if name == "MiMo-7B" else (-1,))
+    if "scaling" in expected:
+        assert head.config.latent.scaling == pytest.approx(expected["scaling"], abs=1e-4)

@@ -1,0 +1,125 @@
+"""MTP layers as they ship: what they draft is what transformers' own layers say, module by module and recursively."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.checkpoints.mtp import read_target
+from forerun.drafters.heads.runner import SequentialRunner
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.model import Target
+from llamas import tiny_llama
+from mtp_targets import FAMILIES, LAYERS, VOCABULARY, Checkpoint
+
+TEXT = torch.randint(VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def runner_of(checkpoint: Checkpoint) -> SequentialRunner:
+    head = read_target(checkpoint.folder).build(torch.float32).eval()
+    target = Target(
+        LLM(str(checkpoint.folder), tokenizer=False, self_check=False).engine.target.model, rows=1, slots=64
+    )
+    return SequentialRunner(head, target, rows=2, slots=64, run=12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_committed_tokens_read_as_transformers_layer_does(family: str, tmp_path: Path) -> None:
+    """So does the state of the target that is handed over."""
+    checkpoint = Checkpoint(family, tmp_path)
+    runner, states = runner_of(checkpoint), checkpoint.states(TEXT[:-1])
+    (boundary,) = runner.head.config.boundaries
+    seen = runner.target.prefill([0], [TEXT[:-1]], boundaries={boundary}).hidden_states[boundary]
+    torch.testing.assert_close(seen, states, atol=2e-5, rtol=1e-4)
+    _, expected = checkpoint.module(0, TEXT[1:], states)
+    for start, stop in ((0, 5), (5, 6), (6, 13)):
+        runner.ingest([1], [TEXT[start + 1 : stop + 1]], {boundary: states[:, start:stop]})
+        found = runner.unroll([1], 1, lambda logits: logits.clone(), levels=1)
+        torch.testing.assert_close(found[0, 0], expected[0, stop - 1], atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def expected_path(checkpoint: Checkpoint, states: torch.Tensor, path: list[int]) -> list[torch.Tensor]:
+    """(V,) for each depth: DeepSeek's equations, each module over a whole text of its own; beyond the last one, its own
+    states behind those that it read."""
+    last, found = checkpoint.modules - 1, []
+    for depth in range(len(path) + 1):
+        tokens, given = [*TEXT, *path[:depth]], states
+        for module in range(min(depth, last) + 1):
+            made, logits = checkpoint.module(module, tokens[1 + module :][: given.shape[1]], given)
+            if module < min(depth, last):
+                given = made
+        for _ in range(depth - last):
+            given = torch.cat([given, made[:, -1:]], 1)
+            made, logits = checkpoint.module(last, tokens[1 + last :][: given.shape[1]], given)
+        found.append(logits[0, -1])
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("modules", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_depth_of_every_branch_reads_as_the_equations_say(family: str, modules: int, tmp_path: Path) -> None:
+    """Two branches, deeper than there are modules, behind a text that came in three parts."""
+    checkpoint = Checkpoint(family, tmp_path, modules)
+    runner, states = runner_of(checkpoint), checkpoint.states(TEXT[:-1])
+    (boundary,) = runner.head.config.boundaries
+    other = [*TEXT[:5], 1, 2, 3]
+    runner.ingest([1], [other[1:]], {boundary: checkpoint.states(other[:-1])})
+    runner.truncate(1, 3)  # of what follows nothing may be left
+    for start, stop in ((3, 4), (4, 9), (9, len(TEXT) - 1)):
+        runner.ingest([1], [TEXT[start + 1 : stop + 1]], {boundary: states[:, start:stop]})
+    branches = [[11, 12, 13, 14], [21, 22, 23, 24]]
+
+    def levels(logits: torch.Tensor) -> list[torch.Tensor]:
+        found = [logits[0].expand(2, -1)]
+        for pair in zip(*branches, strict=True):
+            found.append(runner.descend(torch.tensor([pair]), torch.tensor([[0, min(1, len(found) - 1)]]))[0])
+        return found
+
+    drafted = runner.unroll([1], 12, levels)
+    for branch, path in enumerate(branches):
+        for own, wanted in zip(drafted, expected_path(checkpoint, states, path), strict=True):
+            torch.testing.assert_close(own[branch], wanted, atol=3e-5, rtol=1e-4)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
+
+
+def engine(folder: Path, **options: object) -> LLM:
+    config = {"method": "mtp", "adaptive": False, **options} if options.pop("draft", True) else None
+    return LLM(str(folder), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_drafts_with_what_its_checkpoint_brings(family: str, tmp_path: Path) -> None:
+    """No model is named; more tokens are drafted than there are modules; two prompts of different length."""
+    Checkpoint(family, tmp_path)
+    prompts = [{"prompt_token_ids": ids} for ids in (TEXT, TEXT[:3])]
+    plain = engine(tmp_path, draft=False).generate(prompts, GREEDY)
+    drafted = engine(tmp_path, num_speculative_tokens=4).generate(prompts, GREEDY)
+    for own, wanted in zip(drafted, plain, strict=True):
+        assert own.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert len(own.outputs[0].speculation.drafted_per_depth) == 4
+
+
+def test_a_target_without_mtp_layers_says_so(tmp_path: Path) -> None:
+    tiny_llama(VOCABULARY).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"brings no MTP layers.*num_nextn_predict_layers"):
+        engine(tmp_path, num_speculative_tokens=2)
+    with pytest.raises(ArgumentError, match="name the checkpoint of its MTP layers with model="):
+        LLM(tiny_llama(VOCABULARY), tokenizer=False, speculative_config={"method": "mtp"}, self_check=False)
+
+
+def test_a_layer_that_the_configuration_does_not_announce_is_no_mtp_layer(tmp_path: Path) -> None:
+    """transformers knows nothing of either; only what is announced may be there."""
+    Checkpoint("glm", tmp_path, modules=2)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"unexpected: model\.layers\.{LAYERS + 1}\."):
+        engine(tmp_path, draft=False)

@@ -1,0 +1,187 @@
+"""Tiny random targets whose checkpoints bring MTP layers, and what transformers' own layers say that these draft."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+VOCABULARY, HIDDEN, LAYERS = 40, 32, 2
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek": ("DeepseekV3", "DeepseekV3ForCausalLM", _EXPERTS | _LATENT),
+    "glm": (
+        "Glm4Moe",
+        "Glm4MoeForCausalLM",
+        _EXPERTS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "mimo": ("Qwen2", "MiMoForCausalLM", {"num_key_value_heads": 2}),
+}
+"""Name -> transformers' prefix, the architecture that the checkpoint names, configuration."""
+THEIRS = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "shared_head.norm": "final_layernorm",
+}
+"""DeepSeek's names -> MiMo's."""
+
+
+class Checkpoint:
+    """A checkpoint on disk, and the transformers model of which the last layers became its MTP layers."""
+
+    def __init__(self, family: str, folder: Path, modules: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        prefix, self.architecture, options = FAMILIES[family]
+        self.family, self.folder, self.modules = family, folder, modules
+        torch.manual_seed(1)
+        config = getattr(transformers, f"{prefix}Config")(**_COMMON, **options, num_hidden_layers=LAYERS + modules)
+        self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for name, weight in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if "inv_freq" not in name and weight.is_floating_point():
+                weight.data.normal_(std=0.3 if weight.dim() > 1 else 0.1).add_(1.0 if "norm" in name else 0.0)
+        self.model.to(dtype)
+        self.extra = {
+            f"{number}.{name}": (torch.randn(shape) * 0.3 + ("norm" in name)).to(dtype)
+            for number in range(modules)
+            for name, shape in {
+                "enorm.weight": (HIDDEN,),
+                "hnorm.weight": (HIDDEN,),
+                "eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+                "shared_head.norm.weight": (HIDDEN,),
+            }.items()
+        }
+        self._write()
+
+    def _write(self) -> None:
+        self.model.save_pretrained(self.folder)
+        file = self.folder / "model.safetensors"
+        tensors = {self._name(name): tensor for name, tensor in load_file(file).items()}
+        for name, tensor in self.extra.items():
+            number, rest = name.split(".", 1)
+            tensors[self._name(f"model.layers.{LAYERS + int(number)}.{rest}")] = tensor
+        if self.family != "mimo":  # copies of the target's, as published checkpoints have them
+            for number in range(self.modules):
+                where = f"model.layers.{LAYERS + number}"
+                tensors[f"{where}.embed_tokens.weight"] = self.model.model.embed_tokens.weight.data.clone()
+                tensors[f"{where}.shared_head.head.weight"] = self.model.lm_head.weight.data.clone()
+        save_file(tensors, file, {"format": "pt"})
+        place = self.folder / "config.json"
+        config = json.loads(place.read_text())
+        config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": self.modules}
+        config["architectures"] = [self.architecture]
+        if config.get("layer_types"):
+            config["layer_types"] = config["layer_types"][:LAYERS]
+        if config.get("mlp_layer_types"):
+            config["mlp_layer_types"] = config["mlp_layer_types"][:LAYERS]
+        place.write_text(json.dumps(config))
+
+    def _name(self, name: str) -> str:
+        """As the family's checkpoints call it."""
+        parts = name.split(".")
+        if self.family != "mimo" or parts[1] != "layers" or int(parts[2]) < LAYERS:
+            return name
+        module, _, kind = ".".join(parts[3:]).rpartition(".")
+        return f"model.mtp_layers.{int(parts[2]) - LAYERS}.{THEIRS.get(module, module)}.{kind}"
+
+    def part(self, module: int, name: str) -> Tensor:
+        return self.extra[f"{module}.{name}.weight"]
+
+    @torch.no_grad()
+    def states(self, tokens: list[int]) -> Tensor:
+        """(1, S, H): the target's state that its MTP layers read."""
+        base = self.model.model
+        hidden = base.embed_tokens(torch.tensor([tokens]))
+        for layer in range(LAYERS):
+            hidden = self._layer(layer, hidden)
+        return hidden if self.family == "mimo" else base.norm(hidden)
+
+    @torch.no_grad()
+    def module(self, number: int, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (S) behind the states (1, S, H) -> what the module hands on (1, S, H), and logits (1, S, V)."""
+        embeds = self._norm(self.model.model.embed_tokens(torch.tensor([tokens])), self.part(number, "enorm"))
+        given = [embeds, self._norm(states, self.part(number, "hnorm"))]
+        joined = torch.cat(given[::-1] if self.family == "mimo" else given, -1)
+        hidden = self._layer(LAYERS + number, joined @ self.part(number, "eh_proj").T)
+        normed = self._norm(hidden, self.part(number, "shared_head.norm"))
+        return hidden if self.family == "mimo" else normed, self.model.lm_head(normed)
+
+    def _norm(self, states: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(states, (HIDDEN,), weight, 1e-5)
+
+    def _layer(self, number: int, hidden: Tensor) -> Tensor:
+        size = hidden.shape[1]
+        places = torch.arange(size).unsqueeze(0)
+        mask = torch.full((1, 1, size, size), torch.finfo(hidden.dtype).min).triu(1)
+        turned = self.model.model.rotary_emb(hidden, places)
+        made: Any = self.model.model.layers[number](
+            hidden, attention_mask=mask, position_ids=places, position_embeddings=turned
+        )
+        return made[0] if isinstance(made, tuple) else made
+
+
+def with_fresh_layers(source: Path, folder: Path) -> Path:
+    """A copy of a Llama's checkpoint that brings an untrained MTP layer of MiMo's kind: its last layer, behind a
+    projection that reads the state."""
+    shutil.copytree(source, folder)
+    place, file = folder / "config.json", folder / "model.safetensors"
+    config, tensors = json.loads(place.read_text()), load_file(file)
+    last, size = config["num_hidden_layers"] - 1, config["hidden_size"]
+    own = {name.split(".", 3)[3]: tensor for name, tensor in tensors.items() if f"layers.{last}." in name}
+    norm, eye = tensors["model.norm.weight"], torch.eye(size, dtype=tensors["model.norm.weight"].dtype)
+    own |= {f"{name}.weight": norm for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    own["input_proj.weight"] = torch.cat([eye, 0 * eye], 1)
+    tensors |= {f"model.mtp_layers.0.{name}": tensor.clone() for name, tensor in own.items()}
+    save_file(tensors, file, {"format": "pt"})
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    place.write_text(json.dumps(config))
+    return folder
