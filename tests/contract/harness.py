@@ -330,9 +330,10 @@ VARIANTS: dict[str, list[Variant]] = {
     "eagle": [_eagle("eagle", "chain", num_speculative_tokens=3)],
     "eagle2": [_eagle("eagle2", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8)],
     "medusa": [
-        Variant("medusa", "ranks", {"model": medusa_head(), "nodes": 8}),
+        Variant("medusa", "best-first", {"model": medusa_head(), "nodes": 8}),
         Variant("medusa", "chain", {"model": medusa_head(), "shape": (1, 1, 1), "draw": "iid"}),
         Variant("medusa", "sampled-tree", {"model": medusa_head(), "nodes": 6, "draw": "without_replacement"}),
+        Variant("medusa", "sparse-tree", {"model": medusa_head(), "tree": (0, 0, 0, 1, 1, 2, 4)}),
     ],
     "dflash": [
         Variant("dflash", "best-first", {"model": dflash_head(), "nodes": 8}),

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from forerun.drafters.heads.base import Angles, Attend, BlockHead, HeadConfig
-from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
+from forerun.drafters.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadAttention, HeadMLP, RMSNorm
-from forerun.drafters.trees import DynamicTree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,21 +135,13 @@ class BlockLayer(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockDrafterConfig(HeadDrafterConfig):
-    """As of the other drafters with a head; without `shape` and `top_k` the likeliest `nodes` paths are drafted."""
+    """As of the other drafters with a head; without another tree the likeliest `nodes` paths are drafted."""
 
     num_speculative_tokens: int = 16  # Most tokens on one path; at most what the head's block holds
 
 
-class BlockDrafter(HeadDrafter):
-    """Drafts the tree of the likeliest paths (DDTree, arXiv 2604.12989) where no other is asked for."""
-
-    Config = BlockDrafterConfig
-
-    def default_tree(self, depth: int) -> DynamicTree:
-        return DynamicTree(depth=depth, top_k=self.config.nodes, nodes=self.config.nodes)
-
-
-class DFlashDrafter(BlockDrafter):
+class DFlashDrafter(BestFirstDrafter):
     """Drafts with a DFlash head."""
 
     name = "dflash"
+    Config = BlockDrafterConfig

@@ -81,7 +81,7 @@ KINDS: dict[str, HeadKind] = {
         HeadKind(
             name="medusa",
             title="Medusa-1",
-            summary="an output head for each token further ahead, all from one hidden state (Medusa); a tree of ranks",
+            summary="an output head for each token further ahead, all from one hidden state (Medusa)",
             module="forerun.drafters.heads.medusa:MedusaHead",
             drafter="forerun.drafters.heads.medusa:MedusaDrafter",
             drafts="parallel",
