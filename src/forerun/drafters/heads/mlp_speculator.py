@@ -132,7 +132,7 @@ class ShiftedNorm(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """(.., size) -> (.., size) in the dtype of `states`."""
-        return rms_norm(states, self.weight, EPS) + self.bias
+        return (rms_norm(states, self.weight, EPS) + self.bias).to(states.dtype)
 
 
 def _of(modules: nn.ModuleList, depth: int) -> Any:
