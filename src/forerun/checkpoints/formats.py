@@ -47,12 +47,12 @@ FORMATS: dict[str, Entry] = {
     "hydra": Entry(
         path="forerun.checkpoints.hydra:HydraFormat",
         kinds=("hydra",),
-        engines="forerun.checkpoints.recurrent_engines:RecurrentEngines",
+        engines="forerun.checkpoints.recurrent_engines:HydraEngines",
     ),
     "mlp_speculator": Entry(
         path="forerun.checkpoints.mlp_speculator:MlpSpeculatorFormat",
         kinds=("mlp_speculator",),
-        engines="forerun.checkpoints.recurrent_engines:RecurrentEngines",
+        engines="forerun.checkpoints.recurrent_engines:MlpSpeculatorEngines",
     ),
     "dflash": Entry(
         path="forerun.checkpoints.dflash:DFlashFormat",
