@@ -99,7 +99,26 @@ def test_a_drafter_measured_on_prompts(
     count = len(instant)
     again = record(forerun("plan", *common, "--drafter", "ngram"))
     assert len(instant) == count > 0, "passes are measured once"
-    assert again["measured"]["drafter"] == "ngram"
+    assert again["measured"]["drafter"] == "ngram" and again["tree"] is None
+
+
+def test_the_best_tree_for_a_drafter_as_measured(
+    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, tmp_path: Path, instant: list[Any]
+) -> None:
+    """From how often the children of each rank were accepted; what is printed can be drafted."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    common = ("plan", checkpoint, "--prompts", tmp_path / "prompts.txt", "-t", 0, "--max-tokens", 48, "--json")
+    drafter = ("--drafter", "draft_model", "--drafter-model", draft_checkpoint)
+    found = record(forerun(*common, *drafter, "--drafter-option", "shape=[3,2]", "--tree-nodes", 5))
+    ranks = found["measured"]["rank_acceptance"]
+    assert [len(line) for line in ranks] == [3, 2]
+    first = found["acceptance_per_position"][0]
+    assert first - 0.1 < sum(ranks[0]) < first + 1e-6, "a rank that did better than the one before counts as that"
+    assert all(line == sorted(line, reverse=True) for line in ranks) and ranks[0][1] > 0
+    parents = found["tree"]["parents"]
+    assert 1 <= len(parents) <= 5 and found["tree"]["depth"] <= 2
+    again = record(forerun(*common, *drafter, "--drafter-option", f"tree={parents}"))
+    assert again["measured"]["drafted_nodes"] == pytest.approx(len(parents), abs=0.5)
 
 
 def test_candidates_are_ranked_and_those_that_cannot_draft_are_named(

@@ -38,7 +38,9 @@ from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.experts import ExpertsConfig
+from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
+from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.drafters.heads.mtp import LatentConfig, MtpConfig, MtpHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
@@ -159,6 +161,21 @@ def medusa_head() -> MedusaHead:
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return head
+
+
+@functools.cache
+def hydra_head(**options: Any) -> HydraHead:
+    """A random head of three depths for `model()`, Hydra++'s unless the options say otherwise."""
+    torch.manual_seed(7)
+    given = {"num_heads": 3, "num_layers": 2, "initializer_range": 0.3, **options}
+    return HydraHead(HydraConfig.for_target("hydra", model(), options=given)).eval()
+
+
+@functools.cache
+def mlp_head(**options: Any) -> MlpSpeculatorHead:
+    """A random MLP speculator of three depths for `model()`."""
+    torch.manual_seed(8)
+    return MlpSpeculatorHead(MlpSpeculatorConfig.for_target("mlp_speculator", model(), options=options)).eval()
 
 
 @functools.cache
@@ -354,9 +371,20 @@ VARIANTS: dict[str, list[Variant]] = {
     "eagle": [_eagle("eagle", "chain", num_speculative_tokens=3)],
     "eagle2": [_eagle("eagle2", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8)],
     "medusa": [
-        Variant("medusa", "ranks", {"model": medusa_head(), "nodes": 8}),
+        Variant("medusa", "best-first", {"model": medusa_head(), "nodes": 8}),
         Variant("medusa", "chain", {"model": medusa_head(), "shape": (1, 1, 1), "draw": "iid"}),
         Variant("medusa", "sampled-tree", {"model": medusa_head(), "nodes": 6, "draw": "without_replacement"}),
+        Variant("medusa", "sparse-tree", {"model": medusa_head(), "tree": (0, 0, 0, 1, 1, 2, 4)}),
+    ],
+    "hydra": [
+        Variant("hydra", "tree", {"model": hydra_head(), "shape": (3, 2, 1)}),
+        Variant("hydra", "chain", {"model": hydra_head(num_hidden_layers=0), "num_speculative_tokens": 3}),
+        Variant("hydra", "dynamic", {"model": hydra_head(), "top_k": 3, "nodes": 8}),
+    ],
+    "mlp_speculator": [
+        Variant("mlp_speculator", "chain", {"model": mlp_head(), "num_speculative_tokens": 3}),
+        Variant("mlp_speculator", "tree", {"model": mlp_head(tie_weights=True, inner_dim=20), "shape": (3, 2, 1)}),
+        Variant("mlp_speculator", "dynamic", {"model": mlp_head(scale_input=True), "top_k": 3, "nodes": 8}),
     ],
     "dflash": [
         Variant("dflash", "best-first", {"model": dflash_head(), "nodes": 8}),

@@ -28,7 +28,9 @@ from forerun.drafters.combined import first_of, merge
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
+from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.drafters.trees import FixedTree, Grown
 from forerun.engine import core
 from forerun.engine.completion import Completion
@@ -92,6 +94,20 @@ def _medusa() -> MedusaHead:
 
 
 @functools.cache
+def _hydra(layers: int) -> HydraHead:
+    torch.manual_seed(7)
+    options = {"num_heads": 3, "num_layers": 2, "num_hidden_layers": layers, "initializer_range": 0.3}
+    return HydraHead(HydraConfig.for_target("hydra", toy(), options=options)).eval().to(torch.float64)
+
+
+@functools.cache
+def _mlp(**options: Any) -> MlpSpeculatorHead:
+    torch.manual_seed(8)
+    config = MlpSpeculatorConfig.for_target("mlp_speculator", toy(), options=options)
+    return MlpSpeculatorHead(config).eval().to(torch.float64)
+
+
+@functools.cache
 def _dflash(**options: Any) -> DFlashHead:
     torch.manual_seed(6)
     config = (DSparkConfig if options else DFlashConfig)(
@@ -146,6 +162,10 @@ SAMPLING = [
     Variant("eagle2", "sampled", {"model": _head(1), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
     Variant("medusa", "chain", {"model": _medusa(), "shape": (1, 1, 1), "draw": "iid"}),
     Variant("medusa", "tree", {"model": _medusa(), "shape": (2, 1), "draw": "without_replacement"}),
+    Variant("hydra", "chain", {"model": _hydra(1), **CHAIN}),
+    Variant("hydra", "tree", {"model": _hydra(0), "shape": (2, 1, 1)}),
+    Variant("mlp_speculator", "chain", {"model": _mlp(scale_input=True), **CHAIN}),
+    Variant("mlp_speculator", "tree", {"model": _mlp(tie_weights=True), "shape": (2, 1, 1)}),
     Variant("dflash", "best-first", {"model": _dflash(), "num_speculative_tokens": 3, "nodes": 5}),
     Variant("dflash", "chain", {"model": _dflash(), "shape": (1, 1, 1)}),
     Variant("dspark", "chain", {"model": _dflash(markov_rank=4), **CHAIN}),

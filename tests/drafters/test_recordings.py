@@ -21,7 +21,7 @@ from forerun.drafters.heads.runner import SequentialRunner
 from forerun.drafters.trees import DynamicTree
 from forerun.model import Target
 from forerun.model.recordings import Recordings, Work
-from training.ttt import head, model, tokens
+from training.ttt import head, hydra, mlp_speculator, model, tokens
 
 pytestmark = pytest.mark.thorough
 
@@ -41,8 +41,12 @@ ASKED: list[tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = [
     (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY], {}),
     (DYNAMIC, [GREEDY], {"sliding_window": 3}),
     (DYNAMIC, [SAMPLED], {}),
+    (TREE, [GREEDY, SAMPLED], {"kind": "hydra"}),
+    (DYNAMIC, [GREEDY], {"kind": "hydra", "num_hidden_layers": 0}),
+    (CHAIN, [GREEDY, SAMPLED], {"kind": "mlp_speculator"}),
 ]
-"""Trees, what requests ask for in turn, and options of the head."""
+"""Trees, what requests ask for in turn, and the head: its kind, EAGLE-3 where nothing is said, and its options."""
+MAKE: dict[str, Any] = {"eagle3": head, "hydra": hydra, "mlp_speculator": mlp_speculator}
 
 
 def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
@@ -68,7 +72,9 @@ def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
 
 def engine(options: dict[str, Any], recordings: Recordings, made: dict[str, Any]) -> tuple[LLM, list[Any]]:
     """An engine whose head, `made` so, records so, and all that it will have drafted."""
-    config = {"method": "eagle3", "model": head(**made), "adaptive": False, **options}
+    options_of = dict(made)
+    kind = options_of.pop("kind", "eagle3")
+    config = {"method": kind, "model": MAKE[kind](**options_of), "adaptive": False, **options}
     llm = LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=3)
     llm.generate({"prompt_token_ids": tokens(3)}, SamplingParams(temperature=0, max_tokens=1, detokenize=False))
     (active,) = llm.engine.drafting._active.values()

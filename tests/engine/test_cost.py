@@ -334,6 +334,17 @@ def steps_of(costs_by_depth: dict[int, float], *, first: float = 99.0) -> Trial:
     return Trial(steps=tuple(steps))
 
 
+def test_acceptance_by_rank_is_of_the_nodes_with_all_children() -> None:
+    """Written out: of 10 roots of three children and 2 of one; the depth below was seen too seldom."""
+
+    def one(*siblings: tuple[int, int | None]) -> TrialStep:
+        return TrialStep(drafted=3, depth=2, accepted=0, context=5, ms=1.0, first=False, siblings=siblings)
+
+    steps = [one((3, 0), (2, 1))] * 4 + [one((3, 1))] + [one((3, 2))] * 2 + [one((3, None))] * 3 + [one((1, 0))] * 2
+    assert Trial(steps=tuple(steps)).rank_acceptance == [[0.4, 0.1, 0.1]]
+    assert Trial(steps=tuple(steps * 2)).rank_acceptance == [[0.4, 0.1, 0.1], [0.0, 0.0]]
+
+
 class TestDrafts:
     def test_a_line_is_found_without_the_first_step_and_the_target(self) -> None:
         found = fit(steps_of({1: 3.0, 3: 7.0, 5: 11.0}), besides_ms=0.5)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from forerun.drafters.drawing import Shape
 from forerun.engine.costs import CostModel, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import theory
@@ -153,6 +154,16 @@ class TestTrees:
         found = theory.best_tree([[0.7]], nodes=3, depth=3)
         assert [node.parent for node in found] == [0, 1, 2]
         assert [node.survival for node in found] == pytest.approx(theory.geometric(0.7, 3))
+
+    @pytest.mark.parametrize("nodes", [1, 4, 9, 24])
+    def test_the_fastest_tree_is_numbered_as_drafters_take_it(self, nodes: int) -> None:
+        """The same tree as the best one of its size, level by level."""
+        chosen = theory.best_tree_size(self.RANKS, level_cost=0.0, verify=lambda count: 1.0, nodes=nodes, depth=4)
+        assert Shape.of(chosen.parents).parents[1:] == chosen.parents and len(chosen.parents) == nodes
+        best = theory.best_tree(self.RANKS, nodes=nodes, depth=4)
+        survivals = (sorted(node.survival for node in tree) for tree in (self.nodes_of(chosen.parents), best))
+        assert next(survivals) == pytest.approx(next(survivals))
+        assert chosen.depth == max(node.level for node in best)
 
     def test_survival_by_rank(self) -> None:
         found = self.nodes_of([0, 0, 1, 1, 2, 2])

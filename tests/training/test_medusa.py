@@ -9,9 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.drawing import Shape
-from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead, tree_of_ranks
+from forerun.drafters.base import DrafterSetup
+from forerun.drafters.drawing import Draw, Shape
+from forerun.drafters.heads.medusa import MedusaConfig, MedusaDrafter, MedusaDrafterConfig, MedusaHead
 from forerun.drafters.heads.runner import ParallelRunner
+from forerun.drafters.trees import DynamicTree, FixedTree
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.training.objectives.base import FrozenTarget
@@ -85,20 +87,40 @@ def test_a_fresh_head_predicts_at_every_depth_what_the_target_does() -> None:
     torch.testing.assert_close(found, own.unsqueeze(1).expand_as(found))
 
 
-def test_the_default_tree_holds_the_likeliest_ranks() -> None:
-    """By product of ranks: 1 for the chain, 2 for one second choice anywhere, ..."""
-    assert tree_of_ranks(3, 3) == Shape.regular((1, 1, 1))
-    assert tree_of_ranks(2, 4).parents == (-1, 0, 0, 1, 1)
-    for depth, nodes in ((1, 5), (3, 8), (5, 32), (4, 200)):
-        shape = tree_of_ranks(depth, nodes)
-        assert shape.size == nodes and max(shape.depths) <= depth
-        products = {0: 1}
-        for node in range(1, nodes + 1):
-            products[node] = products[shape.parents[node]] * (shape.ranks[node] + 1)
-        left_out = [
-            products[node] * (shape.parents.count(node) + 1) for node in range(nodes + 1) if shape.depths[node] < depth
-        ]
-        assert max(products.values()) <= min(left_out)
+def drafter(**options: Any) -> MedusaDrafter:
+    config = MedusaDrafterConfig(model=medusa(), **options)
+    return MedusaDrafter(
+        config, DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
+    )
+
+
+def test_it_drafts_the_likeliest_paths_and_draws_where_that_is_asked_for() -> None:
+    """A draw needs a shape that is decided before: above temperature 0 two children a node, of no more nodes."""
+    default = drafter(nodes=9)
+    assert default.sampled is default.tree
+    for draw in ("auto", "iid", "without_replacement", "greedy_k"):
+        made = drafter(nodes=9, draw=draw)
+        for tree in (default.tree, made.tree):
+            assert isinstance(tree, DynamicTree) and (tree.depth, tree.top_k, tree.nodes) == (3, 9, 9)
+        assert isinstance(made.sampled, FixedTree) and made.sampled.draw is Draw(draw)
+        assert made.sampled.shape == Shape.regular((2, 1, 1))
+
+
+def test_medusas_published_tree_is_a_shape_with_a_name() -> None:
+    """By its nodes' paths of ranks, as FasterDecoding/Medusa lists them."""
+    shape = Shape.of("mc_sim_7b_63")
+    ranks = {tuple(shape.ranks[node] for node in shape.path(last)) for last in range(1, shape.size + 1)}
+    listed = """
+        0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 0000
+        011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070
+    """
+    assert ranks == {tuple(map(int, path)) for path in listed.split()} and shape.size == 63
+    with pytest.raises(ArgumentError, match="drafts 3 tokens on one path, the shape asks for 4"):
+        drafter(tree="mc_sim_7b_63")
+    with pytest.raises(ArgumentError, match="unknown tree 'mc_sim_7b'; there are mc_sim_7b_63"):
+        drafter(tree="mc_sim_7b")
+    with pytest.raises(ArgumentError, match="tree and top_k"):
+        drafter(tree="mc_sim_7b_63", top_k=3)
 
 
 def engine(made: MedusaHead, **options: Any) -> LLM:
@@ -108,7 +130,8 @@ def engine(made: MedusaHead, **options: Any) -> LLM:
 
 def test_it_drafts_no_deeper_than_it_has_heads() -> None:
     params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
-    output = engine(medusa(), num_speculative_tokens=9).generate({"prompt_token_ids": [3, 4]}, params)[0].outputs[0]
+    assert drafter(num_speculative_tokens=9).tree.depth == 3
+    output = engine(medusa(), shape=(1, 1, 1)).generate({"prompt_token_ids": [3, 4]}, params)[0].outputs[0]
     assert len(output.speculation.drafted_per_depth) == 3
     with pytest.raises(ArgumentError, match="drafts 3 tokens on one path, the shape asks for 4"):
         engine(medusa(), shape=(1, 1, 1, 1))

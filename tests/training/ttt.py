@@ -11,8 +11,10 @@ from transformers import LlamaForCausalLM
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.layers import DecoderHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
+from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.drafters.heads.mtp import MtpConfig, MtpHead
 from forerun.model import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
@@ -64,6 +66,30 @@ def medusa(**options: Any) -> MedusaHead:
     made = MedusaHead(config).eval()
     for weight in made.parameters():
         torch.nn.init.normal_(weight, std=0.2)
+    return made
+
+
+def hydra(**options: Any) -> HydraHead:
+    """A random Hydra head for `model()`; of three depths of three blocks unless the options say otherwise."""
+    torch.manual_seed(1)
+    given = {"num_heads": 3, "num_layers": 3, "initializer_range": 0.2, **options}
+    made = HydraHead(HydraConfig.for_target("hydra", model(), options=given)).eval()
+    _vary(made)
+    for name, weight in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.3)
+    return made
+
+
+def mlp_speculator(**options: Any) -> MlpSpeculatorHead:
+    """A random MLP speculator for `model()`; of three depths, narrower than the target, unless the options say
+    otherwise."""
+    torch.manual_seed(1)
+    given = {"n_predict": 3, "inner_dim": 24, **options}
+    made = MlpSpeculatorHead(MlpSpeculatorConfig.for_target("mlp_speculator", model(), options=given)).eval()
+    for norm in made.ln:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+        torch.nn.init.normal_(norm.bias, std=0.3)
     return made
 
 

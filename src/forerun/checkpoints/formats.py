@@ -45,6 +45,16 @@ FORMATS: dict[str, Entry] = {
     ),
     "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
     "medusa": Entry(path="forerun.checkpoints.medusa:MedusaFormat", kinds=("medusa",)),
+    "hydra": Entry(
+        path="forerun.checkpoints.hydra:HydraFormat",
+        kinds=("hydra",),
+        engines="forerun.checkpoints.recurrent_engines:HydraEngines",
+    ),
+    "mlp_speculator": Entry(
+        path="forerun.checkpoints.mlp_speculator:MlpSpeculatorFormat",
+        kinds=("mlp_speculator",),
+        engines="forerun.checkpoints.recurrent_engines:MlpSpeculatorEngines",
+    ),
     "dflash": Entry(
         path="forerun.checkpoints.dflash:DFlashFormat",
         kinds=("dflash", "dspark"),
@@ -139,8 +149,8 @@ def read_files(path: str | Path) -> StoredFiles:
     if pickles and not any((directory / name).is_file() for name in (weights, INDEX)):
         raise CheckpointError(
             f"{directory} holds {', '.join(pickles)}: a pickle can run any code when it is opened, so forerun never "
-            f"does. Convert it to {weights} where you trust it: "
-            f"safetensors.torch.save_file(torch.load(file, weights_only=True), '{weights}')"
+            f"does. Convert it to {weights} where you trust it: tensors = torch.load(file, weights_only=True); "
+            f"safetensors.torch.save_file({{name: tensor.clone() for name, tensor in tensors.items()}}, '{weights}')"
         )
     if weights != SINGLE and not (directory / weights).is_file():
         raise CheckpointError(f"{directory} holds no {weights}, where its config.json says that the weights are")

@@ -21,11 +21,12 @@ MEANINGLESS = frozenset(
     early_stopping embd_pdrop embed_requires_grad encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
     hidden_dropout hidden_dropout_prob id2label is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id
-    length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type producer
-    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
-    speculators_version suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
-    tokenizer_class top_k top_p torchscript transformers_version typical_p unk_token_id use_bfloat16 use_cache
+    length_penalty max_length min_length n_candidates no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type producer pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate sep_token_id speculators_version suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_k_tokens_per_head top_p torchscript
+    transformers_version typical_p unk_token_id use_bfloat16 use_cache
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
 """Names, versions, special tokens, sampling defaults and dropout: no engine computes a draft with them."""

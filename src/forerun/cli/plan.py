@@ -318,10 +318,12 @@ class Shown:
         ranking: Sequence[tuple[Measured, Line]] = (),
     ) -> None:
         """`notes`: assumptions and limits, in sentences; `ranking`: candidates with their best lines, fastest first."""
-        ranks = asked.ranks
+        ranks, depth = asked.ranks, asked.k or 8
+        if measured is not None and any(len(line) > 1 for line in measured.trial.rank_acceptance):
+            ranks, depth = measured.trial.rank_acceptance, measured.deepest
         self.load, self.measured, self.ranking = load, measured, ranking
         self.plan = make_plan(load, k=asked.k)
-        self.tree = None if ranks is None else plan_tree(load, ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
+        self.tree = None if ranks is None else plan_tree(load, ranks, nodes=asked.tree_nodes, depth=depth)
         self.verdict = judge(self.plan, load, drafter=measured.name if measured else None, text=asked.text)
         self.notes = [*notes, *self.verdict.notes]
 

@@ -188,7 +188,8 @@ class TreeOptions:
 
     num_speculative_tokens: int = 8  # Length of the chain, tokens; a tree's depth is that of `shape`
     shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...; None drafts a chain
-    tree: Sequence[int] | None = None  # Any tree instead: parents of node 1, 2, ..., 0 the root; see `forerun plan`
+    tree: Sequence[int] | str | None = None
+    """Any tree instead: parents of node 1, 2, ..., 0 the root (see `forerun plan`), or mc_sim_7b_63, Medusa's."""
     draw: str = "auto"  # ``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``
     temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
 

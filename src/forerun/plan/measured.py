@@ -75,6 +75,7 @@ class Measured:
             "tokens_per_pass": self.trial.tokens_per_pass,
             "draft_acceptance_rate": stats.draft_acceptance_rate,
             "acceptance_per_depth": self.trial.survival,
+            "rank_acceptance": self.trial.rank_acceptance,
             "drafting_steps": self.trial.coverage,
             "drafted_nodes": self.trial.nodes,
             "context": self.trial.context,

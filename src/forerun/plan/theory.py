@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -120,7 +121,7 @@ def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[Tre
 class TreeChoice:
     """A tree, and what it brings."""
 
-    parents: tuple[int, ...]  # (K,) of each drafted node; 0 is the root
+    parents: tuple[int, ...]  # (K,) of each drafted node, numbered level by level; 0 is the root
     depth: int
     tokens: float
     speedup: float
@@ -137,9 +138,20 @@ def best_tree_size(
             tokens, reached = tokens + node.survival, max(reached, node.level)
             speedup = tokens / (reached * level_cost + verify(size + 1) / verify(1))
             if speedup > best.speedup:
-                parents = tuple(one.parent for one in tree[:size])
-                best = TreeChoice(parents=parents, depth=reached, tokens=tokens, speedup=speedup)
+                best = TreeChoice(parents=_by_level(tree[:size]), depth=reached, tokens=tokens, speedup=speedup)
     return best
+
+
+def _by_level(tree: Sequence[TreeNode]) -> tuple[int, ...]:
+    """(K,) parents of the nodes, renumbered level by level, siblings side by side, as drafters take them."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for node, one in enumerate(tree, start=1):
+        children[one.parent].append(node)
+    parents, order = list[int](), [0]
+    for number, node in enumerate(order):  # which grows
+        parents += [number] * len(children[node])
+        order += children[node]
+    return tuple(parents)
 
 
 def check_ranks(acceptance: RankAcceptance) -> None:

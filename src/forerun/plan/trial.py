@@ -22,7 +22,10 @@ from forerun.engine.costs import DraftCost
 from forerun.engine.measuring import free_rows
 from forerun.errors import ArgumentError
 from forerun.model import Target
-from forerun.types import SamplingParams, Source, SpeculationStats
+from forerun.types import SamplingParams, Source, SpeculationStats, StepTrace
+
+FEWEST = 8
+"""Times that a depth must have been seen for its acceptance by rank to be taken for one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,8 @@ class TrialStep:
     context: int  # Committed tokens before the step
     ms: float  # Of drafting and committing: all but the target's pass and its verification
     first: bool  # Whether it was the prompt's first one, in which a drafter may catch up with the whole prompt
+    siblings: tuple[tuple[int, int | None], ...] = ()
+    """Of the root and each accepted node that has children: how many, and the rank of the accepted one; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +61,21 @@ class Trial:
         """Share of the drafting steps that kept a node at depth d + 1, also of those whose draft was shorter."""
         stats = self.stats
         return [kept / stats.num_spec_steps for kept in stats.accepted_per_depth]
+
+    @property
+    def rank_acceptance(self) -> list[list[float]]:
+        """``[d][r]``, as `theory.RankAcceptance`: of the accepted nodes at depth d with the most children that any had
+        there, how many had the child of rank r accepted; no rank counts for more than the one before. Depths that were
+        seen less than `FEWEST` times, and all below them, are left out."""
+        found = list[list[float]]()
+        while True:
+            seen = [done.siblings[len(found)] for done in self.steps if len(done.siblings) > len(found)]
+            widest = max((count for count, _ in seen), default=0)
+            ranks = [rank for count, rank in seen if count == widest]
+            if len(ranks) < FEWEST:
+                return found
+            rates = (ranks.count(rank) / len(ranks) for rank in range(widest))
+            found.append(list(itertools.accumulate(rates, min)))
 
     @property
     def coverage(self) -> float:
@@ -115,6 +135,7 @@ def try_drafter(
             stop_ids=stop_ids,
             room=most,
             rule=rule,
+            traced=drafter is not None,
         )
         try:
             boundaries = drafter.requires if drafter is not None else frozenset()
@@ -145,7 +166,20 @@ def _step(target: Target, drafter: Drafter | None, name: str, row: Row, depth: i
         context=context,
         ms=emitted.trace.draft_ms + emitted.trace.commit_ms,
         first=emitted.trace.step == 1,  # 0 is the prompt's own
+        siblings=_siblings(emitted.trace),
     )
+
+
+def _siblings(trace: StepTrace) -> tuple[tuple[int, int | None], ...]:
+    """See `TrialStep`."""
+    found, children = list[tuple[int, int | None]](), defaultdict[int, list[int]](list)
+    for number, node in enumerate(trace.nodes, start=1):
+        if not node.probe:
+            children[node.parent].append(number)
+    for above, accepted in zip((0, *trace.path), (*trace.path, None), strict=True):
+        if below := children[above]:
+            found.append((len(below), None if accepted is None else below.index(accepted)))
+    return tuple(found)
 
 
 def _mean(values: Sequence[float]) -> float:

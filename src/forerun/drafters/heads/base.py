@@ -89,7 +89,7 @@ class HeadConfig:
 
 
 class Head(nn.Module):
-    """A draft head; see `SequentialHead`, `ParallelHead` and `BlockHead`."""
+    """A draft head; see `SequentialHead`, `RecurrentHead`, `ParallelHead` and `BlockHead`."""
 
     Config: ClassVar[type[HeadConfig]]
     config: HeadConfig
@@ -161,12 +161,12 @@ class AttendingHead(Head):
         """First entries of a text that each layer does not see; mostly none."""
         return (0,) * len(self.windows)
 
-    def embed(self, tokens: Tensor) -> Tensor | None:
-        """(..) -> (.., H) from the head's own table; None: it reads the target's."""
+    def embed(self, tokens: Tensor, depth: int = 0) -> Tensor | None:
+        """(..) -> (.., H) from the head's own table, a depth's where each has one; None: it reads the target's."""
         raise NotImplementedError
 
-    def logits(self, output: Tensor) -> Tensor | None:
-        """(.., H) -> raw logits (.., Vd) of the head's own output head; None: it reads the target's."""
+    def logits(self, output: Tensor, depth: int = 0) -> Tensor | None:
+        """(.., H) -> raw logits (.., Vd) of the head's own output head, likewise; None: it reads the target's."""
         raise NotImplementedError
 
     def angles(self, positions: Tensor, like: Tensor) -> Angles:
@@ -199,6 +199,36 @@ class SequentialHead(AttendingHead):
 
     def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
         """One pass over the nodes at a `depth`, from 1: embeddings (B, N, H) beside their parents' features."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One depth of a recurrent head."""
+
+    memory: Tensor  # (B, N, M): what the next depth reads of the path up to here
+    output: Tensor  # (B, N, H): what the depth's output head reads
+
+
+class RecurrentHead(AttendingHead):
+    """Drafts level by level, each depth by weights of its own, from one state of what is committed and the tokens that
+    were drafted since: all that is kept of these is what the next depth reads. From the state of token i, depth k, from
+    0, reads the embedding of token i + 1 + k and predicts token i + 2 + k: token i + 1 is the target's own."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return ()
+
+    def prefix(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """(B, N, H) from `fuse` at `positions` (B, N) -> (B, N, H), what depth 0 reads of each."""
+        raise NotImplementedError
+
+    def step(self, depth: int, embeds: Tensor, memory: Tensor) -> Stepped:
+        """One depth: embeddings (B, N, E) of the tokens above it beside what the depth before left (B, N, M)."""
+        raise NotImplementedError
+
+    def output_head(self, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Weight (V, H) and bias (V,), if any, of what makes `logits` of a depth's outputs."""
         raise NotImplementedError
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from forerun.drafters.heads.base import Angles, Attend, BlockHead, HeadConfig
-from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
-from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadAttention, HeadMLP, RMSNorm
-from forerun.drafters.trees import DynamicTree
+from forerun.drafters.heads.drafting import BestFirstDrafter, HeadDrafterConfig
+from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +82,7 @@ class DFlashHead(DecoderHead, BlockHead):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.boundaries) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm: nn.Module = RMSNorm(size, eps)
         self.complete()
 
@@ -117,40 +116,15 @@ class DFlashHead(DecoderHead, BlockHead):
         return output
 
 
-class BlockLayer(nn.Module):
-    """A decoder layer as in Qwen3."""
-
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.self_attn = HeadAttention(config, layer)
-        self.mlp = HeadMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """(B, N, H) -> (B, N, H), the residual stream after the layer."""
-        states = states + self.self_attn(self.input_layernorm(states), angles, attend)
-        mixed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return mixed
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockDrafterConfig(HeadDrafterConfig):
-    """As of the other drafters with a head; without `shape` and `top_k` the likeliest `nodes` paths are drafted."""
+    """As of the other drafters with a head; without another tree the likeliest `nodes` paths are drafted."""
 
     num_speculative_tokens: int = 16  # Most tokens on one path; at most what the head's block holds
 
 
-class BlockDrafter(HeadDrafter):
-    """Drafts the tree of the likeliest paths (DDTree, arXiv 2604.12989) where no other is asked for."""
-
-    Config = BlockDrafterConfig
-
-    def default_tree(self, depth: int) -> DynamicTree:
-        return DynamicTree(depth=depth, top_k=self.config.nodes, nodes=self.config.nodes)
-
-
-class DFlashDrafter(BlockDrafter):
+class DFlashDrafter(BestFirstDrafter):
     """Drafts with a DFlash head."""
 
     name = "dflash"
+    Config = BlockDrafterConfig

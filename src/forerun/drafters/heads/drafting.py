@@ -22,19 +22,18 @@ from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, check_drawing, not_finite
+from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, TreeOptions, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeadDrafterConfig:
+class HeadDrafterConfig(TreeOptions):
     """Options of the drafters that run a draft head."""
 
     model: Any = None  # Directory or hub id of the head, or a loaded one; without one the error names known heads
     num_speculative_tokens: int = 5  # Length of the chain, or most tokens on one path of a tree; at most the head's own
-    shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...: a tree of fixed shape
     top_k: int | None = None
     """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10).
 
@@ -43,16 +42,16 @@ class HeadDrafterConfig:
     """
     nodes: int = 32  # Nodes of the dynamic tree, root not counted (EAGLE: 59)
     stop_below: float = 0.0  # Grow a dynamic tree no deeper once every open path is less likely than this; 0: never
-    draw: str = "auto"  # Also ``deterministic``; not for dynamic trees ``iid``, ``without_replacement``, ``greedy_k``
-    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
     repack: bool = True  # Repack the linear layers of a head that was loaded here, where that is faster
 
     def __post_init__(self) -> None:
-        check_drawing("draft head", self)
+        self.check_tree("draft head")
         check_least("draft head", self, top_k=1, nodes=1)
         checks = [
-            (not self.shape or min(self.shape) >= 1, f"shape needs at least one child a node, got {self.shape}"),
-            (self.shape is None or self.top_k is None, "shape and top_k exclude each other: fixed or dynamic tree"),
+            (
+                self.top_k is None or (self.shape is None and self.tree is None),
+                "shape and top_k exclude each other, and so do tree and top_k: fixed or dynamic tree",
+            ),
             (0 <= self.stop_below < 1, f"stop_below must be in [0, 1), got {self.stop_below}"),
             (self.top_k is None or self.draw in ("auto", "deterministic"), "nodes of a dynamic tree are deterministic"),
         ]
@@ -191,18 +190,26 @@ class HeadDrafter(Drafter):
         config = self.config
         if config.top_k is not None:
             return DynamicTree(depth=depth, top_k=config.top_k, nodes=config.nodes, stop_below=config.stop_below)
-        return self._fixed_tree(Shape.regular(config.shape)) if config.shape else self.default_tree(depth)
+        return self.default_tree(depth) if config.shape is None and config.tree is None else config.fixed_tree()
 
     def _fixed_tree(self, shape: Shape) -> FixedTree:
         return FixedTree(shape=shape, draw=Draw(self.config.draw), temperature=self.config.temperature)
 
     def _sampled_tree(self, tree: FixedTree | DynamicTree) -> FixedTree | DynamicTree:
         """In the place of a dynamic tree that nobody insists on: two children a node as far down as its nodes reach."""
-        if isinstance(tree, FixedTree) or self.config.draw != Draw.AUTO:
+        if isinstance(tree, FixedTree) or self.config.draw == Draw.DETERMINISTIC:
             return tree
         shapes = [Shape.regular((2,) * wide + (1,) * (tree.depth - wide)) for wide in range(tree.depth + 1)]
         fitting = [shape for shape in shapes if shape.size <= self.config.nodes] or shapes[:1]
-        return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=self.config.temperature)
+        return self._fixed_tree(fitting[-1])
+
+
+class BestFirstDrafter(HeadDrafter):
+    """Drafts the tree of the likeliest paths (DDTree, arXiv 2604.12989) where no other is asked for: for heads that say
+    all depths at once, so that a level costs nothing."""
+
+    def default_tree(self, depth: int) -> DynamicTree:
+        return DynamicTree(depth=depth, top_k=self.config.nodes, nodes=self.config.nodes)
 
 
 @dataclass(kw_only=True, slots=True)

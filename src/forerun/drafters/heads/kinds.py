@@ -16,7 +16,7 @@ from forerun.errors import ArgumentError, nearest
 if TYPE_CHECKING:
     from forerun.drafters.heads.base import Head
 
-Way = Literal["sequential", "parallel", "block"]
+Way = Literal["sequential", "recurrent", "parallel", "block"]
 Role = Literal["head", "draft_model", "target"]
 READ_HEAD = "forerun.checkpoints.formats:read_head"
 """Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not the reverse."""
@@ -32,8 +32,8 @@ class HeadKind:
     module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
     drafter: str  # ``module:Class`` of the drafter, a `heads.drafting.HeadDrafter`
     drafts: Way
-    """``sequential``: level by level, each reading the one before. ``parallel``: all depths from one state. ``block``:
-    all depths from one pass over a block of masks."""
+    """``sequential``: level by level, each reading the one before by layers. ``recurrent``: level by level, each by
+    weights of its own. ``parallel``: all depths from one state. ``block``: all depths from one pass over a block."""
     trains: Role = "head"  # What training changes: a head on a frozen target, a draft model, or the target itself
     in_target: str | None = None
     """``module:function`` that reads such a head out of the target's own checkpoint, where targets bring one."""
@@ -83,10 +83,26 @@ KINDS: dict[str, HeadKind] = {
         HeadKind(
             name="medusa",
             title="Medusa-1",
-            summary="an output head for each token further ahead, all from one hidden state (Medusa); a tree of ranks",
+            summary="an output head for each token further ahead, all from one hidden state (Medusa)",
             module="forerun.drafters.heads.medusa:MedusaHead",
             drafter="forerun.drafters.heads.medusa:MedusaDrafter",
             drafts="parallel",
+        ),
+        HeadKind(
+            name="hydra",
+            title="Hydra",
+            summary="Medusa's heads in a row: each reads the tokens drafted above it (Hydra, Hydra++)",
+            module="forerun.drafters.heads.hydra:HydraHead",
+            drafter="forerun.drafters.heads.hydra:HydraDrafter",
+            drafts="recurrent",
+        ),
+        HeadKind(
+            name="mlp_speculator",
+            title="MLP speculator",
+            summary="a small recurrent network over the target's last state and the drafted tokens (IBM)",
+            module="forerun.drafters.heads.mlp_speculator:MlpSpeculatorHead",
+            drafter="forerun.drafters.heads.mlp_speculator:MlpSpeculatorDrafter",
+            drafts="recurrent",
         ),
         HeadKind(
             name="dflash",

@@ -159,10 +159,10 @@ class DecoderHead(AttendingHead):
     def windows(self) -> tuple[int | None, ...]:
         return tuple(self.config.window(layer) for layer in range(self.config.num_hidden_layers))
 
-    def embed(self, tokens: Tensor) -> Tensor | None:
+    def embed(self, tokens: Tensor, depth: int = 0) -> Tensor | None:
         return self.embed_tokens(tokens) if self.config.own_embedding else None
 
-    def logits(self, output: Tensor) -> Tensor | None:
+    def logits(self, output: Tensor, depth: int = 0) -> Tensor | None:
         return self.lm_head(output) if self.config.own_lm_head else None
 
     def angles(self, positions: Tensor, like: Tensor) -> Angles:
@@ -250,6 +250,23 @@ class HeadMLP(nn.Module):
         """(.., H) -> (.., H)."""
         result: Tensor = self.down_proj(gated(self.activation, self.gate_proj(states), self.up_proj(states)))
         return result
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer as in Llama, with norms of queries and keys as in Qwen3."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = HeadAttention(config, layer)
+        self.mlp = HeadMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """(B, N, H) -> (B, N, H), the residual stream after the layer."""
+        states = states + self.self_attn(self.input_layernorm(states), angles, attend)
+        mixed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return mixed
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]

@@ -1,12 +1,11 @@
 """Medusa-1 (arXiv 2401.10774): an output head for each token further ahead, all from one state of the target.
 
-What depth k holds does not depend on the tokens above it, so all depths are one pass, and a tree takes the likeliest
-ranks of each depth in all their combinations. Checkpoints are in `checkpoints.medusa`.
+What depth k holds does not depend on the tokens above it, so all depths are one pass, and the likeliest paths are known
+without another. Checkpoints are in `checkpoints.medusa`.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from forerun.drafters.drawing import Shape
 from forerun.drafters.heads.base import HeadConfig, ParallelHead
-from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
-from forerun.drafters.trees import FixedTree
+from forerun.drafters.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.errors import ArgumentError
 from forerun.types import LAST_HIDDEN
 
@@ -109,33 +106,13 @@ class ResBlock(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaDrafterConfig(HeadDrafterConfig):
-    """As of the other drafters with a head; without `shape` and `top_k` it drafts a tree of ranks."""
+    """As of the other drafters with a head; without another tree the likeliest `nodes` paths are drafted."""
 
-    nodes: int = 32  # Nodes of the tree of ranks or of the dynamic tree, root not counted
-    draw: str = "deterministic"  # As of the others; by default the likeliest ranks are taken at any temperature
+    draw: str = "deterministic"  # As of the others; by default the likeliest paths are taken at any temperature
 
 
-class MedusaDrafter(HeadDrafter):
-    """Drafts the likeliest combinations of each depth's likeliest tokens."""
+class MedusaDrafter(BestFirstDrafter):
+    """Drafts with a Medusa head."""
 
     name = "medusa"
     Config = MedusaDrafterConfig
-
-    def default_tree(self, depth: int) -> FixedTree:
-        return self._fixed_tree(tree_of_ranks(depth, self.config.nodes))
-
-
-def tree_of_ranks(depth: int, nodes: int) -> Shape:
-    """The `nodes` likeliest paths of at most `depth` tokens if a depth's k-th token is 1/k as likely as its first."""
-    chosen = list[tuple[int, ...]]()
-    waiting: list[tuple[int, int, tuple[int, ...]]] = [(1, 1, (0,))]
-    while waiting and len(chosen) < nodes:
-        product, length, path = heapq.heappop(waiting)
-        chosen.append(path)
-        rank = path[-1] + 1
-        heapq.heappush(waiting, (product // rank * (rank + 1), length, (*path[:-1], rank)))
-        if length < depth:
-            heapq.heappush(waiting, (product, length + 1, (*path, 0)))
-    chosen.sort(key=lambda path: (len(path), path))
-    nodes_of = {path: node for node, path in enumerate(chosen, start=1)}
-    return Shape.of([nodes_of.get(path[:-1], 0) for path in chosen])

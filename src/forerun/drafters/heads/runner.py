@@ -21,6 +21,7 @@ from forerun.drafters.heads.base import (
     BlockHead,
     Head,
     ParallelHead,
+    RecurrentHead,
     SequentialHead,
 )
 from forerun.drafters.heads.kinds import Way
@@ -221,14 +222,24 @@ class AttendingRunner(HeadRunner):
             mask[..., :unseen] = torch.finfo(mask.dtype).min
         return mask
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def _attend(self, block: Block, width: int) -> Attend:
+        """What a layer's queries get when its keys and values are put behind those of the cache."""
+        kinds, this = self._kinds_unseen, Pass()
+        masks = {(kind, unseen): self._mask(kind, block, width, unseen) for kind, unseen in dict.fromkeys(kinds)}
+
+        def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(query, *self._cache.update(key, value, layer), masks[kinds[layer]], this)
+
+        return attend_cached
+
+    def embed(self, tokens: Tensor, depth: int = 0) -> Tensor:
         """(..) -> (.., H), from the head's own table or the target's."""
-        own = self.head.embed(tokens)
+        own = self.head.embed(tokens, depth)
         return self.target.embed(tokens).to(self.device, self._dtype) if own is None else own
 
-    def logits(self, output: Tensor) -> Tensor:
+    def logits(self, output: Tensor, depth: int = 0) -> Tensor:
         """(B, N, H) -> raw logits (B, N, V') over the draft vocabulary."""
-        own = self.head.logits(output)
+        own = self.head.logits(output, depth)
         return self.target.lm_head(output.to(self.target.dtype)) if own is None else own
 
 
@@ -305,15 +316,47 @@ class SequentialRunner(AttendingRunner):
     def _advance(
         self, tokens: Tensor, block: Block, width: int, step: Callable[[Tensor, Angles, Attend], Advanced]
     ) -> Advanced:
-        embeds, this = self.embed(tokens), Pass()
-        kinds = self._kinds_unseen
-        masks = {(kind, unseen): self._mask(kind, block, width, unseen) for kind, unseen in dict.fromkeys(kinds)}
-
-        def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, *self._cache.update(key, value, layer), masks[kinds[layer]], this)
-
+        embeds, attend_cached = self.embed(tokens), self._attend(block, width)
         with attention_kernels(self.device):
             return step(embeds, self.head.angles(block.query_positions, embeds), attend_cached)
+
+
+class RecurrentRunner(AttendingRunner):
+    """Level by level from the state of the token before the root; the cache holds what was committed alone."""
+
+    head: RecurrentHead
+    _frontier: _Memory | None
+
+    def __init__(self, head: RecurrentHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+        super().__init__(head, target, rows, slots, run)
+        self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
+
+    def _behind(self, run: int) -> int:
+        return 0
+
+    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
+        with attention_kernels(self.device):
+            states = self.head.prefix(fused, block.query_positions, self._attend(block, width))
+        each = torch.arange(len(index), device=self.device)
+        self._features[index] = states[each, last]
+        self._roots[index] = ids[each, last]
+
+    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+        return 0  # nothing that is drafted is kept
+
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+        return self._step(0, self._roots[index].unsqueeze(1), self._features[index].unsqueeze(1))
+
+    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        last = self._frontier
+        assert last is not None, "only inside unroll"
+        memory = last.memory.gather(1, parents.unsqueeze(-1).expand(-1, -1, last.memory.shape[-1]))
+        return self._step(last.depth + 1, tokens, memory)
+
+    def _step(self, depth: int, tokens: Tensor, memory: Tensor) -> Tensor:
+        stepped = self.head.step(depth, self.embed(tokens, depth), memory)
+        self._frontier = _Memory(memory=stepped.memory, depth=depth)
+        return self.logits(stepped.output, depth)
 
 
 class BlockRunner(AttendingRunner):
@@ -386,6 +429,14 @@ class _Frontier:
 
 
 @dataclass(kw_only=True, slots=True)
+class _Memory:
+    """The last level of the trees that are being drafted, of a recurrent head."""
+
+    memory: Tensor  # (B, F, M)
+    depth: int
+
+
+@dataclass(kw_only=True, slots=True)
 class _Depths:
     """All depths of a block, and how far the trees that are being drafted have come."""
 
@@ -404,6 +455,7 @@ def _first(tree: Tree, count: int) -> Tree:
 
 RUNNERS: dict[Way, type[HeadRunner]] = {
     "sequential": SequentialRunner,
+    "recurrent": RecurrentRunner,
     "parallel": ParallelRunner,
     "block": BlockRunner,
 }

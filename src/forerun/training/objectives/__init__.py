@@ -11,6 +11,8 @@ OBJECTIVES: dict[str, str] = {
     "eagle3": "forerun.training.objectives.eagle3:Eagle3Objective",
     "eagle": "forerun.training.objectives.eagle:EagleObjective",
     "medusa": "forerun.training.objectives.medusa:MedusaObjective",
+    "hydra": "forerun.training.objectives.recurrent:RecurrentObjective",
+    "mlp_speculator": "forerun.training.objectives.recurrent:RecurrentObjective",
     "dflash": "forerun.training.objectives.dflash:DFlashObjective",
     "dspark": "forerun.training.objectives.dspark:DSparkObjective",
     "mtp": "forerun.training.objectives.mtp:MtpObjective",

@@ -58,13 +58,19 @@ class FrozenTarget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderSettings(ObjectiveSettings):
-    """Settings of the objectives of heads that are made of decoder layers: how far they are from the target."""
+class DistanceSettings(ObjectiveSettings):
+    """How far a head is from the target's distribution."""
 
     divergence: Divergence = Divergence.CROSS_ENTROPY
     lk_decay: float = 3.0
     mix: float = 0.1
     """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderSettings(DistanceSettings):
+    """Settings of the objectives of heads that are made of decoder layers."""
+
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
 

@@ -1,0 +1,99 @@
+"""Objective of recurrent heads (Hydra, MLP speculator): each depth after the tokens that really came above it.
+
+From the state of token i, depth k reads the tokens i + 1 .. i + 1 + k and predicts token i + 2 + k: its distribution is
+pulled towards the target's there. That is Hydra++'s teacher loss (arXiv 2402.05109); the MLP speculator's second stage
+(arXiv 2404.19124) learns tokens that the target sampled, of which this is the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from forerun.drafters.heads.base import RecurrentHead
+from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
+from forerun.training.chunked_loss import soft_loss
+from forerun.training.objectives.base import DistanceSettings, FrozenTarget, ahead, counted
+from forerun.training.objectives.eagle3 import blocks_of, ttt_attention
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentSettings(DistanceSettings):
+    """Divergence of the objective; all depths weigh the same."""
+
+
+class RecurrentObjective(Objective):
+    """The loss of a recurrent head on a batch of features."""
+
+    Settings: ClassVar[type[RecurrentSettings]] = RecurrentSettings
+
+    def __init__(self, head: RecurrentHead, target: FrozenTarget, settings: RecurrentSettings | None = None) -> None:
+        self.head, self.target, self.settings = head, target, settings or RecurrentSettings()
+
+    def parameters_module(self) -> nn.Module:
+        return self.head
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """The sum over all depths and counted predictions, and how often a chain got to each depth."""
+        tokens, last, losses, weights = batch.batch, batch.features[LAST_HIDDEN], list[Tensor](), list[Tensor]()
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        drafted, survives = torch.ones_like(tokens.loss_mask), torch.ones_like(tokens.loss_mask, dtype=torch.float32)
+        for depth, states in enumerate(self.outputs(batch)):
+            counts, output, (weight, bias) = counted(tokens, depth), states, self.head.output_head(depth)
+            if bias is not None:  # as one more entry of every state, which is 1
+                output = torch.cat([states, torch.ones_like(states[..., :1])], -1)
+                weight = torch.cat([weight, bias.unsqueeze(1)], 1)
+            found = soft_loss(
+                output.flatten(0, 1),
+                weight,
+                counts.flatten().float(),
+                self.target.teacher(ahead(last, depth + 1, 0.0), None),
+                self.settings.divergence,
+                self.settings.lk_decay,
+                mix=self.settings.mix,
+            )
+            losses.append(found.loss)
+            weights.append(found.weights.sum())
+            # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
+            drafted, survives = drafted & counts, survives * found.agrees.view_as(survives)
+            metrics[f"acceptance_{depth}"] = (survives.sum(), drafted.sum().float())
+            metrics[f"overlap_{depth}"] = (found.overlap.sum(), counts.sum().float())
+        return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)
+
+    def outputs(self, batch: FeatureBatch) -> tuple[Tensor, ...]:
+        """(B, S, H) by depth, what its output head reads; entry i predicts token i + 2 + depth."""
+        tokens, depths = batch.batch, self.head.config.max_depth
+        assert depths is not None, "a recurrent head has weights for so many depths"
+        states = [batch.features[boundary] for boundary in self.head.config.boundaries]
+        dtype = working_dtype(states[0].device, self.head.weight.dtype)
+        blocks = {window: blocks_of(tokens.documents, window) for window in self.head.windows}
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return ttt_attention(query, key, value, (), blocks[self.head.windows[layer]])
+
+        def run(features: Tensor) -> tuple[Tensor, ...]:
+            memory, found = self.head.prefix(features, tokens.positions, attend), list[Tensor]()
+            for depth in range(depths):
+                embeds = self._embed(ahead(tokens.tokens, depth + 1, 0), depth).to(features.dtype)
+                stepped = self.head.step(depth, embeds, memory)
+                memory = stepped.memory
+                found.append(stepped.output)
+            return tuple(found)
+
+        features = self.head.fuse([state.to(dtype) for state in states])
+        if not self.settings.gradient_checkpointing:
+            return run(features)
+        outputs: tuple[Tensor, ...] = checkpoint(run, features, use_reentrant=False)
+        return outputs
+
+    def _embed(self, ids: Tensor, depth: int) -> Tensor:
+        own = self.head.embed(ids, depth)
+        if own is not None:
+            return own
+        with torch.no_grad():
+            return self.target.embedding(ids)  # type: ignore[no-any-return]
