@@ -21,6 +21,7 @@ from forerun.training import run
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, read_recipe
 from forerun.training.run import load_target
+from forerun.training.trained import head_shapes
 from forerun.types import SpeculationStats
 from ports import free_ports
 from training.conftest import words
@@ -58,7 +59,7 @@ def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> Non
     measured, stats = list[SpeculationStats](), run._stats
     monkeypatch.setattr(run, "_stats", lambda *given: measured.append(stats(*given)) or measured[-1])
     prompts, settings = [tokens(3), tokens(5)], EvaluationSettings(max_tokens=24, num_speculative_tokens=3, nodes=6)
-    found = run.evaluate(head(), model(), prompts, settings)
+    found = run.evaluate(head_shapes(head(), model(), settings), model(), prompts, settings)
     assert {"chain_t0", "tree_t0", "chain_t1", "tree_t1", "acceptance_0", "acceptance_2"} <= found.keys()
     assert len(measured) == 4
     for one in measured:

@@ -101,7 +101,11 @@ DRAFTERS: dict[str, Entry] = {
         path="forerun.drafters.self_drafting.speed:SpeedDrafter",
         summary="pipelined early exits, only for decoders whose layers share their weights (SPEED)",
     ),
-    **{kind.name: Entry(path=kind.drafter, summary=kind.summary, needs_training=True) for kind in KINDS.values()},
+    **{
+        kind.name: Entry(path=kind.drafter, summary=kind.summary, needs_training=True)
+        for kind in KINDS.values()
+        if kind.trains == "head"
+    },
 }
 
 AUTO = "auto"
