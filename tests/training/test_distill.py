@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main
-from forerun.errors import UnsupportedModelError
+from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.training.chunked_loss import Divergence
 from forerun.training.data.on_policy import Writer
+from forerun.training.draft_models import TrainedModel
 from forerun.training.features.online import OnlineFeatures
+from forerun.training.loop.distributed import Parallel
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.distill import DistillObjective, DistillSettings, DraftStates, most_to_gain
+from forerun.training.recipe import make_recipe
 from llamas import tiny_llama
 from training.divergences import divergence_of
 from training.ttt import VOCABULARY, model
@@ -98,7 +103,7 @@ def test_a_vocabulary_padded_otherwise_counts_as_the_drafter_reads_it(size: int)
         probs = torch.zeros(VOCABULARY)
         probs[:known] = logs[:known].softmax(-1).detach()
         total += float((probs - target[place].exp()).abs().sum() / 2)
-    assert float(report.loss) == pytest.approx(total, rel=1e-4)
+    assert float(report.loss.detach()) == pytest.approx(total, rel=1e-4)
 
 
 def test_adaspec_keeps_the_tokens_with_most_to_gain(tmp_path: Path) -> None:
@@ -118,7 +123,9 @@ def test_adaspec_keeps_the_tokens_with_most_to_gain(tmp_path: Path) -> None:
         for place in sorted(gains, key=lambda place: -gains[place])[:count]:
             losses += float((own[place].exp() * (own[place] - target[place])).sum())
         kept += count
-    assert float(report.weight) == kept < len(own) / 2 and float(report.loss) == pytest.approx(losses, rel=1e-4)
+    assert float(report.weight) == kept < len(own) / 2 and float(report.loss.detach()) == pytest.approx(
+        losses, rel=1e-4
+    )
     everything = objective(lm)(batch())
     for name, (value, count) in everything.metrics.items():
         assert report.metrics[name] == (pytest.approx(float(value)), count), "figures are over all tokens"
@@ -231,14 +238,13 @@ def drafts(target: Path, folder: str, most: float) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("divergence", "writer"),
-    [(name, "data") for name in ("cross_entropy", "reverse_kl", "jensen_shannon", "total_variation")]
-    + [("cross_entropy", "draft"), ("jensen_shannon", "target")],
+    "way", ["reverse_kl data", "total_variation data", "cross_entropy draft", "jensen_shannon target"]
 )
 def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
-    divergence: str, writer: str, target: Path, prepared: Path, start: Path, tmp_path: Path, capsys: Any
+    way: str, target: Path, prepared: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In 60 steps the overlap on the data's texts rises by 0.1 at least, on-policy from its own texts."""
+    divergence, writer = way.split()
     more = [f"objective.divergence={divergence}", f"objective.writer={writer}", "--draft", str(start)]
     more += [f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"]
     more += ["evaluation.settings={max_tokens: 16, nodes: 10}", "training.eval_every_steps=30"]
@@ -249,3 +255,75 @@ def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
     assert len(logged(tmp_path / "run", "eval/chain_t0")) == 2 and outcome["best"] > 1.2
     drafts(target, outcome["draft"], 1.2)
     assert type(AutoModelForCausalLM.from_pretrained(outcome["draft"])) is LlamaForCausalLM
+
+
+@pytest.mark.thorough
+def test_a_shrunk_target_is_planned_trained_in_bfloat16_and_drafts(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["draft.options={layers: 2, intermediate_size: 32}", "training.dtype=bfloat16", "objective.writer=draft"]
+    made = words(target, prepared, tmp_path / "run", 60, *more, "training.gradient_checkpointing=true")
+    assert main([*made, "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out)["trainable_parameters"] > 5000 and not (tmp_path / "run").exists()
+    assert main(made) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    overlaps = logged(tmp_path / "run", "overlap_0")
+    assert sum(overlaps[-10:]) / 10 > sum(overlaps[:3]) / 3 + 0.03, "it has half of the target's layers already"
+    drafts(target, outcome["draft"], 1.2)
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_to_the_bit_with_texts_of_its_own_and_a_reference(
+    target: Path, prepared: Path, start: Path, tmp_path: Path
+) -> None:
+    """Six steps at once, and three of them in another run; its draft writes most texts, its reference picks tokens."""
+    more = ["--draft", str(start), f"objective.reference={start}", "objective.writer=draft", "objective.written=0.7"]
+    more += ["training.save_every_steps=3", "training.keep_checkpoints=0"]
+    assert main(words(target, prepared, tmp_path / "one", 6, *more)) == 0
+    (tmp_path / "two").mkdir()
+    shutil.copytree(tmp_path / "one" / "checkpoint-3", tmp_path / "two" / "checkpoint-3")
+    assert main(words(target, prepared, tmp_path / "two", 6, *more)) == 0
+    assert logged(tmp_path / "two", "loss") == logged(tmp_path / "one", "loss")[3:]
+    one, two = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    begun = load_file(start / "model.safetensors")
+    assert not torch.equal(one["lm_head.weight"], begun["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"there is no draft model: name one with --draft DIRECTORY, or .*draft\.options={layers: 4}"),
+        ({"draft": {"start": "x", "options": {"layers": 1}}}, "leave draft.options away"),
+        ({"draft": {"start": "x", "vocab_size": 8}}, "leave draft.vocab_size away"),
+        ({"draft": {"start": "x"}, "mode": "offline", "features": "f", "objective": {"writer": "draft"}}, "is online"),
+        (
+            {"draft": {"start": "x"}, "target_parallel": "tp", "objective": {"writer": "target"}},
+            "needs the whole target",
+        ),
+        ({"draft": {"options": {"layers": 1}}, "target_parallel": "fsdp"}, "shrunk from its whole weights"),
+        ({"draft": {"start": "x"}, "objective": {"keep": 0}}, r"objective\.keep must be greater than 0"),
+        ({"draft": {"start": "x"}, "objective": {"writer": "teacher"}}, "'data', 'draft' or 'target'"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_before_anything_is_loaded(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        TrainedModel(make_recipe("distill", {"target": "a", "data": "b", "output": "c", **given}))
+
+
+def test_another_tokenizer_is_refused(start: Path, target: Path, tmp_path: Path) -> None:
+    shutil.copytree(start, tmp_path / "other")
+    words = (tmp_path / "other" / "tokenizer.json").read_text().replace('"w7"', '"x7"')
+    (tmp_path / "other" / "tokenizer.json").write_text(words)
+    recipe = make_recipe(
+        "distill", {"target": "a", "data": "b", "output": "c", "draft": {"start": str(tmp_path / "other")}}
+    )
+    with pytest.raises(VocabularyMismatchError, match="differ in 2 tokens"):
+        TrainedModel(recipe).start(model(), AutoTokenizer.from_pretrained(target), None)
+
+
+def test_a_spread_draft_model_does_not_write() -> None:
+    given = {"draft": {"start": "x"}, "objective": {"writer": "draft"}}
+    trained = TrainedModel(make_recipe("distill", {"target": "a", "data": "b", "output": "c", **given}))
+    with pytest.raises(ArgumentError, match=r"objective\.writer=draft needs the whole draft model .*--parallel ddp"):
+        trained.rewrite(model(), Parallel(mode="fsdp"))

@@ -17,6 +17,7 @@ from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.support import text_config
 from forerun.training.data.on_policy import Writer
 from forerun.training.data.store import PreparedData
+from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
 from forerun.training.shrink import shrunk
 from forerun.training.trained import Rewrite, Trained, drafting_copy, hashes
@@ -94,11 +95,13 @@ class TrainedModel(Trained):
     def contents(self) -> dict[str, str]:
         return hashes({"draft.start": self.recipe.draft.start, "objective.reference": self.recipe.objective.reference})
 
-    def rewrite(self, model: Any) -> Rewrite | None:
+    def rewrite(self, model: Any, parallel: Parallel) -> Rewrite | None:
         settings, training = self.recipe.objective, self.recipe.training
         if settings.writer == "data" or not settings.written:
             return None
         own = settings.writer == "draft"
+        if own and parallel.mode == "fsdp":
+            raise ArgumentError("objective.writer=draft needs the whole draft model on each process: --parallel ddp")
         return Writer(
             model=self.module if own else model,
             seed=training.seed,

@@ -146,7 +146,7 @@ class RunBatches(Batches):
         self.device: torch.device = run.model.device
         # Whether a pass of the target needs all processes, with the same tokens.
         self.together = recipe.target_parallel == "tp"
-        self.rewrite = trained.rewrite(run.model)
+        self.rewrite = trained.rewrite(run.model, run.parallel)
         self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
         self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
         self.source: OnlineFeatures | FeatureStore

@@ -18,6 +18,7 @@ from forerun.errors import ArgumentError
 from forerun.training.batch import TokenBatch
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.store import loaded_from, target_hash
+from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
 from forerun.types import Boundary
 
@@ -68,8 +69,9 @@ class Trained(ABC):
         """Key of the recipe -> hash of what the directory holds that it names."""
         return {}
 
-    def rewrite(self, model: Any) -> Rewrite | None:
-        """What makes other windows of the data's before they are trained on; None: nothing does."""
+    def rewrite(self, model: Any, parallel: Parallel) -> Rewrite | None:
+        """What makes other windows of the data's before they are trained on; None: nothing does. `model` is the
+        target."""
         return None
 
 

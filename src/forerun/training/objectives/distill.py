@@ -106,7 +106,9 @@ class DistillObjective(Objective):
         """`draft` is a transformers causal LM; the reference is loaded beside it."""
         self.draft, self.target, self.settings = DraftStates(draft), target, settings or DistillSettings()
         if self.settings.gradient_checkpointing:
-            draft.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers has renamed it.
+            enable = getattr(draft, "activation_checkpointing_enable", None) or draft.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         self.reference: DraftStates | None = None
         if self.settings.reference is not None:
             path = demo.resolve(self.settings.reference)
