@@ -27,6 +27,7 @@ from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.distill import DistillObjective, DistillSettings, DraftStates, most_to_gain
 from forerun.training.recipe import make_recipe
 from llamas import tiny_llama
+from training.conftest import in_two_processes
 from training.divergences import divergence_of
 from training.ttt import VOCABULARY, model
 
@@ -327,3 +328,37 @@ def test_a_spread_draft_model_does_not_write() -> None:
     trained = TrainedModel(make_recipe("distill", {"target": "a", "data": "b", "output": "c", **given}))
     with pytest.raises(ArgumentError, match=r"objective\.writer=draft needs the whole draft model .*--parallel ddp"):
         trained.rewrite(model(), Parallel(mode="fsdp"))
+
+
+@pytest.mark.thorough
+def test_stored_features_train_the_draft_that_online_ones_do(
+    target: Path, prepared: Path, start: Path, tmp_path: Path
+) -> None:
+    where = ("--target", str(target), "--data", str(prepared), "--output", str(tmp_path / "store"))
+    assert main(["features", *where, "--boundaries", "none", "--dtype", "float32", "--no-probe", "--yes"]) == 0
+    for name, more in (("online", ()), ("offline", ("mode=offline", f"features={tmp_path / 'store'}"))):
+        assert main(words(target, prepared, tmp_path / name, 2, "--draft", str(start), *more)) == 0
+    losses = [logged(tmp_path / name, "loss") for name in ("online", "offline")]
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.thorough
+def test_two_processes_distil_the_draft_that_one_distils(
+    target: Path, prepared: Path, start: Path, tmp_path: Path
+) -> None:
+    """Whole, with texts of its own and a reference, and sharded beside a sharded target; to 1e-5 in float32."""
+    own = ["objective.writer=draft", "objective.written=0.7", f"objective.reference={start}"]
+    ways = {"whole": own, "sharded": []}
+    spread = {"whole": [], "sharded": ["--parallel", "fsdp", "target_parallel=fsdp"]}
+
+    def line(name: str, *more: str) -> list[str]:
+        evaluation = [f"evaluation.prompts={prepared}", "evaluation.count=2", "evaluation.settings={max_tokens: 8}"]
+        return words(target, prepared, tmp_path / name, 4, "--draft", str(start), *evaluation, *more)
+
+    for name, more in ways.items():
+        assert main(line(f"{name}-one", *more)) == 0
+    in_two_processes([line(name, *more, *spread[name], "windows.rows=2") for name, more in ways.items()])
+    for name in ways:
+        one, two = (load_file(tmp_path / folder / "draft" / "model.safetensors") for folder in (f"{name}-one", name))
+        for key, weight in one.items():
+            torch.testing.assert_close(two[key], weight, atol=1e-5, rtol=1e-4, msg=key)

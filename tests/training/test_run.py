@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,8 +20,7 @@ from forerun.training.recipe import EvaluationSettings, read_recipe
 from forerun.training.run import load_target
 from forerun.training.trained import head_shapes
 from forerun.types import SpeculationStats
-from ports import free_ports
-from training.conftest import words
+from training.conftest import in_two_processes, words
 from training.ttt import head, model, tokens
 
 pytestmark = pytest.mark.thorough
@@ -181,29 +177,7 @@ def trained(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFacto
     shutil.copytree(folder / "one", folder / "resumed")
     runs += [lines_of(target, prepared, folder / "resumed", 2, "--parallel", "fsdp")]
     runs += [lines_of(target, prepared, folder / "none", 2, *SPREADS[name], "--dry-run") for name in ("ddp", "tp-fsdp")]
-    ports = free_ports(len(runs))
-    worker = Path(__file__).with_name("two_processes.py")
-    path = os.pathsep.join([str(worker.parents[1]), *sys.path])
-    shared = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), json.dumps(list(zip(ports, runs, strict=True)))],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=400) for process in processes]
-        for process, (_, errors) in zip(processes, said, strict=True):
-            assert process.returncode == 0, errors[-3000:]
-        (folder / "said").write_text(said[0][0])
-    finally:
-        for process in processes:
-            process.kill()
+    (folder / "said").write_text(in_two_processes(runs))
     return folder
 
 
