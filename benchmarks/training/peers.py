@@ -35,6 +35,7 @@ from forerun.checkpoints import TargetFacts, read_head
 from forerun.drafters.heads.eagle import default_boundaries
 from forerun.training.recipe import EvaluationSettings
 from forerun.training.run import evaluate
+from forerun.training.trained import head_shapes
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = common.ROOT / "build" / "venv-speculators"
@@ -200,7 +201,8 @@ class Judge:
             found: list[dict[str, float]] = json.loads(kept.read_text())
             return found
         head = read_head(record["head"], num_layers=self.layers).build(torch.float32)
-        found = [evaluate(head, self.model, group, self.settings) for group in self.groups]
+        shapes = head_shapes(head, self.model, self.settings)
+        found = [evaluate(shapes, self.model, group, self.settings) for group in self.groups]
         kept.write_text(json.dumps(found))
         return found
 

@@ -45,6 +45,7 @@ QUICK: dict[str, dict[str, str]] = {
     "data regenerate": {"--max-tokens -n": "8"},
     "train eagle3": {"training.steps=": "1", "windows.length=": "64", "objective.steps=": "2"},
     "train medusa": {"training.steps=": "1", "windows.length=": "64"},
+    "train distill": {"training.steps=": "1", "windows.length=": "64"},
     "tune skip-layers": {"--iterations": "1", "--tokens": "4", "--limit": "1", "--prompt-tokens": "16"},
 }
 """Verb -> options that keep it short: in place of what is printed, or beside it."""

@@ -60,13 +60,25 @@ def test_the_keys_and_defaults_of_the_training_guide_are_the_recipes() -> None:
 
 def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
     rows = table(TRAINING, "kind")
-    assert {row[0].strip("`") for row in rows} == set(OBJECTIVES) - {"eagle3"}
+    assert {row[0].strip("`") for row in rows} == set(OBJECTIVES) - {"eagle3", "distill"}
     for kind, key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
         value: Any = to_plain(make_recipe(kind, {"target": "a", "data": "b", "output": "c"}))
         fields = {field.name: field.default for field in dataclasses.fields(kind_named(kind).head.Config)}
         for part in key.split("."):
             value = fields if part == "options" else value[part]
         assert str(value) == default, key
+
+
+def test_the_settings_of_distillation_are_its_recipes() -> None:
+    plain = to_plain(make_recipe("distill", {"target": "a", "data": "b", "output": "c"}))
+    rows = table(TRAINING, "key of `distill`")
+    own = {f"objective.{name}" for name in plain["objective"]} - {
+        *("objective.gradient_checkpointing", "objective.lk_decay", "objective.mix")
+    }
+    assert {row[0].strip("`") for row in rows} == own | {"draft.start", "draft.options"}
+    for key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
+        section, name = key.split(".")
+        assert str(plain[section][name]) == default, key
 
 
 def test_the_variants_of_the_training_guide_are_options_of_a_head() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from forerun import LLM, SamplingParams
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
+from ports import free_ports
 from training.ttt import VOCABULARY, model
 
 
@@ -49,3 +55,30 @@ def words(target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
         *(f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"),
         *("evaluation.settings={max_tokens: 16, top_k: 2, nodes: 6}",),
     ]
+
+
+def in_two_processes(runs: Sequence[Sequence[str]]) -> str:
+    """Run command lines of forerun one after the other, each on two processes; what the first process says."""
+    ports = free_ports(len(runs))
+    worker = Path(__file__).with_name("two_processes.py")
+    path = os.pathsep.join([str(worker.parents[1]), *sys.path])
+    shared = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), json.dumps(list(zip(ports, runs, strict=True)))],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=400) for process in processes]
+        for process, (_, errors) in zip(processes, said, strict=True):
+            assert process.returncode == 0, errors[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return said[0][0]

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from forerun.training import chunked_loss
 from forerun.training.chunked_loss import Divergence, Teacher, VocabularyLoss, hard_loss, soft_loss
+from training.divergences import divergence_of
 
 ROWS, HIDDEN, SIZE = 23, 8, 17
 KNOWN = torch.tensor([14, 2, 9, 3, 11, 0, 7])
@@ -32,22 +33,17 @@ def plain(
     target = logits.softmax(-1)
     logs = torch.full_like(target, -torch.inf).index_copy(1, tokens, (hidden @ weight.T).log_softmax(-1))
     overlap = torch.minimum(logs.exp(), target).sum(-1)
-    # Forward KL is infinite beyond the student's tokens: among them, then.
-    probs, known = target[:, tokens] / target[:, tokens].sum(-1, keepdim=True), logs[:, tokens]
-    if divergence is Divergence.CROSS_ENTROPY:
-        losses = -(probs * known).sum(-1)
-    elif divergence is Divergence.LK_LOG:
-        losses = -overlap.log()
-    else:
-        mixed = divergence is Divergence.MIXED
-        share = torch.full_like(overlap, 0.1) if mixed else torch.exp(-3.0 * overlap).detach()
-        losses = share * (probs * (probs.log() - known)).sum(-1) + (1 - share) * (1 - overlap)
+    losses = divergence_of(target, logs, tokens.tolist(), divergence)
     known_best = torch.tensor([int(best) in tokens.tolist() for best in target.argmax(-1)])
     entered = weights * known_best if skip else weights
     counted = (weights != 0).float()
     agrees = logs.argmax(-1).eq(target.argmax(-1)).float()
     return VocabularyLoss(
-        loss=(losses * entered).sum(), weights=entered, agrees=agrees * counted, overlap=overlap.detach() * counted
+        loss=(losses * entered).sum(),
+        weights=entered,
+        agrees=agrees * counted,
+        overlap=overlap.detach() * counted,
+        losses=losses.detach() * counted,
     )
 
 
@@ -83,7 +79,8 @@ def test_loss_figures_and_gradients_equal_the_plain_ones(
         states, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         found = loss_of(states, head)
         (2.5 * found.loss).backward()
-        both.append((found.loss.detach(), found.weights, found.agrees, found.overlap, states.grad, head.grad))
+        figures = (found.weights, found.agrees, found.overlap, found.losses)
+        both.append((found.loss.detach(), *figures, states.grad, head.grad))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     left_out = int(((weights != 0) & (both[0][1] == 0)).sum())
@@ -133,6 +130,24 @@ def test_hard_loss_is_cross_entropy() -> None:
     wanted = torch.autograd.grad(expected, (hidden, weight))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, (hidden, weight)), wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_a_distribution_with_zeros_has_finite_divergences_from_the_student() -> None:
+    """Of what float32 rounds to zero, on either side."""
+    weight, hidden = torch.eye(3), torch.tensor([[0.0, 200.0, 0.0]]).requires_grad_()
+    teacher = Teacher(hidden=torch.tensor([[200.0, 0.0, 0.0]]), weight=weight)
+    for divergence, most in ((Divergence.REVERSE_KL, 88.0), (Divergence.JENSEN_SHANNON, 0.6932)):
+        found = soft_loss(hidden, weight, torch.ones(1), teacher, divergence)
+        assert 0.69 < found.loss <= most
+        assert torch.isfinite(torch.autograd.grad(found.loss, hidden)[0]).all()
+
+
+def test_losses_of_rows_alone_cost_no_gradient() -> None:
+    found = soft_loss(
+        torch.ones(2, 4), torch.eye(4), torch.ones(2), Teacher(hidden=torch.ones(2, 4), weight=torch.eye(4))
+    )
+    assert not found.loss.requires_grad
+    torch.testing.assert_close(found.losses, torch.full((2,), 4.0).log())
 
 
 def test_agreement_and_overlap_are_counted_by_row_and_skipped_rows_are_zero() -> None:

@@ -13,6 +13,7 @@ from forerun.training.objectives import eagle3 as attention
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
+from training.divergences import divergence_of
 from training.ttt import VOCABULARY, batch_of, head, model, tokens
 
 
@@ -63,19 +64,6 @@ def test_attention_and_its_gradients_equal_the_plain_ones(
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-def divergence_of(probs: Tensor, draft: Tensor, ids: list[int], divergence: Divergence) -> Tensor:
-    """Of two distributions over all tokens, the second 0 outside `ids`, where KL and cross-entropy do not look."""
-    named = probs[ids] / probs[ids].sum()
-    overlap = torch.minimum(probs, draft).sum()
-    if divergence is Divergence.LK_LOG:
-        return -overlap.log()
-    cross = -(named * draft[ids].log()).sum()
-    if divergence is Divergence.CROSS_ENTROPY:
-        return cross
-    share = torch.tensor(0.1) if divergence is Divergence.MIXED else torch.exp(-3.0 * overlap)
-    return share * (cross + (named * named.log()).sum()) + (1 - share) * (1 - overlap)
-
-
 @torch.no_grad()
 def agree(made: EagleHead, batch: FeatureBatch) -> None:
     """Let the target find likely what the head does, at two of three places; no boundary of the head is changed."""
@@ -119,7 +107,7 @@ def test_loss_and_metrics_equal_a_written_out_reference(size: int, divergence: D
             if len(agreed) == step + 1:
                 chains[step].append(all(agreed))
             if not skip or int(own.argmax()) in ids:
-                total, weight = total + share * divergence_of(own, draft, ids, divergence), weight + share
+                total, weight = total + share * divergence_of(own, draft.log(), ids, divergence), weight + share
     torch.testing.assert_close(report.loss, total, atol=1e-5, rtol=1e-5)
     assert float(report.weight) == pytest.approx(weight)
     for name, values in (("overlap", overlaps), ("acceptance", chains)):

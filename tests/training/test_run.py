@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +18,9 @@ from forerun.training import run
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, read_recipe
 from forerun.training.run import load_target
+from forerun.training.trained import head_shapes
 from forerun.types import SpeculationStats
-from ports import free_ports
-from training.conftest import words
+from training.conftest import in_two_processes, words
 from training.ttt import head, model, tokens
 
 pytestmark = pytest.mark.thorough
@@ -58,7 +55,7 @@ def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> Non
     measured, stats = list[SpeculationStats](), run._stats
     monkeypatch.setattr(run, "_stats", lambda *given: measured.append(stats(*given)) or measured[-1])
     prompts, settings = [tokens(3), tokens(5)], EvaluationSettings(max_tokens=24, num_speculative_tokens=3, nodes=6)
-    found = run.evaluate(head(), model(), prompts, settings)
+    found = run.evaluate(head_shapes(head(), model(), settings), model(), prompts, settings)
     assert {"chain_t0", "tree_t0", "chain_t1", "tree_t1", "acceptance_0", "acceptance_2"} <= found.keys()
     assert len(measured) == 4
     for one in measured:
@@ -180,29 +177,7 @@ def trained(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFacto
     shutil.copytree(folder / "one", folder / "resumed")
     runs += [lines_of(target, prepared, folder / "resumed", 2, "--parallel", "fsdp")]
     runs += [lines_of(target, prepared, folder / "none", 2, *SPREADS[name], "--dry-run") for name in ("ddp", "tp-fsdp")]
-    ports = free_ports(len(runs))
-    worker = Path(__file__).with_name("two_processes.py")
-    path = os.pathsep.join([str(worker.parents[1]), *sys.path])
-    shared = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), json.dumps(list(zip(ports, runs, strict=True)))],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=400) for process in processes]
-        for process, (_, errors) in zip(processes, said, strict=True):
-            assert process.returncode == 0, errors[-3000:]
-        (folder / "said").write_text(said[0][0])
-    finally:
-        for process in processes:
-            process.kill()
+    (folder / "said").write_text(in_two_processes(runs))
     return folder
 
 

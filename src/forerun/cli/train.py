@@ -1,4 +1,4 @@
-"""``forerun train KIND``: train a draft head for your own model, from a recipe file, from flags, or both."""
+"""``forerun train KIND``: train a draft head or model for your own model, from a recipe file, from flags, or both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TITLES = {
     "interrupted": "interrupted",
     "time": "stopped by training.max_seconds",
 }
-_SHOWN = ("steps", "tokens", "loss", "best", "best_step", "seconds", "head")
+_SHOWN = ("steps", "tokens", "loss", "best", "best_step", "seconds", "head", "draft")
 _FINISHED = (
     "{} holds a finished run: an earlier one did all {:,} steps. To train on, give more training.steps and "
     "--allow-changes; to begin anew, another output."
@@ -30,6 +30,7 @@ def train(
     target: str | None = None,
     data: str | None = None,
     output: str | None = None,
+    draft: str | None = None,
     mode: str | None = None,
     features: str | None = None,
     parallel: str = "ddp",
@@ -37,14 +38,14 @@ def train(
     allow_changes: Flag = False,
     json: Json = False,
 ) -> int:
-    """Train a draft head for your own model; goes on where an earlier run into the same output was stopped.
+    """Train a draft head or model for your own model; goes on where an earlier run into the same output was stopped.
 
     Under torchrun every process runs this command. Ctrl-C saves and ends; a second one ends at once.
 
     Parameters
     ----------
     kind
-        Of the head: a drafter that needs training (see: forerun drafters), such as eagle3.
+        Of a head, a drafter that needs training (see: forerun drafters), such as eagle3; or distill, a draft model.
     words
         A recipe file (YAML), then key=value for anything in it: training.learning_rate=1e-3 draft.vocab_size=32000.
     target
@@ -52,7 +53,9 @@ def train(
     data
         Prepared data (see: forerun data prepare).
     output
-        Directory of checkpoints, log and the finished head.
+        Directory of checkpoints, log and what is finished.
+    draft
+        Directory or hub id of the draft model that distill trains, or of a head to go on from.
     mode
         online: the target runs beside the head; offline: features come from disk.
     features
@@ -70,6 +73,7 @@ def train(
 
     file, assignments = _split(words)
     flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features}
+    flags["draft.start"] = draft
     recipe = read_recipe(kind, file, assignments, flags)
     processes = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:

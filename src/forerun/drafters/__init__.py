@@ -104,6 +104,7 @@ DRAFTERS: dict[str, Entry] = {
     **{
         kind.name: Entry(path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None)
         for kind in KINDS.values()
+        if kind.trains == "head"
     },
 }
 

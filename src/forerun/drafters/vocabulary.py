@@ -51,7 +51,12 @@ def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
             f"the target has {setup.target.vocab_size} token ids and the draft model {size}; without both tokenizers "
             f"nobody can tell whether they mean the same. {_REMEDY} Or keep tokenizer files beside both models."
         )
-    target, draft = setup.tokenizer.get_vocab(), theirs.get_vocab()
+    check_tokenizers(setup.tokenizer, theirs)
+
+
+def check_tokenizers(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
+    """Raise VocabularyMismatchError unless the tokenizers of target and draft model, in this order, are the same."""
+    target, draft = own.get_vocab(), theirs.get_vocab()
     if target != draft:
         differing = sorted(token for token in target.keys() | draft.keys() if target.get(token) != draft.get(token))
         token = differing[0]
@@ -59,7 +64,7 @@ def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
             f"the vocabularies of target ({len(target)} tokens) and draft model ({len(draft)} tokens) differ in "
             f"{len(differing)} tokens, for example {token!r}: id {target.get(token)} and {draft.get(token)}. {_REMEDY}"
         )
-    specials, draft_specials = set(setup.tokenizer.all_special_ids), set(theirs.all_special_ids)
+    specials, draft_specials = set(own.all_special_ids), set(theirs.all_special_ids)
     if specials != draft_specials:
         found = f"target {sorted(specials)} and draft model {sorted(draft_specials)}"
         raise VocabularyMismatchError(f"the special tokens of {found} differ. {_REMEDY}")

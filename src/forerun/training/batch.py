@@ -66,8 +66,9 @@ class Batches(Protocol):
     steps_per_epoch: int  # Batches in one pass over the data; `batch` goes on beyond it (next epoch, another order)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
-        """The share of process `rank` of `world` in batch number `step`, from 0: a function of its arguments alone. The
-        shares of all ranks together are the same batch for every `world`, and so is what is trained."""
+        """The share of process `rank` of `world` in batch number `step`, from 0: a function of its arguments, and of
+        the learning model's weights by then where that one writes. The shares of all ranks together are the same batch
+        for every `world`, and so is what is trained."""
 
 
 def working_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:

@@ -8,6 +8,7 @@ of the teacher share its probabilities. What it gives to tokens that the student
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -30,6 +31,10 @@ class Divergence(StrEnum):
     LK = "lk"  # ``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)``, without gradient
     LK_LOG = "lk_log"  # ``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)
     MIXED = "mixed"  # ``mix * KL + (1 - mix) * (1 - a)``; 1 - a is the total variation (DSpark)
+    # Of DistillSpec (arXiv 2310.08461), finite wherever p has no zeros: they are of p as it is.
+    REVERSE_KL = "reverse_kl"  # ``sum_v q log(q / p)``
+    JENSEN_SHANNON = "jensen_shannon"  # ``(KL(p, m) + KL(q, m)) / 2``, m = (p + q) / 2: at most log 2
+    TOTAL_VARIATION = "total_variation"  # ``1 - a``, which is ``sum_v |p - q| / 2``
 
 
 def soft_loss(
@@ -97,6 +102,7 @@ class VocabularyLoss:
     weights: Tensor  # (R,) float32: the given weights, 0 for rows that were left out
     agrees: Tensor  # (R,) float32: 1 where both have the same likeliest token, of all that the teacher knows
     overlap: Tensor  # (R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is accepted
+    losses: Tensor  # (R,) float32, nats: the divergence of each row, unweighted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,15 +188,16 @@ class _ChunkedLoss(torch.autograd.Function):
             figures[:, chosen] = found
             gradient, shares = logits.flatten(0, 1), factors[chosen] * found[3, ..., None]
             # A row's factor goes to the narrow side of both products.
-            hidden_grad[chosen] = ((gradient @ head).view_as(inputs) * shares).to(hidden_grad.dtype)
+            if context.needs_input_grad[0]:
+                hidden_grad[chosen] = ((gradient @ head).view_as(inputs) * shares).to(hidden_grad.dtype)
             if weight_grad is not None:
                 weight_grad += gradient.T @ (inputs * shares).to(working).flatten(0, 1)
         losses, agrees, overlap, entered = figures.flatten(1).masked_fill_(target.weights == 0, 0.0)
         weights = target.weights * entered
         context.save_for_backward(hidden_grad.view_as(hidden), *(() if weight_grad is None else (weight_grad,)))
         context.weight_dtype = weight.dtype
-        context.mark_non_differentiable(weights, agrees, overlap)
-        return torch.dot(losses, weights), weights, agrees, overlap
+        context.mark_non_differentiable(weights, agrees, overlap, losses)
+        return torch.dot(losses, weights), weights, agrees, overlap, losses
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -238,6 +245,8 @@ def _loss_and_gradient(logits: Tensor, probs: _Probs | None, ids: Tensor | None,
         student.scatter_add_(-1, ids[..., None], torch.full_like(losses[..., None], -1.0))
     elif probs is not None and target.divergence is Divergence.CROSS_ENTROPY:
         student.sub_(probs.renormalised)
+    elif probs is not None and target.divergence in (Divergence.REVERSE_KL, Divergence.JENSEN_SHANNON):
+        losses = _from_student(student, probs, target.divergence)
     elif probs is not None:
         losses = _acceptance(student, probs, losses, overlap, target)
     return torch.stack([losses, agrees, overlap, entered])
@@ -266,9 +275,27 @@ def _acceptance(student: Tensor, probs: _Probs, cross: Tensor, overlap: Tensor, 
         safe = overlap.clamp_min(1e-6)
         student.copy_(towards.div_(-safe[..., None]))
         return safe.log().neg()
-    constant = target.divergence is Divergence.MIXED
-    share = torch.full_like(overlap, target.mix) if constant else torch.exp(-target.decay * overlap)
+    fixed = {Divergence.MIXED: target.mix, Divergence.TOTAL_VARIATION: 0.0}.get(target.divergence)
+    share = torch.exp(-target.decay * overlap) if fixed is None else torch.full_like(overlap, fixed)
     entropy = torch.special.entr(probs.renormalised).sum(-1)
     student.sub_(probs.renormalised).mul_(share[..., None]).sub_(towards.mul_((1 - share)[..., None]))
     mixed: Tensor = share * (cross - entropy) + (1 - share) * (1 - overlap)
     return mixed
+
+
+def _from_student(student: Tensor, probs: _Probs, divergence: Divergence) -> Tensor:
+    """Reverse KL or Jensen-Shannon (n, G); `student` (n, G, V) is overwritten with the logits' gradient."""
+    jensen = divergence is Divergence.JENSEN_SHANNON
+    other = (student + probs.full) / 2 if jensen else probs.full
+    smallest = torch.finfo(student.dtype).tiny  # What is below it counts as this
+    logs = other.clamp(min=smallest).log()
+    share = student.clamp(min=smallest).log_().sub_(logs)
+    reverse = (student * share).sum(-1)
+    student.mul_(share.sub_(reverse[..., None]))
+    if not jensen:
+        return reverse
+    student.div_(2)
+    # Where the student knows nothing, m is p / 2.
+    forward = -torch.special.entr(probs.full).sum(-1) - (probs.full * logs).sum(-1)
+    halves: Tensor = (reverse + forward + (1 - probs.full.sum(-1)) * math.log(2)) / 2
+    return halves

@@ -33,11 +33,12 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
-    """Size and shape of the head."""
+    """What training starts from, and its size and shape."""
 
     vocab_size: int | None = None  # Tokens that the head can propose, the most frequent of the data; None: all
-    start: str | None = None  # Directory of a head to go on from, instead of a fresh one
-    options: Mapping[str, Any] = field(default_factory=dict)  # `option_names` of the kind: ``boundaries``, ...
+    start: str | None = None  # Directory or hub id of a head to go on from, instead of a fresh one, or a draft model
+    # `option_names` of the head's kind: ``boundaries``, ...; of a draft model what the target is shrunk to.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,7 @@ class TrainRecipe(Generic[Settings]):
     kind: str
     target: str  # Directory or hub id of the model to draft for
     data: str  # Directory that ``forerun data prepare`` wrote
-    output: str  # Directory of checkpoints, log and the finished head
+    output: str  # Directory of checkpoints, log and what is finished
     mode: Literal["online", "offline"] = "online"  # Online runs the target beside the head; offline reads `features`
     features: str | None = None  # Directory that `forerun features` wrote
     target_dtype: str = "bfloat16"
@@ -90,7 +91,7 @@ class TrainRecipe(Generic[Settings]):
 def read_recipe(
     kind: str, path: str | Path | None, words: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainRecipe[Any]:
-    """A recipe for a kind of head from a YAML file, then from flags, then from ``key.sub=value`` words; ArgumentError
+    """A recipe for a kind from a YAML file, then from flags (by key), then from ``key.sub=value`` words; ArgumentError
     for whatever is not understood, unknown keys with the nearest."""
     values: Any = {}
     if path is not None:
@@ -100,9 +101,14 @@ def read_recipe(
             raise ArgumentError(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise ArgumentError(f"{path} must hold keys and values, see recipes/ for examples")
-    values.update({name: value for name, value in (flags or {}).items() if value is not None})
+    for name, value in (flags or {}).items():
+        if value is not None:
+            _set(values, name, value)
     for word in words:
-        _apply(values, word)
+        name, equals, text = word.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"{word!r} is not key=value; for example training.learning_rate=1e-3")
+        _set(values, name, yaml.load(text, _Yaml))
     return make_recipe(kind, values)
 
 
@@ -169,13 +175,10 @@ class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"])
 
 
-def _apply(values: dict[str, Any], word: str) -> None:
-    name, equals, text = word.partition("=")
-    if not equals or not name:
-        raise ArgumentError(f"{word!r} is not key=value; for example training.learning_rate=1e-3")
+def _set(values: dict[str, Any], name: str, value: Any) -> None:
     *path, last = name.split(".")
     for part in path:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
             raise ArgumentError(f"{name}: {part} holds a value, not further keys")
-    values[last] = yaml.load(text, _Yaml)
+    values[last] = value

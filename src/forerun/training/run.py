@@ -1,8 +1,7 @@
-"""A recipe turned into a run: target, data, features, head, objective, evaluation, and the finished head on disk."""
+"""A recipe turned into a run: target, data, features, what is trained, objective, evaluation, and what comes of it."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import time
@@ -17,17 +16,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from forerun import demo
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
-from forerun.drafters.heads.base import Head
-from forerun.drafters.heads.kinds import kind_named, named
+from forerun.checkpoints import TargetFacts
+from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective
-from forerun.training.data.store import PackedWindows, PreparedData, draft_vocabulary, token_counts
+from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, checkpoint_directory, describe, loaded_from, target_hash
+from forerun.training.features.store import FeatureStore, checkpoint_directory, describe
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
@@ -36,6 +34,7 @@ from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.recipe import MAY_CHANGE, EvaluationSettings, TrainRecipe, flat, to_plain
+from forerun.training.trained import hashes, trained_by
 from forerun.types import SamplingParams, SpeculationStats
 
 
@@ -46,20 +45,21 @@ class Run:
         """Nothing is trained yet; raises what loading does, and ArgumentError for a recipe that contradicts itself."""
         kind = kind_named(recipe.kind)
         make_objective = objective_for(kind)
-        format_for(kind.stored_as)  # what could not be written need not be trained
+        self.trained = trained_by(kind)(recipe)
         self.recipe, self.parallel = recipe, parallel
         self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
         self.data = PreparedData(recipe.data, tokenizer=tokenizer)
-        self.head: Head = _head(recipe, self.model, self.data).to(self.model.device)
+        self.trained.start(self.model, tokenizer, self.data)
+        self.module = self.trained.module.to(self.model.device)
         forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
         settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
-        self.objective: Objective = make_objective(self.head, FrozenTarget.of(self.model), settings)
+        self.objective: Objective = make_objective(self.module, FrozenTarget.of(self.model), settings)
         self.batches = RunBatches(self, tokenizer)
         prompts = recipe.evaluation.prompts
         self.prompts = None if prompts is None else PreparedData(prompts)  # What is decoded while training
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
-        """Train, take the best weights, write the finished head. The outcome, for a report."""
+        """Train, take the best weights, write what is finished. The outcome, for a report."""
         recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
         trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
         training = Training(
@@ -78,27 +78,27 @@ class Run:
         outcome = {name: value for name, value in dataclasses.asdict(result).items() if name != "checkpoint"}
         return outcome | {
             "interrupted": result.interrupted,
-            "head": parallel.on_first(lambda: str(self.export(weights))),
+            self.trained.folder: parallel.on_first(lambda: str(self.export(weights))),
         }
 
     def evaluate(self, _step: int) -> dict[str, float]:
-        """`evaluate` of the head, as it is, on the beginnings of the first documents of `prompts`."""
+        """`evaluate` of what is trained, as it is, on the beginnings of the first documents of `prompts`."""
         wanted, source = self.recipe.evaluation, self.prompts
         assert source is not None
         count = min(wanted.count, len(source))
         prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
-        return evaluate(self.head, self.model, prompts, wanted.settings)
+        return evaluate(self.trained.shapes(self.model, wanted.settings), self.model, prompts, wanted.settings)
 
     def plan(self) -> dict[str, Any]:
         """Parameters, bytes, steps, and the time of a step, measured; trains nothing."""
         settings, windows = self.recipe.training, self.recipe.windows
-        weights = sum(weight.numel() for weight in self.head.trainable().values())
+        weights = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
         steps = settings.total_steps(self.batches.steps_per_epoch)
         model = spread(self.objective, self.parallel)
         began = time.perf_counter()
         backward(model, self.batches, 0, settings, self.parallel)
         seconds = time.perf_counter() - began
-        self.head.zero_grad()
+        self.module.zero_grad()
         moments = 2 if settings.optimizer == "adamw" else 1
         return {
             "trainable_parameters": weights,
@@ -117,7 +117,7 @@ class Run:
         """What a resumed run must keep besides the settings of the loop, by key; directories by what they hold."""
         values = flat(self.recipe).items()
         found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
-        contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
+        contents = {**hashes({"target": self.recipe.target}), "data": self.data.hash, **self.trained.contents()}
         if self.prompts is not None:
             contents["evaluation.prompts"] = self.prompts.hash
         found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
@@ -129,50 +129,32 @@ class Run:
         return found
 
     def export(self, weights: Path) -> Path:
-        """Write the head of a checkpoint to ``output/head``, in the format of its kind that most engines read."""
-        head = type(self.head)(self.head.config)  # ours may be spread over several processes
-        checkpoint.load_weights(weights, head)
-        head.to(self.model.dtype)
-        folder = Path(self.recipe.output) / "head"
-        facts = TargetFacts.of(self.model.config, self.recipe.target)
-        write_head(HeadCheckpoint.of(head), folder, format_for(head.config.kind), facts)
+        """Write the weights of a checkpoint to a folder of ``output`` as what drafts, which most engines read."""
+        module = self.trained.blank()
+        checkpoint.load_weights(weights, module)
+        module.to(self.model.dtype)
+        folder = Path(self.recipe.output) / self.trained.folder
+        self.trained.write(module, folder, TargetFacts.of(self.model.config, self.recipe.target))
         return folder
-
-
-def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
-    kind, start = kind_named(recipe.kind), recipe.draft.start
-    if start is not None or kind.in_target is not None:
-        if recipe.draft.options or recipe.draft.vocab_size is not None:
-            what = "draft.start" if start is not None else "the target"
-            raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
-        layers = model.config.get_text_config().num_hidden_layers
-        found = named(kind.in_target or "")(recipe.target) if start is None else read_head(start, num_layers=layers)
-        own = found.config.kind
-        if own != kind.stored_as:
-            raise ArgumentError(f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}")
-        return found.build(torch.float32)  # type: ignore[no-any-return]
-    config = kind.head.Config.for_target(kind.name, model, recipe.draft.vocab_size, recipe.draft.options)
-    counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
-    ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)
-    return kind.head.initial(model, config, ids, seed=recipe.training.seed)
 
 
 class RunBatches(Batches):
     """Packed windows with features: computed when they are wanted, or read from disk."""
 
     def __init__(self, run: Run, tokenizer: Any) -> None:
-        recipe, config = run.recipe, run.head.config
+        recipe, trained = run.recipe, run.trained
         self.device: torch.device = run.model.device
         # Whether a pass of the target needs all processes, with the same tokens.
         self.together = recipe.target_parallel == "tp"
+        self.rewrite = trained.rewrite(run.model, run.parallel)
         self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
         self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
         self.source: OnlineFeatures | FeatureStore
         if recipe.features is None:
-            self.source = OnlineFeatures(run.model, config.boundaries)
+            self.source = OnlineFeatures(run.model, trained.boundaries)
         else:
-            directory, size = checkpoint_directory(recipe.target), config.target_hidden_size
-            wanted = describe(directory, recipe.target, tokenizer, run.data, config.boundaries, hidden_size=size)
+            directory, size = checkpoint_directory(recipe.target), text_config(run.model).hidden_size
+            wanted = describe(directory, recipe.target, tokenizer, run.data, trained.boundaries, hidden_size=size)
             self.source = FeatureStore(recipe.features, wanted)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
@@ -180,34 +162,32 @@ class RunBatches(Batches):
         if isinstance(self.source, FeatureStore):
             return self.source.features(self.windows, step, rank, world).to(self.device)
         for member in range(world) if self.together else (rank,):
-            found = self.source.features(self.windows.batch(step, member, world).to(self.device))
+            tokens = self.windows.batch(step, member, world).to(self.device)
+            if self.rewrite is not None:
+                tokens = self.rewrite(tokens, step, member * self.windows.rows)
+            found = self.source.features(tokens)
             if member == rank:
                 mine = found
         return mine
 
 
 def evaluate(
-    head: Head, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings
+    shapes: Mapping[str, Mapping[str, Any]], model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings
 ) -> dict[str, float]:
-    """Acceptance of a head in speculative decoding of held-out `prompts` (token ids) by the target `model`.
-    ``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1`` are mean acceptance lengths, bonus included; ``acceptance_0``
-    ... say how often the chain at temperature 0 got that far."""
+    """Acceptance in speculative decoding of held-out `prompts` (token ids) by the target `model`, drafted by the
+    configurations of `Trained.shapes`. ``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1`` are mean acceptance
+    lengths, bonus included; ``acceptance_0`` ... say how often the chain at temperature 0 got that far."""
     from forerun import LLM
 
-    drafting = copy.deepcopy(head).to(model.device, model.dtype).eval()
     longest = max(map(len, prompts)) + settings.max_tokens
     llm = LLM(model, tokenizer=False, max_num_seqs=settings.rows, max_model_len=longest, self_check=False)
-    depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
-    base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth, "adaptive": False}
-    tree = {"top_k": settings.top_k, "nodes": settings.nodes}
-    shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
     plain: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "detokenize": False}
     plain |= {"max_tokens": settings.max_tokens, "seed": settings.seed}
     found: dict[str, float] = {}
     for temperature in (0, 1):
         params = SamplingParams(temperature=temperature, **plain)
         for name, config in shapes.items():
-            stats = _stats(llm, prompts, params, config)
+            stats = _stats(llm, prompts, params, {**config, "adaptive": False})
             found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
             if name == "chain" and temperature == 0:
                 found.update({f"acceptance_{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)})

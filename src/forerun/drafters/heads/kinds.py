@@ -26,11 +26,11 @@ READ_HEAD = "forerun.checkpoints.formats:read_head"
 class HeadKind:
     """One line of the registry."""
 
-    name: str  # Of the drafter, and what ``forerun train`` takes
+    name: str  # What ``forerun train`` takes; of a head the drafter's name, too
     title: str  # As papers write it
     summary: str
     module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
-    drafter: str  # ``module:Class`` of the drafter, a `heads.drafting.HeadDrafter`
+    drafter: str  # ``module:Class`` of the drafter, of a head a `heads.drafting.HeadDrafter`
     drafts: Way
     """``sequential``: level by level, each reading the one before by layers. ``recurrent``: level by level, each by
     weights of its own. ``parallel``: all depths from one state. ``block``: all depths from one pass over a block."""
@@ -128,6 +128,15 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.drafters.heads.mtp:MtpDrafter",
             drafts="sequential",
             in_target="forerun.checkpoints.mtp:read_target",
+        ),
+        HeadKind(
+            name="distill",
+            title="DistillSpec",
+            summary="a smaller causal LM that learns the target's distributions (DistillSpec, AdaSPEC)",
+            module="transformers:AutoModelForCausalLM",
+            drafter="forerun.drafters.draft_models.draft_model:DraftModelDrafter",
+            drafts="sequential",
+            trains="draft_model",
         ),
     )
 }

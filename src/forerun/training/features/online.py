@@ -59,7 +59,7 @@ class OnlineFeatures:
             "attention_mask": packed_mask(batch, self._style, working_dtype(device, self.model.dtype)),
             "use_cache": False,
         }
-        with _evaluating(self._base), captured(self._layers, frozenset(self.boundaries)) as caught:
+        with evaluating(self._base), captured(self._layers, frozenset(self.boundaries)) as caught:
             last = self._run(inputs)
         states = {boundary: caught[boundary].to(device) for boundary in self.boundaries}
         return FeatureBatch(batch=batch, features={**states, LAST_HIDDEN: last.to(device)})
@@ -120,7 +120,7 @@ def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> Atte
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode and back: a trainer's ``train()`` reaches the frozen target too."""
     switched = [child for child in module.modules() if child.training]
     for child in switched:

@@ -1,4 +1,4 @@
-"""What heads are trained to do: one file per objective and one line here. Importing this imports no torch."""
+"""What heads and draft models learn: one file per objective and one line here. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ OBJECTIVES: dict[str, str] = {
     "dflash": "forerun.training.objectives.dflash:DFlashObjective",
     "dspark": "forerun.training.objectives.dspark:DSparkObjective",
     "mtp": "forerun.training.objectives.mtp:MtpObjective",
+    "distill": "forerun.training.objectives.distill:DistillObjective",
 }
 """Kind of head -> ``module:Class``, a `batch.Objective`."""
 
@@ -23,6 +24,6 @@ OBJECTIVES: dict[str, str] = {
 def objective_for(kind: HeadKind) -> Any:
     """The class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are the recipe's. ArgumentError
     for heads that cannot be trained here."""
-    if kind.stored_as not in OBJECTIVES or kind.trains != "head":
+    if kind.stored_as not in OBJECTIVES:
         raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {', '.join(OBJECTIVES)} can")
     return named(OBJECTIVES[kind.stored_as])

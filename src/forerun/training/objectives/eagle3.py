@@ -139,11 +139,11 @@ class Eagle3Objective(DecoderObjective):
         outputs = torch.stack([behind(step.output, step.step + 1) for step in steps], 2)
         shares = torch.stack([behind(weights[step.step], step.step + 1) for step in steps], 2)
         found = self.divergence(outputs.flatten(0, 2), self.output_head(), shares.flatten(), last)
-        entered, agrees, overlap = (
+        entered, agrees, overlap, losses = (
             torch.stack([ahead(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
-            for values in (found.weights, found.agrees, found.overlap)
+            for values in (found.weights, found.agrees, found.overlap, found.losses)
         )
-        return VocabularyLoss(loss=found.loss, weights=entered, agrees=agrees, overlap=overlap)
+        return VocabularyLoss(loss=found.loss, weights=entered, agrees=agrees, overlap=overlap, losses=losses)
 
 
 QUERY_BLOCK = {"cpu": 64, "cuda": 256}

@@ -1,0 +1,113 @@
+"""Training of a draft model: a small causal LM, one that exists or the target with fewer layers and less width."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from forerun import demo
+from forerun.checkpoints import TargetFacts
+from forerun.drafters.vocabulary import check_tokenizers, tokenizer_beside
+from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.model.load import LoadOptions, open_model, read_config
+from forerun.model.support import text_config
+from forerun.training.data.on_policy import Writer
+from forerun.training.data.store import PreparedData
+from forerun.training.loop.distributed import Parallel
+from forerun.training.recipe import EvaluationSettings, TrainRecipe
+from forerun.training.shrink import shrunk
+from forerun.training.trained import Rewrite, Trained, drafting_copy, hashes
+from forerun.types import Boundary
+from forerun.writing import written_folder
+
+
+class TrainedModel(Trained):
+    """A draft model with the target's tokenizer; a transformers causal LM of any architecture that forerun serves."""
+
+    folder: ClassVar[str] = "draft"
+    module: Any
+    boundaries: tuple[Boundary, ...] = ()
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        super().__init__(recipe)
+        draft, writer = recipe.draft, recipe.objective.writer
+        if draft.vocab_size is not None:
+            raise ArgumentError("a draft model has its tokenizer's vocabulary; leave draft.vocab_size away")
+        if draft.start is not None and draft.options:
+            raise ArgumentError("draft.start brings its own shape; leave draft.options away")
+        if draft.start is None and not draft.options:
+            raise ArgumentError(
+                "there is no draft model: name one with --draft DIRECTORY, or say what the target shall be shrunk to, "
+                "for example draft.options={layers: 4}"
+            )
+        if writer != "data" and recipe.mode == "offline":
+            raise ArgumentError(
+                f"mode=offline has features of the data's own text: objective.writer={writer} is online"
+            )
+        if writer == "target" and recipe.target_parallel != "none":
+            raise ArgumentError("objective.writer=target needs the whole target on each process: target_parallel=none")
+        if draft.start is None and recipe.target_parallel != "none":
+            raise ArgumentError("the target is shrunk from its whole weights: target_parallel=none, or name a --draft")
+
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        start = self.recipe.draft.start
+        self.tokenizer = tokenizer
+        if start is None:
+            self.module = shrunk(model, self.recipe.draft.options)
+        else:
+            path = demo.resolve(start)
+            options = LoadOptions(dtype="float32", device="cpu")
+            self.module = open_model(path, options, read_config(path, options), quiet=True)
+            theirs, sizes = tokenizer_beside(str(path)), [text_config(one).vocab_size for one in (self.module, model)]
+            if theirs is not None:
+                check_tokenizers(tokenizer, theirs)
+            elif sizes[0] != sizes[1]:
+                raise VocabularyMismatchError(
+                    f"{start} has {sizes[0]} token ids and no tokenizer, the target has {sizes[1]}: nobody can tell "
+                    "whether they mean the same. Put the tokenizer's files beside the draft model."
+                )
+        self.module.requires_grad_(True)
+
+    def blank(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            made: nn.Module = type(self.module)(copy.deepcopy(self.module.config))
+        return made
+
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        depth = settings.num_speculative_tokens
+        base = {"method": "draft_model", "model": drafting_copy(self.module, model)}
+        branches = max(1, min(settings.top_k, settings.nodes // depth))
+        return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, "shape": (branches, *(1,) * (depth - 1))}}
+
+    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
+        """As ``{"method": "draft_model", "model": folder}`` takes it."""
+        module.generation_config = self.module.generation_config
+        with written_folder(folder) as fresh:
+            module.save_pretrained(fresh)
+            self.tokenizer.save_pretrained(fresh)
+            for file in fresh.iterdir():
+                file.chmod(0o644)  # safetensors writes files that only their owner may read
+
+    def contents(self) -> dict[str, str]:
+        return hashes({"draft.start": self.recipe.draft.start, "objective.reference": self.recipe.objective.reference})
+
+    def rewrite(self, model: Any, parallel: Parallel) -> Rewrite | None:
+        settings, training = self.recipe.objective, self.recipe.training
+        if settings.writer == "data" or not settings.written:
+            return None
+        own = settings.writer == "draft"
+        if own and parallel.mode == "fsdp":
+            raise ArgumentError("objective.writer=draft needs the whole draft model on each process: --parallel ddp")
+        return Writer(
+            model=self.module if own else model,
+            seed=training.seed,
+            vocabulary=min(text_config(one).vocab_size for one in (self.module, model)),
+            share=settings.written,
+            temperature=settings.temperature,
+            prompt_tokens=settings.prompt_tokens,
+            half=own and training.dtype == "bfloat16",
+        )

@@ -1,0 +1,168 @@
+"""Distillation of a draft model: its distributions are pulled towards the target's (DistillSpec, arXiv 2310.08461).
+
+AdaSPEC (arXiv 2510.19779) leaves tokens out that so small a model cannot learn: a reference, a draft model that was
+distilled before, shows by how much each token's loss can fall, and only the share with the most to gain counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from forerun import demo
+from forerun.errors import UnsupportedModelError
+from forerun.model.layers import base_of
+from forerun.model.load import LoadOptions, open_model, read_config
+from forerun.model.masks import MaskStyle
+from forerun.model.support import refuse_stateful, text_config
+from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
+from forerun.training.chunked_loss import Divergence, Teacher, VocabularyLoss, soft_loss
+from forerun.training.features.online import packed_mask
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, counted
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillSettings(ObjectiveSettings):
+    """Distance to the target, who writes what is learnt from, and which tokens count."""
+
+    divergence: Divergence = Divergence.CROSS_ENTROPY
+    lk_decay: float = 3.0
+    mix: float = 0.1
+    """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
+    writer: Literal["data", "draft", "target"] = "data"
+    """Who writes the answers: `data` leaves them, `draft` (on-policy) and `target` write other ones in each batch."""
+    written: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the documents that `writer` writes anew; the others stay as they are."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """At which `writer` draws; 0 takes the likeliest tokens."""
+    prompt_tokens: Annotated[int, Field(ge=1)] = 16
+    """Fewest tokens of a document that `writer` leaves as its prompt: plain text has no other one."""
+    reference: str | None = None
+    """AdaSPEC: directory or hub id of a draft model that was distilled before; None: all tokens count."""
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """Share of each window's tokens that count with a `reference`."""
+
+
+class DraftStates:
+    """A causal LM over packed windows: its last states, and its output head as one matrix."""
+
+    def __init__(self, model: Any) -> None:
+        """UnsupportedModelError for recurrent state, unknown attention, or logits that are no linear map of states."""
+        refuse_stateful(type(model), model.config.model_type)
+        self.model, self._base, self._style = model, base_of(model), MaskStyle.of(text_config(model))
+        self._check()
+
+    def states(self, batch: TokenBatch) -> Tensor:
+        """(B, S, H) after the final norm; each document sees itself alone."""
+        dtype = working_dtype(batch.tokens.device, self.model.dtype)
+        found: Tensor = self._base(
+            input_ids=batch.tokens,
+            position_ids=batch.positions,
+            attention_mask=packed_mask(batch, self._style, dtype),
+            use_cache=False,
+        ).last_hidden_state
+        return found
+
+    def linear(self, states: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """States (R, H') and weight (V', H') whose product are the logits of the first `vocabulary` tokens at most: a
+        scale and a bias have become a part of them."""
+        head = FrozenTarget.of(self.model)
+        states, weight = states.flatten(0, -2) * head.scale, head.lm_head[:vocabulary]
+        if head.bias is None:
+            return states, weight
+        ones = states.new_full((len(states), 1), head.scale)
+        return torch.cat([states, ones], 1), torch.cat([weight, head.bias[:vocabulary, None]], 1)
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Compare with what the model says itself."""
+        ids = torch.arange(2, device=self.model.device).unsqueeze(0)
+        with torch.autocast(self.model.device.type, enabled=False):
+            own = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            states = self._base(input_ids=ids, use_cache=False).last_hidden_state
+            states, weight = self.linear(states, own.shape[-1])
+        softcap = FrozenTarget.of(self.model).softcap
+        error = float((states.float() @ weight.float().T - own).abs().max() / own.abs().max().clamp_min(1e-9))
+        if softcap is not None or not error < 2e-2:
+            why = f"capped (final_logit_softcapping: {softcap})" if softcap else f"off by {error:.1%} otherwise"
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type} cannot be distilled: its logits must be a linear map of its last "
+                f"states, and are {why}"
+            )
+
+
+class DistillObjective(Objective):
+    """The distance of a draft model's distributions to the target's."""
+
+    Settings: ClassVar[type[DistillSettings]] = DistillSettings
+
+    def __init__(self, draft: Any, target: FrozenTarget, settings: DistillSettings | None = None) -> None:
+        """`draft` is a transformers causal LM; the reference is loaded beside it."""
+        self.draft, self.target, self.settings = DraftStates(draft), target, settings or DistillSettings()
+        if self.settings.gradient_checkpointing:
+            # transformers has renamed it.
+            enable = getattr(draft, "activation_checkpointing_enable", None) or draft.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        self.reference: DraftStates | None = None
+        if self.settings.reference is not None:
+            path = demo.resolve(self.settings.reference)
+            options = LoadOptions(dtype=target.lm_head.dtype, device=str(draft.device))
+            model = open_model(path, options, read_config(path, options), quiet=True)
+            self.reference = DraftStates(model.requires_grad_(False))
+
+    def parameters_module(self) -> nn.Module:
+        module: nn.Module = self.draft.model
+        return module
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """The sum over all counted tokens; how often the draft's likeliest token is the target's, and the overlap."""
+        counts = counted(batch.batch, -1)
+        states = self.draft.states(batch.batch)
+        shares = counts
+        figures: VocabularyLoss | None = None
+        if self.reference is not None:
+            figures = self._distance(self.draft, states.detach(), counts, batch, frozen=True)
+            learnt = self._distance(self.reference, self._of_reference(batch.batch), counts, batch, frozen=True)
+            shares = most_to_gain(
+                figures.losses.view_as(counts), learnt.losses.view_as(counts), counts, self.settings.keep
+            )
+        found = self._distance(self.draft, states, shares, batch)
+        figures = figures or found
+        seen = counts.sum().float()
+        metrics = {"acceptance_0": (figures.agrees.sum(), seen), "overlap_0": (figures.overlap.sum(), seen)}
+        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+
+    @torch.no_grad()
+    def _of_reference(self, batch: TokenBatch) -> Tensor:
+        assert self.reference is not None, "there is one where it is asked"
+        return self.reference.states(batch)
+
+    def _distance(
+        self, draft: DraftStates, states: Tensor, shares: Tensor, batch: FeatureBatch, *, frozen: bool = False
+    ) -> VocabularyLoss:
+        """From the target after each token, of the weights `shares` (B, S); `frozen`: the forward divergence, without a
+        gradient."""
+        hidden, weight = draft.linear(states, len(self.target.lm_head))
+        known = len(weight)
+        fewer = torch.arange(known, device=weight.device) if known < len(self.target.lm_head) else None
+        teacher: Teacher = self.target.teacher(batch.features[LAST_HIDDEN], fewer)
+        weights = shares.flatten().float()
+        if frozen:
+            return soft_loss(hidden.detach(), weight.detach(), weights, teacher)
+        settings = self.settings
+        return soft_loss(hidden, weight, weights, teacher, settings.divergence, settings.lk_decay, mix=settings.mix)
+
+
+def most_to_gain(losses: Tensor, learnt: Tensor, counts: Tensor, share: float) -> Tensor:
+    """AdaSPEC's filter: (B, S) bool, of each row's counted tokens (at least one of them) the `share` where `losses`
+    exceed those of the reference, `learnt`, by most; of equals the first."""
+    gain = (losses - learnt).masked_fill(~counts, -math.inf)
+    kept = (counts.sum(1, keepdim=True) * share).ceil()
+    rank = gain.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return (rank < kept) & counts

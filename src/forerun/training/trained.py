@@ -1,0 +1,142 @@
+"""What a run trains, by the role of its kind: how it starts, how it drafts in evaluation, and how it is written."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
+from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.kinds import HeadKind, Role, kind_named, named
+from forerun.errors import ArgumentError
+from forerun.training.batch import TokenBatch
+from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
+from forerun.training.features.store import loaded_from, target_hash
+from forerun.training.loop.distributed import Parallel
+from forerun.training.recipe import EvaluationSettings, TrainRecipe
+from forerun.types import Boundary
+
+TRAINED: dict[Role, str] = {
+    "head": "forerun.training.trained:TrainedHead",
+    "draft_model": "forerun.training.draft_models:TrainedModel",
+}
+"""Role of a kind -> ``module:Class``, a `Trained`."""
+Rewrite = Callable[[TokenBatch, int, int], TokenBatch]
+"""(windows, number of the batch, number of its first row in the batches of all processes) -> what is trained on."""
+
+
+def trained_by(kind: HeadKind) -> type[Trained]:
+    """The class of a kind's role."""
+    found: type[Trained] = named(TRAINED[kind.trains])
+    return found
+
+
+class Trained(ABC):
+    """Something that drafts for a target, before and after it was trained."""
+
+    folder: ClassVar[str]  # Of the finished thing, in the output of the recipe
+    module: nn.Module
+    boundaries: tuple[Boundary, ...]  # Where the target is read, besides its last state
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        """ArgumentError for what cannot be; nothing is loaded yet."""
+        self.recipe = recipe
+
+    @abstractmethod
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        """Make the `module` for a target and its tokenizer, on the CPU or on the target's device."""
+
+    @abstractmethod
+    def blank(self) -> nn.Module:
+        """A module of the same shape, for other weights: ours may be spread over several processes."""
+
+    @abstractmethod
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        """``chain`` and ``tree`` -> how a copy of the module drafts for the target `model`, a speculative
+        configuration."""
+
+    @abstractmethod
+    def write(self, module: nn.Module, folder: Path, facts: TargetFacts) -> None:
+        """Write a trained module as a checkpoint that drafts."""
+
+    def contents(self) -> dict[str, str]:
+        """Key of the recipe -> hash of what the directory holds that it names."""
+        return {}
+
+    def rewrite(self, model: Any, parallel: Parallel) -> Rewrite | None:
+        """What makes other windows of the data's before they are trained on; None: nothing does. `model` is the
+        target."""
+        return None
+
+
+class TrainedHead(Trained):
+    """A head on a frozen target."""
+
+    folder: ClassVar[str] = "head"
+    module: Head
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        super().__init__(recipe)
+        self.kind = kind_named(recipe.kind)
+        format_for(self.kind.stored_as)  # what could not be written need not be trained
+
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        self.module = self._head(model, data)
+        self.boundaries = self.module.config.boundaries
+
+    def blank(self) -> nn.Module:
+        return type(self.module)(self.module.config)
+
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        return head_shapes(self.module, model, settings)
+
+    def write(self, module: nn.Module, folder: Path, facts: TargetFacts) -> None:
+        assert isinstance(module, Head), "from `blank`"
+        write_head(HeadCheckpoint.of(module), folder, format_for(module.config.kind), facts)
+
+    def _head(self, model: Any, data: PreparedData) -> Head:
+        draft, kind = self.recipe.draft, self.kind
+        if draft.start is not None or kind.in_target is not None:
+            if draft.options or draft.vocab_size is not None:
+                what = "draft.start" if draft.start is not None else "the target"
+                raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
+            if draft.start is None:
+                found = named(kind.in_target or "")(self.recipe.target)
+            else:
+                found = read_head(draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
+            own = found.config.kind
+            if own != kind.stored_as:
+                raise ArgumentError(
+                    f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}"
+                )
+            return found.build(torch.float32)  # type: ignore[no-any-return]
+        config = kind.head.Config.for_target(kind.name, model, draft.vocab_size, draft.options)
+        counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
+        ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)
+        return kind.head.initial(model, config, ids, seed=self.recipe.training.seed)
+
+
+def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+    """How a copy of a head drafts for the target `model` in evaluation; as `Trained.shapes`."""
+    depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
+    base = {"method": head.config.kind, "model": drafting_copy(head, model), "num_speculative_tokens": depth}
+    return {
+        "chain": {**base, "shape": (1,) * depth},
+        "tree": {**base, "top_k": settings.top_k, "nodes": settings.nodes},
+    }
+
+
+def drafting_copy(module: nn.Module, model: Any) -> nn.Module:
+    """A copy that drafts beside the target `model`."""
+    return copy.deepcopy(module).to(model.device, model.dtype).eval()
+
+
+def hashes(names: Mapping[str, str | None]) -> dict[str, str]:
+    """Key -> hash of the checkpoint that it names, of those that name one."""
+    return {key: target_hash(loaded_from(name)) for key, name in names.items() if name is not None}
