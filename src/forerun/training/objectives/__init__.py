@@ -13,6 +13,7 @@ OBJECTIVES: dict[str, str] = {
     "medusa": "forerun.training.objectives.medusa:MedusaObjective",
     "dflash": "forerun.training.objectives.dflash:DFlashObjective",
     "dspark": "forerun.training.objectives.dspark:DSparkObjective",
+    "layerskip": "forerun.training.objectives.layerskip:LayerSkipObjective",
     "distill": "forerun.training.objectives.distill:DistillObjective",
 }
 """Kind of head -> ``module:Class``, a `batch.Objective`."""
