@@ -16,7 +16,9 @@ from forerun.training.recipe import make_recipe, read_recipe, to_plain
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes" / "eagle3").glob("*.yaml"))
-TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+TRAINING, SELF_SPECULATION = (
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("training.md", "self-speculation.md")
+)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -60,7 +62,7 @@ def test_the_keys_and_defaults_of_the_training_guide_are_the_recipes() -> None:
 
 def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
     rows = table(TRAINING, "kind")
-    assert {row[0].strip("`") for row in rows} == set(OBJECTIVES) - {"eagle3", "distill"}
+    assert {row[0].strip("`") for row in rows} == set(OBJECTIVES) - {"eagle3", "distill", "layerskip"}
     for kind, key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
         value: Any = to_plain(make_recipe(kind, {"target": "a", "data": "b", "output": "c"}))
         fields = {field.name: field.default for field in dataclasses.fields(kind_named(kind).head.Config)}
@@ -69,13 +71,18 @@ def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
         assert str(value) == default, key
 
 
-def test_the_settings_of_distillation_are_its_recipes() -> None:
-    plain = to_plain(make_recipe("distill", {"target": "a", "data": "b", "output": "c"}))
-    rows = table(TRAINING, "key of `distill`")
+@pytest.mark.parametrize(
+    ("kind", "page", "more"),
+    [("distill", TRAINING, {"draft.start", "draft.options"}), ("layerskip", SELF_SPECULATION, set())],
+    ids=["distill", "layerskip"],
+)
+def test_the_settings_of_what_trains_whole_models_are_their_recipes(kind: str, page: str, more: set[str]) -> None:
+    plain = to_plain(make_recipe(kind, {"target": "a", "data": "b", "output": "c"}))
+    rows = table(page, f"key of `{kind}`")
     own = {f"objective.{name}" for name in plain["objective"]} - {
         *("objective.gradient_checkpointing", "objective.lk_decay", "objective.mix")
     }
-    assert {row[0].strip("`") for row in rows} == own | {"draft.start", "draft.options"}
+    assert {row[0].strip("`") for row in rows} == own | more
     for key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
         section, name = key.split(".")
         assert str(plain[section][name]) == default, key

@@ -16,7 +16,7 @@ _TITLES = {
     "interrupted": "interrupted",
     "time": "stopped by training.max_seconds",
 }
-_SHOWN = ("steps", "tokens", "loss", "best", "best_step", "seconds", "head", "draft")
+_SHOWN = ("steps", "tokens", "loss", "best", "best_step", "seconds", "head", "draft", "model")
 _FINISHED = (
     "{} holds a finished run: an earlier one did all {:,} steps. To train on, give more training.steps and "
     "--allow-changes; to begin anew, another output."
@@ -45,7 +45,8 @@ def train(
     Parameters
     ----------
     kind
-        Of a head, a drafter that needs training (see: forerun drafters), such as eagle3; or distill, a draft model.
+        Of a head, a drafter that needs training (see: forerun drafters), such as eagle3; distill, a draft model; or
+        layerskip, the target.
     words
         A recipe file (YAML), then key=value for anything in it: training.learning_rate=1e-3 draft.vocab_size=32000.
     target

@@ -31,11 +31,12 @@ class FeatureBatch:
 
     batch: TokenBatch
     features: Mapping[Boundary, Tensor]  # boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm
+    number: int = 0  # Of the batch in its run, from 0
 
     def to(self, device: torch.device | str) -> FeatureBatch:
         """The same on another device."""
         features = {boundary: states.to(device) for boundary, states in self.features.items()}
-        return FeatureBatch(batch=self.batch.to(device), features=features)
+        return FeatureBatch(batch=self.batch.to(device), features=features, number=self.number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,9 +59,8 @@ class TrainedModel(Trained):
         if start is None:
             self.module = shrunk(model, self.recipe.draft.options)
         else:
+            self.module = load_trainable(start)
             path = demo.resolve(start)
-            options = LoadOptions(dtype="float32", device="cpu")
-            self.module = open_model(path, options, read_config(path, options), quiet=True)
             theirs, sizes = tokenizer_beside(str(path)), [text_config(one).vocab_size for one in (self.module, model)]
             if theirs is not None:
                 check_tokenizers(tokenizer, theirs)
@@ -73,9 +72,7 @@ class TrainedModel(Trained):
         self.module.requires_grad_(True)
 
     def blank(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            made: nn.Module = type(self.module)(copy.deepcopy(self.module.config))
-        return made
+        return blank_model(self.module)
 
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
         depth = settings.num_speculative_tokens
@@ -85,12 +82,7 @@ class TrainedModel(Trained):
 
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
         """As ``{"method": "draft_model", "model": folder}`` takes it."""
-        module.generation_config = self.module.generation_config
-        with written_folder(folder) as fresh:
-            module.save_pretrained(fresh)
-            self.tokenizer.save_pretrained(fresh)
-            for file in fresh.iterdir():
-                file.chmod(0o644)  # safetensors writes files that only their owner may read
+        write_model(module, self.module.generation_config, self.tokenizer, folder)
 
     def contents(self) -> dict[str, str]:
         return hashes({"draft.start": self.recipe.draft.start, "objective.reference": self.recipe.objective.reference})
@@ -111,3 +103,26 @@ class TrainedModel(Trained):
             prompt_tokens=settings.prompt_tokens,
             half=own and training.dtype == "bfloat16",
         )
+
+
+def load_trainable(name: str) -> Any:
+    """The causal LM of a directory or hub id in float32 on the CPU, every weight trainable."""
+    path, options = demo.resolve(name), LoadOptions(dtype="float32", device="cpu")
+    return open_model(path, options, read_config(path, options), quiet=True).requires_grad_(True)
+
+
+def blank_model(model: Any) -> nn.Module:
+    """A model of the same shape, for other weights."""
+    with torch.random.fork_rng(devices=[]):
+        made: nn.Module = type(model)(copy.deepcopy(model.config))
+    return made
+
+
+def write_model(model: Any, generation_config: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a causal LM and its tokenizer as transformers does."""
+    model.generation_config = generation_config
+    with written_folder(folder) as fresh:
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        for file in fresh.iterdir():
+            file.chmod(0o644)  # safetensors writes files that only their owner may read

@@ -87,7 +87,8 @@ class Run:
         assert source is not None
         count = min(wanted.count, len(source))
         prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
-        return evaluate(self.trained.shapes(self.model, wanted.settings), self.model, prompts, wanted.settings)
+        target = self.trained.target(self.model)
+        return evaluate(self.trained.shapes(self.model, wanted.settings), target, prompts, wanted.settings)
 
     def plan(self) -> dict[str, Any]:
         """Parameters, bytes, steps, and the time of a step, measured; trains nothing."""
@@ -160,7 +161,8 @@ class RunBatches(Batches):
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
         if isinstance(self.source, FeatureStore):
-            return self.source.features(self.windows, step, rank, world).to(self.device)
+            mine = self.source.features(self.windows, step, rank, world).to(self.device)
+            return dataclasses.replace(mine, number=step)
         for member in range(world) if self.together else (rank,):
             tokens = self.windows.batch(step, member, world).to(self.device)
             if self.rewrite is not None:
@@ -168,7 +170,7 @@ class RunBatches(Batches):
             found = self.source.features(tokens)
             if member == rank:
                 mine = found
-        return mine
+        return dataclasses.replace(mine, number=step)
 
 
 def evaluate(

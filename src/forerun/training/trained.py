@@ -25,6 +25,7 @@ from forerun.types import Boundary
 TRAINED: dict[Role, str] = {
     "head": "forerun.training.trained:TrainedHead",
     "draft_model": "forerun.training.draft_models:TrainedModel",
+    "target": "forerun.training.targets:TrainedTarget",
 }
 """Role of a kind -> ``module:Class``, a `Trained`."""
 Rewrite = Callable[[TokenBatch, int, int], TokenBatch]
@@ -55,6 +56,10 @@ class Trained(ABC):
     @abstractmethod
     def blank(self) -> nn.Module:
         """A module of the same shape, for other weights: ours may be spread over several processes."""
+
+    def target(self, model: Any) -> Any:
+        """What is drafted for in evaluation: the target `model`, unless it is what is trained."""
+        return model
 
     @abstractmethod
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:

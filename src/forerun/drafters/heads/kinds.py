@@ -138,6 +138,15 @@ KINDS: dict[str, HeadKind] = {
             drafts="sequential",
             trains="draft_model",
         ),
+        HeadKind(
+            name="layerskip",
+            title="LayerSkip",
+            summary="the target itself, whose first layers learn to draft for the others (LayerSkip)",
+            module="transformers:AutoModelForCausalLM",
+            drafter="forerun.drafters.self_drafting.early_exit:EarlyExitDrafter",
+            drafts="sequential",
+            trains="target",
+        ),
     )
 }
 

@@ -16,6 +16,7 @@ OBJECTIVES: dict[str, str] = {
     "dflash": "forerun.training.objectives.dflash:DFlashObjective",
     "dspark": "forerun.training.objectives.dspark:DSparkObjective",
     "mtp": "forerun.training.objectives.mtp:MtpObjective",
+    "layerskip": "forerun.training.objectives.layerskip:LayerSkipObjective",
     "distill": "forerun.training.objectives.distill:DistillObjective",
 }
 """Kind of head -> ``module:Class``, a `batch.Objective`."""

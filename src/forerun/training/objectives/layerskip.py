@@ -1,0 +1,137 @@
+"""LayerSkip's objective (arXiv 2404.16710): every layer learns to predict through the target's own norm and head, and
+layers are dropped at random, the later the more often, so that the early ones do without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from forerun.model.layers import base_of, captured, layers_of, norm_after_layers
+from forerun.model.support import text_config
+from forerun.training.batch import FeatureBatch, LossReport, Objective
+from forerun.training.chunked_loss import VocabularyLoss, hard_loss, soft_loss
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, counted
+from forerun.training.objectives.distill import DraftStates
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSkipSettings(ObjectiveSettings):
+    """What the layers learn from, which ones in which batch, and how often they are dropped."""
+
+    learn_from: Literal["target", "data"] = "target"
+    """The target's distributions as they were, which keeps its answers; or the data's tokens, as the paper does."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """How often a window does without the last layer; earlier ones exponentially less often."""
+    exit_scale: Annotated[float, Field(ge=0)] = 0.2
+    """What exits weigh beside the last layer; a later one more than an earlier one."""
+    curriculum: Literal["rotational", "gradual", "all"] = "rotational"
+    """Exits that learn in a batch: every `every`-th, one further in the next batch; or from the last to the first one,
+    all from batch number `gradual_batches` on; or all of them."""
+    every: Annotated[int, Field(ge=1)] = 4
+    gradual_batches: Annotated[int, Field(ge=1)] = 1000
+
+
+class LayerSkipObjective(Objective):
+    """The weighted mean of the losses of the exits that learn in a batch, and of the last layer's."""
+
+    Settings: ClassVar[type[LayerSkipSettings]] = LayerSkipSettings
+
+    def __init__(self, model: Any, target: FrozenTarget, settings: LayerSkipSettings | None = None) -> None:
+        """`model` is what is trained, a transformers causal LM; `target` the same one as it was."""
+        self.reader, self.target, self.settings = DraftStates(model), target, settings or LayerSkipSettings()
+        base, count = base_of(model), text_config(model).num_hidden_layers
+        self._layers, self._norm = layers_of(base, count)[1], norm_after_layers(base, count)[1]
+        if self.settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def parameters_module(self) -> nn.Module:
+        module: nn.Module = self.reader.model
+        return module
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """``agreement_E``: how often the likeliest token after E layers is the target's; ``overlap_E``: the chance that
+        one drawn there is accepted by the target as it was. Only `learn_from` target measures."""
+        training, last = self.parameters_module().training, len(self._layers)
+        exits = self.exits(batch.number) if training else []
+        with self._dropping(len(batch.batch.tokens) if training else 0), captured(self._layers, set(exits)) as states:
+            final = self.reader.states(batch.batch)
+        weights = exit_weights(exits, last, self.settings.exit_scale)
+        counts = counted(batch.batch, -1)
+        found = {place: self._loss(self._norm(states[place]), counts, batch) for place in exits}
+        found[last] = self._loss(final, counts, batch)
+        total = torch.stack([weights[place] * one.loss for place, one in found.items()]).sum()
+        seen, nothing = counts.sum().float(), total.new_zeros(())
+        metrics = {"last_layer_loss": (found[last].loss.detach(), seen)}
+        for place in range(1, last + 1):
+            one = found.get(place)
+            for name in ("agrees", "overlap"):
+                value = (nothing, nothing) if one is None else (getattr(one, name).sum(), seen)
+                metrics[f"{name}_{place}"] = value
+        return LossReport(loss=total, weight=seen, metrics=metrics)
+
+    def exits(self, number: int) -> list[int]:
+        """After how many layers there is a loss in batch `number`, the last layer's left out."""
+        settings, every = self.settings, range(1, len(self._layers))
+        if settings.curriculum == "rotational":
+            return [place for place in every if (place + number) % settings.every == 0]
+        if settings.curriculum == "gradual":
+            share = min(1.0, number / settings.gradual_batches)
+            return [place for place in every if len(every) - place < share * len(every)]
+        return list(every)
+
+    def _loss(self, states: Tensor, counts: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+        """The sum over the counted tokens, from states (B, S, H) behind the final norm."""
+        hidden, weight = self.reader.linear(states, len(self.target.lm_head))
+        shares = counts.flatten().float()
+        if self.settings.learn_from == "data":
+            return hard_loss(hidden, weight, shares, batch.batch.tokens.roll(-1, 1).flatten())
+        return soft_loss(hidden, weight, shares, self.target.teacher(batch.features[LAST_HIDDEN], None))
+
+    @contextmanager
+    def _dropping(self, rows: int) -> Iterator[None]:
+        """While open, each of `rows` windows does without some layers; 0: no window does."""
+        chances = dropout_chances(len(self._layers), self.settings.dropout)
+        handles = []
+        for layer, chance in zip(self._layers, chances, strict=True):
+            dropped = torch.rand(rows) < chance
+            if dropped.any():
+                handles.append(layer.register_forward_hook(_passing(dropped), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def exit_weights(exits: list[int], last: int, scale: float) -> dict[int, float]:
+    """Exit, or the `last` layer -> its share of the loss (they sum to 1): ``scale * (0 + 1 + .. + E - 1)`` after E
+    layers, for the last one ``last - 1`` more than the one before it."""
+    raw = {place: scale * place * (place - 1) / 2 for place in exits}
+    raw[last] = last - 1 + scale * (last - 1) * (last - 2) / 2
+    whole = sum(raw.values())
+    return {place: value / whole for place, value in raw.items()}
+
+
+def dropout_chances(layers: int, most: float) -> list[float]:
+    """How often each layer is dropped: from 0 at the first to `most` at the last, exponentially."""
+    return [most * (2 ** (layer / max(1, layers - 1)) - 1) for layer in range(layers)]
+
+
+def _passing(dropped: Tensor) -> Any:
+    """A hook that gives the rows that are `dropped` (B,) a layer's input for its output."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        mixed = torch.where(dropped.to(after.device).view(-1, 1, 1), before, after)
+        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+    return hook

@@ -1,0 +1,55 @@
+"""Training of the target itself, so that its first layers draft better for the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from forerun.checkpoints import TargetFacts
+from forerun.errors import ArgumentError
+from forerun.training.data.store import PreparedData
+from forerun.training.draft_models import blank_model, load_trainable, write_model
+from forerun.training.recipe import EvaluationSettings, TrainRecipe
+from forerun.training.trained import Trained, drafting_copy
+from forerun.types import Boundary
+
+
+class TrainedTarget(Trained):
+    """A copy of the target, which learns; the target as it was stands beside it."""
+
+    folder: ClassVar[str] = "model"
+    module: Any
+    boundaries: tuple[Boundary, ...] = ()
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        super().__init__(recipe)
+        draft = recipe.draft
+        if draft.vocab_size is not None or draft.options or draft.start is not None:
+            raise ArgumentError(
+                "the target itself is trained; leave draft.vocab_size, draft.options and draft.start away"
+            )
+        if recipe.target_parallel != "none":
+            raise ArgumentError("the target is trained from its whole weights: target_parallel=none")
+
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        self.tokenizer = tokenizer
+        self.module = load_trainable(self.recipe.target)
+
+    def blank(self) -> nn.Module:
+        return blank_model(self.module)
+
+    def target(self, model: Any) -> Any:
+        return drafting_copy(self.module, model)
+
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        """Chains of exits after a quarter, half and three quarters of the layers: ``chain``, ``chain_half``, ..."""
+        layers, chain = self.module.config.get_text_config().num_hidden_layers, (1,) * settings.num_speculative_tokens
+        names = {"chain": 1, "chain_half": 2, "chain_three_quarters": 3}
+        exits = {name: max(1, min(layers - 1, layers * quarters // 4)) for name, quarters in names.items()}
+        return {name: {"method": "early_exit", "exit_layer": one, "shape": chain} for name, one in exits.items()}
+
+    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
+        """As transformers writes it; ``{"method": "early_exit"}`` drafts with it."""
+        write_model(module, self.module.generation_config, self.tokenizer, folder)
