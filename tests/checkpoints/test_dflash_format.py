@@ -127,8 +127,8 @@ def test_speculators_name_their_layers(tmp_path: Path) -> None:
     folder = write_head(HeadCheckpoint.of(dflash()), tmp_path / "head", "speculators", FACTS)
     with pytest.raises(CheckpointError, match="no aux_hidden_state_layer_ids"):
         read_head(change(folder, aux_hidden_state_layer_ids=None))
-    with pytest.raises(CheckpointError, match=r"'peagle'; .* eagle3, dflash, dspark are supported"):
-        read_head(change(folder, speculators_model_type="peagle"))
+    with pytest.raises(CheckpointError, match=r"'xpress'; .* eagle3, peagle, dflash, dspark are supported"):
+        read_head(change(folder, speculators_model_type="xpress"))
 
 
 @pytest.mark.parametrize("options", [{}, {"markov_rank": 6}], ids=["dflash", "dspark"])

@@ -393,8 +393,8 @@ def test_other_kinds_of_heads_are_refused() -> None:
     with pytest.raises(CheckpointError, match="use_mtp_layernorm is True"):
         read(keys, tensors)
     keys, tensors = written(name="speculators")
-    with pytest.raises(CheckpointError, match="'peagle'"):
-        read(keys | {"speculators_model_type": "peagle"}, tensors)
+    with pytest.raises(CheckpointError, match="'xpress'"):
+        read(keys | {"speculators_model_type": "xpress"}, tensors)
     both = dataclasses.replace(PLAIN, norm_before_fc=True, fc_norm=True)
     with pytest.raises(CheckpointError, match="forbids norm_before_fc together with fc_norm"):
         written(both, "speculators")

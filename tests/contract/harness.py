@@ -42,6 +42,7 @@ from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.drafters.heads.mtp import LatentConfig, MtpConfig, MtpHead
+from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
@@ -204,6 +205,30 @@ def dflash_head(**options: Any) -> DFlashHead:
     head = DSparkHead(config).eval()
     for weight in (*head.markov_head.parameters(), *head.confidence_head.parameters()):
         torch.nn.init.normal_(weight, std=0.5)
+    return head
+
+
+@functools.cache
+def peagle_head(**options: Any) -> PEagleHead:
+    """A random head of two layers for `model()`, with a draft vocabulary of its own."""
+    torch.manual_seed(7)
+    config = PEagleConfig(
+        hidden_size=32,
+        target_hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=9,
+        boundaries=(0, 1, 2),
+        num_hidden_layers=2,
+        mask_token_id=VOCABULARY - 1,
+        initializer_range=0.3,
+        **options,
+    )
+    head = PEagleHead(config).eval()
+    head.set_vocabulary(torch.tensor([0, 1, 2, 3, 5, 7, 8, 10, 11]))
     return head
 
 
@@ -397,6 +422,13 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("dspark", "chain", {"model": dflash_head(markov_rank=6), "num_speculative_tokens": 3}),
         Variant("dspark", "tree", {"model": dflash_head(markov_rank=6, markov_head_type="rnn"), "shape": (3, 2, 1)}),
         Variant("dspark", "dynamic", {"model": dflash_head(markov_rank=6), "top_k": 3, "nodes": 8}),
+    ],
+    "peagle": [
+        Variant("peagle", "best-first", {"model": peagle_head(), "num_speculative_tokens": 3, "nodes": 8}),
+        Variant("peagle", "chain", {"model": peagle_head(own_embedding=False), "shape": (1, 1, 1)}),
+        Variant("peagle", "one-token", {"model": peagle_head(), "shape": (2,)}),
+        Variant("peagle", "sampled-tree", {"model": peagle_head(norm_before_residual=True), "shape": (3, 2, 1)}),
+        Variant("peagle", "windows", {"model": peagle_head(sliding_window=6), "shape": (1, 1, 1)}),
     ],
     "mtp": [
         Variant("mtp", "experts", {"model": mtp_head(sparse=True), "num_speculative_tokens": 3}),

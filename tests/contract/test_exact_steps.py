@@ -31,6 +31,8 @@ from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
+from forerun.drafters.heads.mtp import MtpConfig, MtpHead
+from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
 from forerun.drafters.trees import FixedTree, Grown
 from forerun.engine import core
 from forerun.engine.completion import Completion
@@ -133,6 +135,45 @@ def _dflash(**options: Any) -> DFlashHead:
     return head.eval().to(torch.float64)
 
 
+@functools.cache
+def _peagle() -> PEagleHead:
+    torch.manual_seed(7)
+    config = PEagleConfig(
+        hidden_size=8,
+        target_hidden_size=8,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        boundaries=(0, 1, 2),
+        num_hidden_layers=2,
+        mask_token_id=VOCABULARY - 1,
+        initializer_range=0.3,
+    )
+    return PEagleHead(config).eval().to(torch.float64)
+
+
+@functools.cache
+def _mtp(modules: int) -> MtpHead:
+    torch.manual_seed(9)
+    config = MtpConfig(
+        hidden_size=8,
+        target_hidden_size=8,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        boundaries=(LAST_HIDDEN,),
+        num_hidden_layers=modules,
+        initializer_range=0.3,
+    )
+    return MtpHead(config).eval().to(torch.float64)
+
+
 CHAIN = {"num_speculative_tokens": 3}
 NOVEL = (3,)
 """Nothing to copy."""
@@ -170,6 +211,11 @@ SAMPLING = [
     Variant("dflash", "chain", {"model": _dflash(), "shape": (1, 1, 1)}),
     Variant("dspark", "chain", {"model": _dflash(markov_rank=4), **CHAIN}),
     Variant("dspark", "tree", {"model": _dflash(markov_rank=4, markov_head_type="rnn"), "shape": (2, 1, 1)}),
+    Variant("peagle", "best-first", {"model": _peagle(), "num_speculative_tokens": 3, "nodes": 5}),
+    Variant("mtp", "chain", {"model": _mtp(1), **CHAIN}),
+    Variant("mtp", "two-modules-tree", {"model": _mtp(2), "shape": (2, 1, 1), "draw": "without_replacement"}),
+    Variant("peagle", "chain", {"model": _peagle(), "shape": (1, 1, 1)}),
+    Variant("peagle", "tree", {"model": _peagle(), "shape": (2, 1, 1), "draw": "without_replacement"}),
     Variant("cascade", "chain", {"model": _relative(), "inner": COPIES, **CHAIN}),
     Variant("cascade", "tail", {"model": _relative(), "inner": COPIES, "num_speculative_tokens": 2, "tail": 3}),
     Variant("cascade", "three-levels", {"model": _relative(), "inner": _member("cascade", inner=COPIES), **CHAIN}),

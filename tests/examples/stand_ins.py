@@ -23,6 +23,7 @@ WORDS = {
     **dict.fromkeys(("SMALL_MODEL", "SMALL-1", "SMALL-2", "SMALL-3"), "demo-draft"),
     **dict.fromkeys(("HEAD", "SOMEBODY/HEAD", "RedHatAI/SOME-HEAD"), HEAD),
     "DIR": "exported",
+    "MTP_MODEL": "mtp-model",
     "--drafter X": "--drafter ngram",
     "http://localhost:8000/v1": "{endpoint}",
     # A run of its own for each line that trains by the same recipe.
@@ -95,6 +96,7 @@ def _prepared(folder: Path, run: Run) -> None:
 FOLDERS: dict[str, Callable[[Path, Run], object]] = {
     "data/train": _prepared,
     "runs/first/head": lambda folder, run: shutil.copytree(HEAD, folder),
+    "mtp-model": lambda folder, run: with_fresh_layers(Path(resolve("demo")), folder),
     "build/demo/heads": lambda folder, run: shutil.copytree(HEAD, folder / "eagle3" / "head"),
     "learned/latest": lambda folder, run: shutil.copytree(resolve("demo-draft"), folder),
 }

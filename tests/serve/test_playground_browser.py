@@ -146,7 +146,7 @@ def test_the_keyboard_is_enough(opened: Page) -> None:
     opened.page.focus("#prompt")
     keys.press("Control+A")
     keys.type("def add(a, b):")
-    for name in ("drafter", "count", "temperature", "length"):
+    for name in ("mode", "drafter", "count", "temperature", "length"):
         keys.press("Tab")
         assert opened.page.evaluate("document.activeElement.id") == name
         if name == "temperature":

@@ -128,12 +128,14 @@ def test_the_shipped_heads_recipe_runs_as_its_stage_runs_it(
     import head
 
     names = ("library.py", "test_one.py", "other.py")
-    files = [corpus.SourceFile(name=name, text="import os\nimport sys\n\nprint(os, sys)\n" * 100) for name in names]
+    files = [corpus.SourceFile(name=name, text="def first(value):\n    found = value\n    return found\n\n\n" * 100) for name in names]
     monkeypatch.setattr(corpus, "read_standard_library", lambda: files)
     monkeypatch.setattr(corpus, "split", lambda found: (found[:2], found[2:]))
     monkeypatch.setattr(corpus, "is_prompt", lambda file: True)
     monkeypatch.setattr(head, "PIECES", 2)
-    monkeypatch.setattr(head, "ANSWER_TOKENS", 8)
+    monkeypatch.setattr(head, "EDITS", 2)
+    for name in ("ANSWER_TOKENS", "EDIT_TOKENS"):
+        monkeypatch.setattr(head, name, 8)
     ran: list[str] = []
 
     def run(words: list[str]) -> int:
@@ -146,4 +148,4 @@ def test_the_shipped_heads_recipe_runs_as_its_stage_runs_it(
     monkeypatch.setattr(head, "main", run)
     (tmp_path / "target").symlink_to(demo.resolve("demo"))
     head.make_head(tmp_path)
-    assert ran == ["data regenerate", "data prepare", "data prepare", "train eagle3"]
+    assert ran == ["data regenerate", "data regenerate", "data prepare", "data prepare", "train eagle3"]

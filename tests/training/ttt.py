@@ -16,6 +16,7 @@ from forerun.drafters.heads.layers import DecoderHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.drafters.heads.mtp import MtpConfig, MtpHead
+from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
 from forerun.model import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
@@ -115,6 +116,29 @@ def dflash(**options: Any) -> DFlashHead:
         **options,
     }
     made = made_of(config(**given)).eval()
+    _vary(made)
+    return made
+
+
+def peagle(**options: Any) -> PEagleHead:
+    """A random P-EAGLE head for `model()`, of two layers unless the options say otherwise."""
+    torch.manual_seed(1)
+    given = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": 30,
+        "boundaries": (1, 2, 3),
+        "num_hidden_layers": 2,
+        "mask_token_id": VOCABULARY - 1,
+        "initializer_range": 0.2,
+        **options,
+    }
+    made = PEagleHead(PEagleConfig(**given)).eval()
     _vary(made)
     return made
 

@@ -57,8 +57,10 @@ class FlatFormat(Format):
         return write_flat(checkpoint), eagle.to_file(checkpoint, first=eagle.MIDLAYER if single else eagle.FIRST)
 
 
-def read_flat(config: Config, tensors: Tensors, num_layers: int | None) -> HeadCheckpoint:
-    """A head whose configuration is flat; errors as `Format.read`."""
+def read_flat(
+    config: Config, tensors: Tensors, num_layers: int | None, made: type[EagleConfig] = EagleConfig, **own: Any
+) -> HeadCheckpoint:
+    """A head whose configuration is flat, `made` with fields of its `own`; errors as `Format.read`."""
     keys, found = Keys(config), eagle.to_canonical(tensors)
     nested, generation, fields = keys.nested(NESTED), _generation(keys, found), eagle.read_layers(keys)
     fields |= _read_features(keys, nested, fields["hidden_size"])
@@ -76,10 +78,11 @@ def read_flat(config: Config, tensors: Tensors, num_layers: int | None) -> HeadC
         eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None,
     }
     return eagle.make_head(
-        EagleConfig,
+        made,
         found,
         notes,
         **fields,
+        **own,
         generation=generation,
         draft_vocab_size=keys.integer("draft_vocab_size", fields["vocab_size"]),
         fc_bias="fc.bias" in found if declared_bias is None else bool(declared_bias),

@@ -41,7 +41,7 @@ class Entry:
 
 FORMATS: dict[str, Entry] = {
     "speculators": Entry(
-        path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3", "dflash", "dspark")
+        path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3", "peagle", "dflash", "dspark")
     ),
     "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
     "medusa": Entry(path="forerun.checkpoints.medusa:MedusaFormat", kinds=("medusa",)),
@@ -64,6 +64,11 @@ FORMATS: dict[str, Entry] = {
         path="forerun.checkpoints.mtp:MtpFormat",
         kinds=("mtp",),
         engines="forerun.checkpoints.mtp_engines:MtpEngines",
+    ),
+    "peagle": Entry(
+        path="forerun.checkpoints.peagle:PEagleFormat",
+        kinds=("peagle",),
+        engines="forerun.checkpoints.peagle_engines:PEagleEngines",
     ),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.checkpoints import dflash, eagle
+from forerun.checkpoints import dflash, eagle, peagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
 from forerun.drafters.heads.dflash import DFlashConfig
 from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.drafters.heads.layers import DecoderConfig
+from forerun.drafters.heads.peagle import PEagleConfig
 from forerun.errors import CheckpointError
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
 PROPOSALS, BLOCK_IDS = "proposal_methods", "aux_hidden_state_layer_ids"
 OWN = {
     "eagle3": "Eagle3Speculator",
+    "peagle": "PEagleSpeculator",
     "dflash": "DFlashSpeculator",
     "dspark": "DSparkSpeculator",
 }  # Kinds of this format, and their architectures
+FUSED = ("eagle3", "peagle")  # Kinds whose layers are EAGLE-3's
 DEFAULT_TOKENS = 5  # Drafted tokens per step that are written where the file it came from did not say
 AT_THE_TOP = ("speculators_version", "embed_requires_grad", "transformers_version", "auto_map")
 """Keys without meaning for drafting that belong beside, not inside, the nested configuration."""
@@ -52,7 +55,14 @@ class SpeculatorsFormat(Format):
         for stated in ("architectures", "torch_dtype", "dtype", "tie_word_embeddings"):
             keys.get(stated), layers.get(stated)  # said again when written
         windowed = fields["sliding_window"] is not None and layers.get("layer_types") is None
-        made, own, notes = _eagle3(keys, layers, num_layers) if kind == "eagle3" else _dflash(keys, kind)
+        fused = kind in FUSED
+        made, own, notes = _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind)
+        if kind == "peagle":
+            made, own, found = (
+                PEagleConfig,
+                own | {"mask_token_id": keys.integer("mask_token_id")},
+                peagle.with_mask(found),
+            )
         return eagle.make_head(
             made,
             found,
@@ -61,7 +71,7 @@ class SpeculatorsFormat(Format):
             **own,
             target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
             draft_vocab_size=keys.integer("draft_vocab_size", fields["vocab_size"]),
-            **({"fc_bias": "fc.bias" in found} if kind == "eagle3" else {}),
+            **({"fc_bias": "fc.bias" in found} if fused else {}),
             qk_norm=layers.get("model_type") == "qwen3",
             extra=_extra(layers, keys, whole, _usual_tokens(own)),
         )
@@ -77,7 +87,8 @@ class SpeculatorsFormat(Format):
         stated = config.extra.get(SPECULATORS, {})
         proposals = stated.get(PROPOSALS) or [_greedy(config.max_depth or DEFAULT_TOKENS)]
         layers = {**extra, **eagle.write_layers(config)}
-        if config.kind == "eagle3" and len(config.boundaries) != 3:
+        fused = config.kind in FUSED
+        if fused and len(config.boundaries) != 3:
             layers["num_aux_hidden_states"] = len(config.boundaries)  # vLLM assumes 3 and looks for it here
         return {
             **top,
@@ -86,7 +97,7 @@ class SpeculatorsFormat(Format):
             "torch_dtype": eagle.dtype_name(checkpoint),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
-            **(_of_eagle3(config) if config.kind == "eagle3" else _of_dflash(config)),
+            **(_of_eagle3(config) if fused else _of_dflash(config)),
             "tie_word_embeddings": False,
             LAYERS: layers,
             WHOLE: {
@@ -96,7 +107,7 @@ class SpeculatorsFormat(Format):
                 "default_proposal_method": proposals[0]["proposal_type"],
                 "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
             },
-        }, eagle.to_file(checkpoint) if config.kind == "eagle3" else dflash.to_file(checkpoint)
+        }, eagle.to_file(checkpoint) if fused else dflash.to_file(checkpoint)
 
 
 Own = tuple[type[DecoderConfig], dict[str, Any], dict[str, bool]]
@@ -114,7 +125,10 @@ def _eagle3(keys: Keys, layers: Keys, num_layers: int | None) -> Own:
 def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
     if config.norm_before_fc and config.fc_norm:
         raise CheckpointError("speculators forbids norm_before_fc together with fc_norm; use flat")
-    return {**{flag: getattr(config, flag) for flag in eagle.FLAGS}, eagle.IDS: list(config.boundaries)}
+    if config.kind == "peagle" and config.fc_norm:
+        raise CheckpointError("vLLM does not read fc_norm of a P-EAGLE head in this format; use peagle")
+    mask = {"mask_token_id": config.mask_token_id} if isinstance(config, PEagleConfig) else {}
+    return {**{flag: getattr(config, flag) for flag in eagle.FLAGS}, eagle.IDS: list(config.boundaries), **mask}
 
 
 def _dflash(keys: Keys, kind: str) -> Own:

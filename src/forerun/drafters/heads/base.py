@@ -237,8 +237,9 @@ class BlockHead(AttendingHead):
     is not known yet. Of what is committed before the root, entry i is the feature of token i at position i."""
 
     @property
-    def places(self) -> int:
-        """Tokens of a block, the root's included."""
+    def places(self) -> int | None:
+        """Tokens of a block, the root's included. None: what is committed runs through the layers (`read`), the root's
+        entry predicts the token after it, and a block is a mask for each further depth that is asked for."""
         raise NotImplementedError
 
     @property
@@ -257,6 +258,11 @@ class BlockHead(AttendingHead):
 
     def context(self, features: Tensor, angles: Angles) -> Sequence[tuple[Tensor, Tensor]]:
         """What each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and values, (B, groups, N, D)."""
+        raise NotImplementedError
+
+    def read(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """In place of `context`, where a block has no place for the root: one pass over what is committed, embeddings
+        (B, N, H) of the next tokens beside features from `fuse` -> (B, N, H), what the output head reads."""
         raise NotImplementedError
 
     def block(self, embeds: Tensor, angles: Angles, attend: Attend) -> Tensor:

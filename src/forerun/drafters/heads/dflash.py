@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from forerun.drafters.heads.base import Angles, Attend, BlockHead, HeadConfig
 from forerun.drafters.heads.drafting import BestFirstDrafter, HeadDrafterConfig
-from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
+from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm, spare_token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +57,7 @@ class DFlashConfig(DecoderConfig):
         found = cls.layer_fields(config) | dict(options)
         layers = found.setdefault("num_hidden_layers", min(5, config.num_hidden_layers))
         found.setdefault("boundaries", spread_boundaries(config.num_hidden_layers, layers))
-        padding = getattr(config, "pad_token_id", None)
-        found.setdefault("mask_token_id", config.vocab_size - 1 if padding is None else padding)
+        found.setdefault("mask_token_id", spare_token(config))
         return found | {name: tuple(found[name]) for name in ("boundaries", "full_layers") if name in found}
 
 

@@ -95,10 +95,9 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-class EagleHead(DecoderHead, SequentialHead):
-    """EAGLE-1 and -2 or EAGLE-3 with its variants, as `EagleConfig` says; see `SequentialHead`."""
+class FusedHead(DecoderHead):
+    """EAGLE's layers over the target's fused states, as `EagleConfig` says."""
 
-    Config = EagleConfig
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
@@ -127,12 +126,22 @@ class EagleHead(DecoderHead, SequentialHead):
         fused: Tensor = self.fc(joined)
         return fused
 
-    def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
-        states = features
-        if self.config.generation == 1:
-            states = self.fc(torch.cat([embeds, features], dim=-1))
+    def through(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """Embeddings (B, N, H) beside `states` (B, N, H) -> (B, N, H), the residual stream after all layers."""
         for layer in self.layers:
             states = layer(embeds, states, angles, attend)
+        return states
+
+
+class EagleHead(FusedHead, SequentialHead):
+    """EAGLE-1 and -2 or EAGLE-3 with its variants; see `SequentialHead`."""
+
+    Config = EagleConfig
+
+    def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
+        if self.config.generation == 1:
+            features = self.fc(torch.cat([embeds, features], dim=-1))
+        states = self.through(embeds, features, angles, attend)
         output = self.norm(states)
         return Advanced(output if self.config.norm_output else states, output)
 

@@ -81,6 +81,14 @@ KINDS: dict[str, HeadKind] = {
             same_head_as="eagle",
         ),
         HeadKind(
+            name="peagle",
+            title="P-EAGLE",
+            summary="an EAGLE-3 head that drafts all depths in one pass, from masks; the tree of the likeliest paths",
+            module="forerun.drafters.heads.peagle:PEagleHead",
+            drafter="forerun.drafters.heads.peagle:PEagleDrafter",
+            drafts="block",
+        ),
+        HeadKind(
             name="medusa",
             title="Medusa-1",
             summary="an output head for each token further ahead, all from one hidden state (Medusa)",

@@ -111,6 +111,12 @@ class DecoderConfig(HeadConfig):
         }
 
 
+def spare_token(config: Any) -> int:
+    """A token of a target with this configuration that texts hardly hold: the one for padding, or the last one."""
+    padding = getattr(config, "pad_token_id", None)
+    return int(config.vocab_size - 1 if padding is None else padding)
+
+
 class DecoderHead(AttendingHead):
     """What heads of decoder layers share: rotary embedding, and an output head and an embedding of their own if any. A
     kind makes its ``layers`` and ``norm``, then calls `complete`."""

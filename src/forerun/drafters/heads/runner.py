@@ -37,6 +37,7 @@ from forerun.types import Boundary
 
 PIECE = 512  # Most entries of a row in one pass over a prompt
 Tree = TypeVar("Tree")
+Passed = TypeVar("Passed")
 HiddenStates = Mapping[Boundary, Tensor]
 
 
@@ -222,6 +223,14 @@ class AttendingRunner(HeadRunner):
             mask[..., :unseen] = torch.finfo(mask.dtype).min
         return mask
 
+    def _advance(
+        self, tokens: Tensor, block: Block, width: int, step: Callable[[Tensor, Angles, Attend], Passed]
+    ) -> Passed:
+        """One pass of all layers over `tokens` (B, N), which a cache of `width` slots holds."""
+        embeds, attend_cached = self.embed(tokens), self._attend(block, width)
+        with attention_kernels(self.device):
+            return step(embeds, self.head.angles(block.query_positions, embeds), attend_cached)
+
     def _attend(self, block: Block, width: int) -> Attend:
         """What a layer's queries get when its keys and values are put behind those of the cache."""
         kinds, this = self._kinds_unseen, Pass()
@@ -313,13 +322,6 @@ class SequentialRunner(AttendingRunner):
         self._features[index] = advanced.feature[each, last]
         self._outputs[index] = advanced.output[each, last]
 
-    def _advance(
-        self, tokens: Tensor, block: Block, width: int, step: Callable[[Tensor, Angles, Attend], Advanced]
-    ) -> Advanced:
-        embeds, attend_cached = self.embed(tokens), self._attend(block, width)
-        with attention_kernels(self.device):
-            return step(embeds, self.head.angles(block.query_positions, embeds), attend_cached)
-
 
 class RecurrentRunner(AttendingRunner):
     """Level by level from the state of the token before the root; the cache holds what was committed alone."""
@@ -360,7 +362,8 @@ class RecurrentRunner(AttendingRunner):
 
 
 class BlockRunner(AttendingRunner):
-    """All levels from one pass over a block behind the committed entries, which are keys and values of features."""
+    """All levels from one pass over a block behind the committed entries, which are keys and values of features or of
+    all that the layers read."""
 
     head: BlockHead
     _frontier: _Depths | None
@@ -368,20 +371,36 @@ class BlockRunner(AttendingRunner):
     def __init__(self, head: BlockHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._outputs = self._features.new_zeros(rows, head.feature_size)  # Of the roots' entries, where they are read
+        self._places = 0  # Of the block at hand
 
     def _behind(self, run: int) -> int:
-        return self.head.places
+        return self.head.places or max(1, run)
+
+    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+        self._places = self.head.places or max(1, run if levels is None else levels - 1)
+        return super()._make_room(rows, self._places, levels, recorded)
 
     def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
+        if self.head.places is None:
+
+            def step(embeds: Tensor, angles: Angles, attend: Attend) -> Tensor:
+                return self.head.read(embeds, fused, angles, attend)
+
+            each = torch.arange(len(index), device=self.device)
+            self._outputs[index] = self._advance(ids, block, width, step)[each, last]
+            return
         angles = self.head.angles(block.query_positions, fused)
         for layer, (keys, values) in enumerate(self.head.context(fused, angles)):
             self._cache.write(keys, values, layer)
         self._roots[index] = ids.gather(1, last.unsqueeze(1)).squeeze(1)
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
-        places, first, this = self.head.places, self.head.first, Pass()
+        places, first, this = self._places, self.head.first, Pass()
         roots = self._roots[index].unsqueeze(1)
-        tokens = torch.cat([roots, torch.full_like(roots, self.head.mask_token).expand(-1, places - 1)], dim=1)
+        known = [] if self.head.places is None else [roots]
+        masks_behind = torch.full_like(roots, self.head.mask_token).expand(-1, places - len(known))
+        tokens = torch.cat([*known, masks_behind], dim=1)
         positions = lengths.unsqueeze(1) + torch.arange(places, device=self.device)
         self._cache.begin(rows, positions, size, index=index, anywhere=recorded)
         masks = dict[tuple[str, bool], Tensor]()
@@ -398,6 +417,8 @@ class BlockRunner(AttendingRunner):
         embeds = self.embed(tokens)
         with attention_kernels(self.device):
             output = self.head.block(embeds, self.head.angles(positions, embeds), attend_cached)[:, first:]
+        if self.head.places is None:
+            output = torch.cat([self._outputs[index].unsqueeze(1), output], dim=1)
         self._frontier = _Depths(logits=self.logits(output), states=output)
         return self._follow(roots, self._frontier)
 

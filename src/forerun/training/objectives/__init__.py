@@ -10,6 +10,7 @@ from forerun.errors import ArgumentError
 OBJECTIVES: dict[str, str] = {
     "eagle3": "forerun.training.objectives.eagle3:Eagle3Objective",
     "eagle": "forerun.training.objectives.eagle:EagleObjective",
+    "peagle": "forerun.training.objectives.peagle:PEagleObjective",
     "medusa": "forerun.training.objectives.medusa:MedusaObjective",
     "hydra": "forerun.training.objectives.recurrent:RecurrentObjective",
     "mlp_speculator": "forerun.training.objectives.recurrent:RecurrentObjective",

@@ -140,3 +140,12 @@ def counted(batch: TokenBatch, step: int) -> Tensor:
     """(B, S) bool: token i + 2 + step exists in the same document and counts."""
     wanted = ahead(batch.loss_mask, step + 2, False)
     return wanted & (ahead(batch.documents, step + 2, -1) == batch.documents) & (batch.documents >= 0)
+
+
+def evenly(usable: Tensor, random: bool) -> Tensor:
+    """(B, S) float: an order of what is `usable` (B, S), every beginning of which is spread over the row; a random one,
+    or always the same."""
+    if random:
+        return torch.rand(usable.shape, device=usable.device)
+    golden = (5**0.5 - 1) / 2  # Van der Corput's sequence: every beginning of it is spread evenly
+    return (usable.cumsum(1) * golden).frac().to(torch.float32)

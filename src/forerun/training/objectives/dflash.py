@@ -21,7 +21,7 @@ from forerun.drafters.heads.dflash import DFlashHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, TokenBatch, working_dtype
 from forerun.training.chunked_loss import Paths, VocabularyLoss
-from forerun.training.objectives.base import DecoderObjective, DecoderSettings, counted
+from forerun.training.objectives.base import DecoderObjective, DecoderSettings, counted, evenly
 from forerun.types import LAST_HIDDEN
 
 
@@ -114,12 +114,8 @@ class DFlashObjective(DecoderObjective):
         """(B, A) indices of roots, rising, and which of them are in use: random ones of those whose next token counts;
         in evaluation evenly spread ones."""
         usable = counted(tokens, -1) & (tokens.positions > 0)
-        if self.head.training:
-            order = torch.rand(usable.shape, device=usable.device)
-        else:  # Van der Corput's sequence: every beginning of it is spread evenly
-            golden = (5**0.5 - 1) / 2
-            order = (usable.cumsum(1) * golden).frac().to(torch.float32)
-        best = order.masked_fill(~usable, -1.0).topk(min(self.settings.anchors, usable.shape[1]), dim=1).indices
+        order = evenly(usable, self.head.training).masked_fill(~usable, -1.0)
+        best = order.topk(min(self.settings.anchors, usable.shape[1]), dim=1).indices
         anchors = best.sort(dim=1).values
         return anchors, usable.gather(1, anchors)
 

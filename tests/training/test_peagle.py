@@ -1,0 +1,230 @@
+"""P-EAGLE: what its objective computes is what it drafts; its loss, its conditional drop, and that training helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+
+from forerun import LLM, SamplingParams
+from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
+from forerun.drafters.heads.runner import BlockRunner
+from forerun.errors import ArgumentError
+from forerun.model import Target
+from forerun.training.batch import FeatureBatch
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.peagle import Masked, PEagleObjective, PEagleSettings
+from forerun.types import LAST_HIDDEN
+from training.ttt import HIDDEN, VOCABULARY, batch_of, features, model, peagle, tokens
+
+WHOLE = {"draft_vocab_size": VOCABULARY}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True, "fc_norm": True, "own_embedding": False},
+    {"sliding_window": 4, "full_layers": (1,), "norm_before_fc": True},
+    {"sliding_window": 3, "num_hidden_layers": 1},
+    {"own_lm_head": False, **WHOLE, "qk_norm": True},
+    {"use_aux_hidden_state": False, "boundaries": (LAST_HIDDEN,)},
+]
+
+
+def objective(made: PEagleHead, **settings: Any) -> PEagleObjective:
+    return PEagleObjective(made, FrozenTarget.of(model()), PEagleSettings(**settings))
+
+
+def trained_logits(made: PEagleHead, output: torch.Tensor) -> torch.Tensor:
+    own = made.logits(output)
+    return model().get_output_embeddings()(output) if own is None else own
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_every_depth_equals_drafting(options: dict[str, Any], checkpointed: bool) -> None:
+    """Of the second of two documents, behind every entry; the first must not be seen."""
+    made, first, text = peagle(**options), tokens(6, seed=9), tokens(14)
+    batch = batch_of([first, text], made.config.boundaries, padding=2)
+    masked = objective(made, depths=4, keep=1.0, gradient_checkpointing=checkpointed).masked(batch)
+    logits = trained_logits(made, masked.output)[0].detach()
+    runner = BlockRunner(made, Target(model(), rows=1, slots=64), rows=2, slots=64, run=6)
+    seen, compared = features(text, made.config.boundaries), 0
+    for entry in range(len(text) - 1):
+        runner.truncate(1, 0)
+        for start, stop in ((0, 1), (1, entry + 1)):  # a prompt, then what was committed
+            if stop > start:
+                states = {boundary: state[:, start:stop] for boundary, state in seen.items()}
+                runner.ingest([1], [text[start + 1 : stop + 1]], states)
+
+        def levels(logits: torch.Tensor) -> list[torch.Tensor]:
+            levels = [logits[0, 0]]
+            for _ in range(1, 4):
+                twins = torch.tensor([[4, 5]])
+                levels.append(runner.descend(twins, torch.zeros_like(twins))[0, 0])
+            return levels
+
+        for depth, own in enumerate(runner.unroll([1], 6, levels, levels=4)):
+            here = (masked.entries[0] == len(first) + entry) & (masked.depths == depth)
+            if depth > 0 and entry >= len(text) - 3:
+                assert not bool((here & masked.counted[0]).any())  # it would predict what stands behind the text
+                continue
+            torch.testing.assert_close(own.detach(), logits[here][0], atol=2e-5, rtol=1e-4)
+            compared += 1
+    assert compared == (len(text) - 1) + 3 * (len(text) - 3)
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["all", "dropped"])
+def test_the_loss_equals_a_written_out_reference(few: bool) -> None:
+    made, texts, start = peagle(**WHOLE), [tokens(12), tokens(9, seed=5)], 5
+    batch = batch_of(texts, made.config.boundaries, padding=3)
+    batch.batch.loss_mask[0, :start] = False
+    of = objective(made, depths=3, keep=0.5 if few else 1.0)
+    masked, report = of.masked(batch), of(batch)
+    logits = trained_logits(made, masked.output)[0].detach()
+    teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
+    kept = [set(masked.entries[0][(masked.depths == depth) & masked.counted[0]].tolist()) for depth in range(3)]
+    total, weight, right, chains, first = torch.zeros(()), 0, [0] * 3, [0] * 3, 0
+    for text in texts:
+        for entry in range(first, first + len(text)):
+            drafted = agreed = True
+            for depth in range(3):
+                predicted = entry + 2 + depth
+                counts = start <= predicted < first + len(text)
+                if not few and (depth == 0 or start <= entry + 3 < first + len(text)):
+                    assert (entry in kept[depth]) == counts
+                drafted = drafted and entry in kept[depth]
+                if entry not in kept[depth]:
+                    continue
+                own = logits[(masked.entries[0] == entry) & (masked.depths == depth)][0]
+                total += -(teacher[predicted - 1] * log_softmax(own, -1)).sum()
+                weight += 1
+                agreed = agreed and int(own.argmax()) == int(teacher[predicted - 1].argmax())
+                chains[depth] += drafted
+                right[depth] += drafted and agreed
+        first += len(text)
+    torch.testing.assert_close(report.loss.detach(), total, atol=1e-3, rtol=1e-5)
+    assert int(report.weight) == weight
+    assert [int(report.metrics[f"acceptance_{depth}"][0]) for depth in range(3)] == right
+    assert [int(report.metrics[f"acceptance_{depth}"][1]) for depth in range(3)] == chains
+    report.loss.backward()
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in made.parameters())
+
+
+def kept_by(masked: Masked, depth: int) -> set[int]:
+    return set(masked.entries[0][(masked.depths == depth) & masked.counted[0]].tolist())
+
+
+def test_deeper_depths_are_of_fewer_entries_of_those_above() -> None:
+    made = peagle()
+    batch = batch_of([tokens(42)], made.config.boundaries)  # 39 entries have a second prediction that counts
+    of = objective(made, depths=5, keep=0.5, floor=0.2)
+    made.train()
+    torch.manual_seed(0)
+    drops = set()
+    for _ in range(6):
+        masked = of.masked(batch)
+        sizes = [int((masked.depths == depth).sum()) for depth in range(5)]
+        assert sizes == [42, 20, 10, 8, 8]  # all, then ceil(39 x 0.5, 0.25, 0.2, 0.2)
+        for depth in range(2, 5):
+            chosen = [set(masked.entries[0][masked.depths == at].tolist()) for at in (depth - 1, depth)]
+            assert chosen[1] <= chosen[0]
+        assert kept_by(masked, 0) == set(range(40))
+        drops.add(tuple(sorted(kept_by(masked, 1))))
+    assert len(drops) == 6
+    made.eval()
+    still = [kept_by(of.masked(batch), 2) for _ in range(2)]
+    assert still[0] == still[1] and max(still[0]) - min(still[0]) > 20
+
+
+def test_rows_of_unlike_lengths_keep_their_own_share() -> None:
+    made = peagle()
+    long, short = (batch_of([tokens(size, seed=size)], made.config.boundaries, 20 - size) for size in (20, 8))
+    both = FeatureBatch(
+        batch=type(long.batch)(
+            **{
+                name: torch.cat([getattr(part.batch, name) for part in (long, short)])
+                for name in ("tokens", "loss_mask", "documents", "positions")
+            }
+        ),
+        features={key: torch.cat([long.features[key], short.features[key]]) for key in long.features},
+    )
+    of = objective(made, depths=3, keep=0.5)
+    together, apart = of(both), [of(one) for one in (long, short)]
+    assert int(together.weight) == sum(int(one.weight) for one in apart)
+    torch.testing.assert_close(together.loss, apart[0].loss + apart[1].loss, atol=1e-3, rtol=1e-5)
+    for name, (total, count) in together.metrics.items():
+        torch.testing.assert_close(total, sum(one.metrics[name][0] for one in apart), atol=1e-4, rtol=1e-4)
+        assert int(count) == sum(int(one.metrics[name][1]) for one in apart)
+
+
+def test_nothing_that_counts_still_reaches_every_parameter() -> None:
+    made = peagle()
+    batch = batch_of([tokens(6)], made.config.boundaries)
+    batch.batch.loss_mask[:] = False
+    report = objective(made)(batch)
+    assert float(report.weight) == 0
+    report.loss.backward()
+    assert all(weight.grad is not None for weight in made.parameters())
+
+
+def test_training_beats_the_untrained_head() -> None:
+    """A text that repeats itself: every depth is learnt, the deeper ones from masks alone."""
+    made = PEagleHead.initial(model(), PEagleConfig.for_target("peagle", model(), options={"num_hidden_layers": 2}))
+    text = tokens(9) * 4
+    batch, of = batch_of([text], made.config.boundaries), objective(made, depths=4)
+    made.eval()
+    before = of(batch)
+    steps = torch.optim.Adam(made.parameters(), lr=3e-3)
+    made.train()
+    torch.manual_seed(0)
+    for _ in range(150):
+        report = of(batch)
+        steps.zero_grad()
+        (report.loss / report.weight).backward()
+        steps.step()
+    made.eval()
+    after = of(batch)
+    for depth in range(4):
+        first, last = (
+            float(total / count) for total, count in (one.metrics[f"overlap_{depth}"] for one in (before, after))
+        )
+        assert last > first + 0.25, (depth, first, last)
+    accepted = [[float(one.metrics[f"acceptance_{depth}"][0]) for depth in range(4)] for one in (before, after)]
+    assert sum(accepted[1]) > 3 * sum(accepted[0]) and accepted[1][3] > 0, accepted
+
+
+def test_it_drafts_as_many_tokens_as_one_likes() -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
+    for depth in (1, 2, 7):
+        config = {"method": "peagle", "model": peagle(), "adaptive": False, "shape": (1,) * depth}
+        engine = LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=2)
+        output = engine.generate({"prompt_token_ids": [3, 4]}, params)[0].outputs[0]
+        assert len(output.speculation.drafted_per_depth) == depth
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"mask_token_id": VOCABULARY}, "mask_token_id must be one of the target's"),
+        ({"generation": 1}, "its layers are EAGLE-3's; got generation 1"),
+        ({"own_lm_head": False}, "needs its own lm_head"),
+    ],
+)
+def test_a_shape_that_makes_no_sense_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        peagle(**options)
+
+
+@pytest.mark.parametrize("options", [{"depths": 0}, {"keep": 0.0}, {"floor": 1.5}], ids=str)
+def test_a_setting_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(options))):
+        PEagleSettings(**options)
+
+
+def test_what_follows_from_the_target() -> None:
+    config = PEagleConfig.for_target("peagle", model(), options={"num_hidden_layers": 2})
+    assert config.mask_token_id == VOCABULARY - 1 and config.own_embedding and config.boundaries == (1, 2, 3)
+    made = PEagleHead(config)
+    assert made.mask_hidden.shape == (1, 1, 3 * HIDDEN) and made.config.max_depth is None
+    with pytest.raises(ArgumentError, match="has no option 'norm_output'"):
+        PEagleConfig.for_target("peagle", model(), options={"norm_output": True})
