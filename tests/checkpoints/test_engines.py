@@ -43,7 +43,7 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
     (
         "B: norm_before_residual",
         VARIANTS["norm_before_residual"],
-        {"sglang": "degrades", "trtllm": "degrades", "lmdeploy": "degrades"},
+        {"sglang": "degrades", "trtllm": "degrades", "lmdeploy": "degrades", "modelopt": "check"},
     ),
     ("C: layers", VARIANTS["two_layers"], {"llama.cpp": "fails", "lmdeploy": "degrades"}),
     (
@@ -55,9 +55,9 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
     (
         "E: fc.bias",
         dataclasses.replace(PLAIN, fc_bias=True),
-        {"vllm": "degrades", "sglang": "degrades", **BOTH_BY_HALF},
+        {"vllm": "degrades", "sglang": "degrades", **BOTH_BY_HALF, "modelopt": "check"},
     ),
-    ("qk_norm", VARIANTS["qk_norm"], {"sglang": "fails", "trtllm": "degrades", **BOTH_BY_HALF}),
+    ("qk_norm", VARIANTS["qk_norm"], {"sglang": "fails", "trtllm": "degrades", **BOTH_BY_HALF, "modelopt": "check"}),
     (
         "attention bias",
         dataclasses.replace(PLAIN, attention_bias=True),
@@ -67,7 +67,7 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
     (
         "Qwen3 with biases",
         dataclasses.replace(PLAIN, qk_norm=True, attention_bias=True),
-        {"vllm": "degrades", "sglang": "fails", "trtllm": "degrades", **BOTH_BY_HALF},
+        {"vllm": "degrades", "sglang": "fails", "trtllm": "degrades", **BOTH_BY_HALF, "modelopt": "check"},
     ),
     (
         "one state",
@@ -79,11 +79,11 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
         dataclasses.replace(PLAIN, hidden_act="gelu"),
         {"vllm": "fails", "sglang": "fails", "trtllm": "degrades", **BOTH_BY_HALF},
     ),
-    ("EAGLE-3.1", VARIANTS["eagle-3.1"], BOTH_BY_HALF),
+    ("EAGLE-3.1", VARIANTS["eagle-3.1"], {**BOTH_BY_HALF, "modelopt": "check"}),
     (
         "both norms",
         dataclasses.replace(PLAIN, fc_norm=True, norm_before_fc=True),
-        {engine: "degrades" for engine in ENGINES},
+        {**{engine: "degrades" for engine in ENGINES}, "modelopt": "check"},
     ),
     ("A: other layers", dataclasses.replace(PLAIN, boundaries=(1, 5, 7)), {"llama.cpp": "fails"}),
     ("A: five layers", VARIANTS["five"], {"llama.cpp": "fails", "lmdeploy": "degrades"}),
@@ -93,11 +93,11 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
         {"sglang": "degrades", "trtllm": "fails", "llama.cpp": "fails"},
     ),
     ("A: normed output", dataclasses.replace(PLAIN, boundaries=(2, 5, LAST_HIDDEN)), EVERYWHERE),
-    ("EAGLE-1", FIRST, {"trtllm": "fails", "llama.cpp": "fails"}),
+    ("EAGLE-1", FIRST, {"trtllm": "fails", "llama.cpp": "fails", "modelopt": "fails"}),
     (
         "EAGLE-1 with a bias",
         dataclasses.replace(FIRST, fc_bias=True),
-        {"vllm": "degrades", "trtllm": "fails", "llama.cpp": "fails", "lmdeploy": "degrades"},
+        {"vllm": "degrades", "trtllm": "fails", "llama.cpp": "fails", "lmdeploy": "degrades", "modelopt": "fails"},
     ),
 ]
 
@@ -140,6 +140,7 @@ def test_less_obvious_vocabularies() -> None:
         "trtllm": "fails",
         "llama.cpp": "fails",
         "lmdeploy": "fails",
+        "modelopt": "fails",
     }
 
 
@@ -290,6 +291,65 @@ def test_what_an_engine_would_degrade_is_refused_unless_forced(
     done = export_head(source, TARGET, to, tmp_path / "out", force=True)
     assert any(finding.severity != "ok" for finding in done.findings)
     assert export_head(source, TARGET, "hf", tmp_path / "own").findings == (), "forerun serves every variant"
+
+
+def test_llama_cpp_gets_the_flat_head_and_its_converters_command(tmp_path: Path) -> None:
+    head = sample(VARIANTS["reduced"])
+    source = write_head(head, tmp_path / "source", "flat", TARGET)
+    done = export_head(source, TARGET, "llama.cpp", tmp_path / "my head")
+    assert done.format_name == "flat" and not differences(head, read_head(done.directory))
+    directory = f"'{tmp_path}/my head'"
+    assert done.command == (
+        f"python convert_hf_to_gguf.py {directory} --target-model-dir {TARGET.name_or_path} --outtype bf16 "
+        f"--outfile '{tmp_path}/my head.gguf'"
+    )
+    # What the converter looks for: a class that it registers, its mark of an EAGLE-3 head, one layer, these names.
+    keys, tensors = (
+        json.loads((done.directory / "config.json").read_text()),
+        load_file(done.directory / "model.safetensors"),
+    )
+    assert keys["architectures"] == ["LlamaForCausalLMEagle3"] and keys["draft_vocab_size"] == 24
+    assert keys["num_hidden_layers"] == 1 and keys["target_hidden_size"] == TARGET.hidden_size
+    assert {"fc.weight", "d2t", "t2d", "midlayer.hidden_norm.weight", "lm_head.weight"} <= tensors.keys()
+    ids = torch.arange(24) + tensors["d2t"]
+    assert int(ids.min()) >= 0 and int(ids.max()) < TARGET.vocab_size and len(set(ids.tolist())) == 24
+    assert "--spec-type draft-eagle3 --spec-draft-n-max 5" in (done.directory / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        ("five", r"reads boundaries .*always takes \[2, 5, 7\] \(train on the default boundaries\)"),
+        ("two_layers", "its converter takes heads of one layer"),
+        ("shared_lm_head", "no output head of its own"),
+        ("window", "a sliding window of 6 positions"),
+        ("first", "EAGLE-1: llama.cpp converts EAGLE-3 only"),
+    ],
+)
+def test_llama_cpp_is_refused_where_its_converter_would_make_another_head(
+    variant: str, words: str, tmp_path: Path
+) -> None:
+    source = write_head(sample(VARIANTS[variant]), tmp_path / "source", "flat", TARGET)
+    with pytest.raises(CheckpointError, match=words):
+        export_head(source, TARGET, "llama.cpp", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_modelopt_gets_its_own_layout(tmp_path: Path) -> None:
+    head = sample(VARIANTS["reduced"])
+    source = write_head(head, tmp_path / "source", "flat", TARGET)
+    done = export_head(source, TARGET, "modelopt", tmp_path / "out")
+    assert done.format_name == "modelopt" and not differences(head, read_head(done.directory))
+    keys = json.loads((done.directory / "config.json").read_text())
+    assert keys["eagle_config"]["use_last_layernorm"] is True
+    assert "layers.0.hidden_norm.weight" in load_file(done.directory / "model.safetensors")
+    assert done.command.startswith("forerun generate ")
+    norms = write_head(sample(VARIANTS["eagle-3.1"]), tmp_path / "norms", "flat", TARGET)
+    told = export_head(norms, TARGET, "modelopt", tmp_path / "other").findings
+    assert {(finding.severity, finding.what) for finding in told} == {("check", "fc_norm"), ("check", "norm_output")}
+    first = write_head(sample(FIRST), tmp_path / "first", "flat", TARGET)
+    with pytest.raises(CheckpointError, match="EAGLE-1: ModelOpt gets EAGLE-3 heads only"):
+        export_head(first, TARGET, "modelopt", tmp_path / "third")
 
 
 def test_sglang_gets_a_bias_of_zeros_for_the_first_generation(tmp_path: Path) -> None:

@@ -212,17 +212,19 @@ def test_a_configuration_class_keeps_every_key(name: str, variant: str) -> None:
 # Sliding windows
 
 
+LACKING = dict.fromkeys(("trtllm", "llama.cpp", "lmdeploy"), "degrades")
 LONG = dataclasses.replace(TARGET, max_position_embeddings=4096)
 WINDOWS: list[tuple[dict[str, Any], dict[str, str]]] = [
-    ({}, {"sglang": "check", "trtllm": "degrades", "llama.cpp": "degrades", "lmdeploy": "degrades"}),
-    ({"sliding_window": 1}, {"sglang": "degrades", **dict.fromkeys(("trtllm", "llama.cpp", "lmdeploy"), "degrades")}),
+    ({}, {"sglang": "check", **LACKING, "modelopt": "check"}),
+    ({"sliding_window": 1}, {"sglang": "degrades", **LACKING, "modelopt": "check"}),
     (
         {"num_hidden_layers": 2, "full_layers": (0,)},
-        {"sglang": "degrades", "trtllm": "degrades", "llama.cpp": "fails", "lmdeploy": "degrades"},
+        {"sglang": "degrades", **LACKING, "llama.cpp": "fails", "modelopt": "check"},
     ),
     (
         {"generation": 1, "boundaries": FIRST.boundaries},
-        {"vllm": "fails", "sglang": "degrades", "trtllm": "fails", "llama.cpp": "fails", "lmdeploy": "degrades"},
+        {"vllm": "fails", "sglang": "degrades", "lmdeploy": "degrades"}
+        | dict.fromkeys(("trtllm", "llama.cpp", "modelopt"), "fails"),
     ),
 ]
 

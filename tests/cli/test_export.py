@@ -72,6 +72,7 @@ def test_what_must_be_seen_to_is_said_and_does_not_stop(forerun: Forerun, tmp_pa
         "vllm": "check",
         "sglang": "check",
         **dict.fromkeys(("trtllm", "llama.cpp", "lmdeploy"), "degrades"),
+        "modelopt": "check",
     }
     table = forerun("doctor", head, "--target", "demo", "--engine", "vllm")
     assert table.code == 0 and "check" in table.out and "depth_gain" in table.out

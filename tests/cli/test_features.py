@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from cli.conftest import Ran
+from forerun.cli.features import _read_by
+from forerun.drafters.heads.dflash import spread_boundaries
+from forerun.drafters.heads.kinds import KINDS, kind_named
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
 from forerun.training.features.online import OnlineFeatures, reference_states
 from forerun.training.features.store import FeatureStore
+from forerun.types import LAST_HIDDEN
+from mtp_targets import Checkpoint
 
 Forerun = Callable[..., Ran]
 TEXTS = ["the cat sat on the mat", "the dog", "the dog sat on the log and the cat sat on the dog", "a mat"]
@@ -59,6 +64,36 @@ def test_features_are_the_targets_own_and_their_size_is_said_beforehand(
             torch.testing.assert_close(states, own[signal], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle2", "medusa", "dflash", "dspark"])
+def test_a_kind_is_stored_where_its_untrained_head_reads(
+    kind: str, store: Callable[..., Ran], checkpoint: Path, tmp_path: Path
+) -> None:
+    ran = store("--kind", kind, "--json", "--no-probe")
+    assert ran.code == 0, ran.err
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+    wanted = kind_named(kind).head.Config.for_target(kind, model).boundaries
+    assert json.loads(ran.out)["boundaries"] == [boundary for boundary in wanted if boundary != LAST_HIDDEN]
+    assert bool(json.loads(ran.out)["boundaries"]) == (kind in ("dflash", "dspark"))
+    # `--boundaries` says otherwise.
+    assert json.loads(store("--kind", kind, "--boundaries", "1", "--json", "--no-probe", output="own").out)[
+        "boundaries"
+    ] == [1]
+
+
+def test_every_trainable_kind_can_be_asked_for() -> None:
+    config = LlamaConfig(num_hidden_layers=32)
+    found = {kind.name: _read_by(kind, config, "") for kind in KINDS.values() if kind.in_target is None}
+    assert found["eagle3"] == (2, 16, 29) and found["medusa"] == (LAST_HIDDEN,)
+    assert found["dflash"] == found["dspark"] == spread_boundaries(32, 5) == (2, 9, 16, 23, 30)
+
+
+def test_mtp_layers_are_read_where_their_checkpoint_says(tmp_path: Path) -> None:
+    for family, expected in {"glm": (LAST_HIDDEN,), "mimo": (2,)}.items():
+        folder = tmp_path / family
+        Checkpoint(family, folder)
+        assert _read_by(kind_named("mtp"), None, str(folder)) == expected
+
+
 def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(
     store: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +124,8 @@ def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(
         (["--boundaries", "1,3"], "no layer boundary 3: expected 0..2"),
         (["--boundaries", "two"], "--boundaries takes numbers"),
         ([], "a target of 2 layers has too few"),
+        (["--kind", "dflsh"], "unknown kind of head 'dflsh'"),
+        (["--kind", "mtp"], "brings no MTP layers"),
         (["--boundaries", "1", "--dtype", "int4"], "bfloat16, float8, float16 or float32, not 'int4'"),
         (["--boundaries", "1", "--batch-tokens", "0"], "must be above 0"),
     ],

@@ -11,6 +11,7 @@ import pytest
 
 from cli.conftest import Ran
 from forerun.drafters.heads.catalogue import known_heads, suggest
+from forerun.drafters.heads.kinds import KINDS
 
 Forerun = Callable[..., Ran]
 
@@ -20,7 +21,7 @@ def test_suggestions_put_loadable_heads_first_and_know_hub_ids_directories_and_c
     assert found[0].model == "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B" and found[0].drafter == "eagle3"
     assert found == suggest("/models/meta-llama-3.1-8b-instruct/")
     # The paper does not say which of the two models; its head comes after those that do.
-    assert [head.target for head in found] == ["Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.1-8B"]
+    assert [head.target for head in found] == ["Llama-3.1-8B-Instruct"] * 3 + ["Llama-3.1-8B"]
     assert suggest("meta-llama/Llama-3.1-8B")[0].target == "Llama-3.1-8B"
     assert suggest("someone/unheard-of") == []
 
@@ -35,9 +36,12 @@ def test_the_catalogue_names_no_hub_id_that_is_not_known_in_full() -> None:
             "eagle",
             "speculators",
             "modelopt",
+            "dflash",
+            "pickle",
         )
+        assert head.url or head.model is None, "an id needs the page that it was found on"
         assert head.acceptance_length is None or (1 < head.acceptance_length < 10 and head.conditions)
-    assert suggest("openai/gpt-oss-120b")[0].boundaries is not None
+    assert any(head.boundaries for head in suggest("openai/gpt-oss-120b"))
     assert len({(head.target, head.named) for head in heads}) == len(heads)
 
 
@@ -47,12 +51,34 @@ def test_heads_lists_all_those_of_a_target_and_those_of_a_part_of_a_name(forerun
     kimi = forerun("heads", "moonshotai/Kimi-K2-Instruct")
     assert kimi.code == 0 and "--drafter eagle3 --drafter-model AQ-MedAI/Kimi-K2-Instruct-eagle3" in kimi.out
     part = json.loads(forerun("heads", "coder", "--json").out)
-    assert {head["target"] for head in part} == {"Qwen3-Coder-30B-A3B-Instruct", "Qwen3-Coder-480B-A35B-Instruct"}
+    assert {head["target"] for head in part} == {
+        "Qwen3-Coder-30B-A3B",
+        "Qwen3-Coder-30B-A3B-Instruct",
+        "Qwen3-Coder-480B-A35B-Instruct",
+        "Qwen3-Coder-Next",
+    }
+
+
+def test_every_kind_is_listed_and_the_first_loadable_head_of_each_can_be_passed_on(forerun: Forerun) -> None:
+    published = {"eagle3", "dflash", "dspark", "peagle", "medusa", "hydra", "mlp_speculator"}
+    assert {head.drafter for head in known_heads()} == published
+    ran = forerun("heads", "Qwen/Qwen3-8B")
+    options = [line for line in ran.out.splitlines() if line.startswith("--drafter")]
+    assert "--drafter dflash --drafter-model z-lab/Qwen3-8B-DFlash-b16" in options
+    assert "--drafter dspark --drafter-model deepseek-ai/dspark_qwen3_8b_block7" in options
+    kinds = [line.split()[1] for line in options]
+    assert len(set(kinds)) == len(kinds) and set(kinds) <= set(KINDS)
+
+
+def test_pickles_are_listed_and_not_passed_on(forerun: Forerun) -> None:
+    ran = forerun("heads", "lmsys/vicuna-7b-v1.3")
+    assert "FasterDecoding/medusa-vicuna-7b-v1.3" in ran.out and "--drafter medusa" not in ran.out
+    assert not any(head.loadable for head in known_heads() if head.drafter == "medusa")
 
 
 def test_an_unknown_target_is_said_on_stderr(forerun: Forerun) -> None:
     ran = forerun("heads", "someone/unheard-of")
-    assert ran.code == 0 and ran.out == "" and "no public EAGLE-3 head is known for someone/unheard-of" in ran.err
+    assert ran.code == 0 and ran.out == "" and "no public head is known for someone/unheard-of" in ran.err
     assert json.loads(forerun("heads", "someone/unheard-of", "--json").out) == []
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import forerun
 from forerun import LLM, SamplingParams
 from forerun.demo import resolve
+from mtp_targets import with_fresh_layers
 
 HEAD = str(resolve("demo-eagle3"))
 WORDS = {
@@ -63,6 +64,7 @@ NOT_OURS = {
     r"^docker build ": "needs Docker",
     r"^forerun VERB ": "says what a command looks like",
     r"-m pytest\b": "these very tests",
+    r"convert_hf_to_gguf\.py ": "llama.cpp's converter",
     r"^lm_eval ": "needs lm-evaluation-harness and a data set; tests/serve/test_client_features.py asks as it does",
     r"bin/(ruff|mypy|zensical)\b|tests_vllm/run\.py": "other people's tools, and vLLM's environment",
 }

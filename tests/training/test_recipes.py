@@ -128,7 +128,10 @@ def test_the_shipped_heads_recipe_runs_as_its_stage_runs_it(
     import head
 
     names = ("library.py", "test_one.py", "other.py")
-    files = [corpus.SourceFile(name=name, text="def first(value):\n    found = value\n    return found\n\n\n" * 100) for name in names]
+    files = [
+        corpus.SourceFile(name=name, text="def first(value):\n    found = value\n    return found\n\n\n" * 100)
+        for name in names
+    ]
     monkeypatch.setattr(corpus, "read_standard_library", lambda: files)
     monkeypatch.setattr(corpus, "split", lambda found: (found[:2], found[2:]))
     monkeypatch.setattr(corpus, "is_prompt", lambda file: True)

@@ -51,6 +51,8 @@ class BlockEngines(Engines):
         yield from check(
             "llama.cpp", f"a {config.kind} head", why, "convert it there, and compare its acceptance with ours"
         )
+        why = "exports such heads, but is not known to read them"
+        yield from check("modelopt", f"a {config.kind} head", why, "train on with forerun")
         if config.kind == "dspark":
             yield from fails("lmdeploy", "a DSpark head", "has no such drafter", "use vLLM or SGLang")
 

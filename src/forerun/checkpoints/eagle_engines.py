@@ -2,7 +2,8 @@
 
 A tensor that an engine allocates and nothing fills stays as it happens to be, and one that it has no place for is lost,
 mostly without a message. Names are forerun's own. From reading vLLM 0.33, SGLang 0.5.23, TensorRT-LLM 1.3-1.4 (release
-candidates), llama.cpp and LMDeploy 0.18, the last two without their loaders; no engine is run.
+candidates), llama.cpp's converter (``conversion/llama.py``), and LMDeploy 0.18 without its loader; ModelOpt 0.47 by the
+keys of its configuration. No engine is run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
 from forerun.checkpoints.eagle import IDS, canonical_names, is_default, to_file, to_outputs
-from forerun.checkpoints.engines import EVERY, TOKENS, Destination, Engines, Finding, Launch, check, degrades, fails, ok
+from forerun.checkpoints.engines import (
+    EVERY,
+    TOKENS,
+    Destination,
+    Engines,
+    Finding,
+    Launch,
+    check,
+    degrades,
+    fails,
+    forerun_line,
+    ok,
+)
 from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA, POST_NORM, write_flat
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.speculators import KIND, LAYERS
@@ -271,6 +284,25 @@ def _window(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         yield from degrades("sglang", what, why, remedy)
 
 
+def _modelopt(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    """What ModelOpt has no key for: its own tools make a head without it, though the file says it."""
+    config = head.config
+    if config.generation == 1:
+        what, remedy = "EAGLE-1", "export --to vllm, or train an EAGLE-3 head"
+        yield from fails("modelopt", what, "gets EAGLE-3 heads only in its format", remedy)
+        return
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+    unknown = [flag for flag in flags if getattr(config, flag)]
+    if (config.sliding_window or target.max_position_embeddings) < target.max_position_embeddings:
+        unknown.append("sliding_window")
+    bias = head.tensors.get("fc.bias")
+    if bias is not None and bool(bias.any()):
+        unknown.append("fc.bias")
+    for what in unknown:
+        why = "has no key for it: engines read it from the file, its own tools do not"
+        yield from check("modelopt", what, why, "do not train on with ModelOpt; serve the file as it is")
+
+
 def _vocabulary(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     """Embeddings and output heads, which some engines replace by the target's."""
     config = head.config
@@ -393,6 +425,18 @@ def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
     return {TRTLLM: "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in speculation.items())}
 
 
+GGUF = "TARGET.gguf"  # The target's own, which the converter makes of it without further options
+
+
+def _llama_cpp_line(launch: Launch) -> str:
+    """The converter's command line; it reads the target's layers, vocabulary and tokenizer from a directory."""
+    directory = str(launch.directory)
+    target = ["--target-model-dir", launch.target.name_or_path]
+    return shlex.join(
+        ["python", "convert_hf_to_gguf.py", directory, *target, "--outtype", "bf16", "--outfile", f"{directory}.gguf"]
+    )
+
+
 DESTINATIONS: dict[str, Destination] = {
     "vllm": Destination(
         title="vLLM", engine="vllm", command=_vllm_line, counting="`num_speculative_tokens` counts drafted tokens."
@@ -411,6 +455,22 @@ DESTINATIONS: dict[str, Destination] = {
         ),
         files=_trtllm_yaml,
         counting=f"`max_draft_len` in `{TRTLLM}` counts drafted tokens. The layers to capture stand there, too.",
+    ),
+    "llama.cpp": Destination(
+        title="llama.cpp",
+        engine="llama.cpp",
+        command=_llama_cpp_line,
+        counting=(
+            "`--target-model-dir` must be a directory on this machine. Then: `llama-server -m "
+            f"{GGUF} -md HEAD.gguf --spec-type draft-eagle3 --spec-draft-n-max {TOKENS}`, which counts drafted tokens."
+        ),
+    ),
+    "modelopt": Destination(
+        title="ModelOpt",
+        format_name="modelopt",
+        engine="modelopt",
+        command=forerun_line,
+        counting="`-k` counts drafted tokens. The file is laid out like ModelOpt's own exports.",
     ),
     "speculators": Destination(
         title="vLLM (speculators)",
@@ -432,7 +492,7 @@ class EagleEngines(Engines):
         return adapted(head, engine)
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        for part in (_inputs, loading, _layers, _window, _vocabulary, _generation):
+        for part in (_inputs, loading, _layers, _window, _modelopt, _vocabulary, _generation):
             yield from part(head, target)
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:

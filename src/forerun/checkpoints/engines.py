@@ -25,7 +25,7 @@ Severity = Literal["ok", "check", "degrades", "fails"]
 """``check``: right only if what the finding says is seen to. ``degrades``: it loads and drafts worse, mostly without a
 message. ``fails``: it does not load or run."""
 SEVERITIES: tuple[Severity, ...] = ("ok", "check", "degrades", "fails")
-ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp", "lmdeploy")
+ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp", "lmdeploy", "modelopt")
 EVERY = " ".join(ENGINES)
 
 
@@ -108,12 +108,13 @@ def engines_for(kind: str) -> Engines:
     return named(path)() if path else Engines()
 
 
-def _forerun(launch: Launch) -> str:
+def forerun_line(launch: Launch) -> str:
+    """Drafting with the head here."""
     drafter = ["--drafter", launch.head.config.kind, "--drafter-model", str(launch.directory)]
     return shlex.join(["forerun", "generate", launch.target.name_or_path, *drafter, "--prompt", "def "])
 
 
-FORERUN = Destination(title="forerun and trainers", command=_forerun, counting="`-k` counts drafted tokens.")
+FORERUN = Destination(title="forerun and trainers", command=forerun_line, counting="`-k` counts drafted tokens.")
 
 
 def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
@@ -165,7 +166,7 @@ def export_head(
 
     Args:
         head_dir: directory or hub id of a head in any known format.
-        to: hf, or an engine that reads such heads: of EAGLE's, vllm, sglang, trtllm or speculators.
+        to: hf, or what reads such heads: of EAGLE's, vllm, sglang, trtllm, llama.cpp, speculators or modelopt.
         output: a new or empty directory, or a former export.
         force: write also what the engine degrades or cannot load, instead of a CheckpointError.
 

@@ -26,7 +26,7 @@ class MtpEngines(Engines):
             what, remedy = "several tokens from MiMo's module", "draft one token, or compare its acceptance with ours"
             yield from check("vllm sglang", what, "hands another state on, or refuses", remedy)
         why, remedy = "is not known here to read these layers", "compare its acceptance with ours"
-        yield from check("trtllm lmdeploy", "MTP layers", why, remedy)
+        yield from check("trtllm lmdeploy modelopt", "MTP layers", why, remedy)
         remedy = "convert the target with its layers there, and compare its acceptance with ours"
         yield from check("llama.cpp", "MTP layers", "reads what its converter makes of them", remedy)
 

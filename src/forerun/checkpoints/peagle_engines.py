@@ -27,7 +27,10 @@ class PEagleEngines(EagleEngines):
         yield from (finding for finding in super().findings(head, target) if finding.engine == "vllm")
         config, what = head.config, "a P-EAGLE head"
         yield from fails(
-            "sglang trtllm llama.cpp lmdeploy", what, "does not read mask_hidden: it has no such drafter", "use vLLM"
+            "sglang trtllm llama.cpp lmdeploy modelopt",
+            what,
+            "does not read mask_hidden: it has no such head",
+            "use vLLM",
         )
         wide = len(config.boundaries) * config.target_hidden_size
         room = (3 if config.use_aux_hidden_state else 1) * config.hidden_size

@@ -46,7 +46,7 @@ def doctor(
     target
         Directory or hub id of the model that the head drafts for.
     engine
-        Only this engine (vllm, sglang, trtllm, llama.cpp, lmdeploy); may be repeated.
+        Only this engine (vllm, sglang, trtllm, llama.cpp, lmdeploy, modelopt); may be repeated.
     """
     if head is not None:
         return _examine_head(head, target, engine, json)

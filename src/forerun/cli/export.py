@@ -18,7 +18,7 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
     head
         Directory or hub id of a draft head in any format.
     to
-        hf, or an engine that reads such heads: of EAGLE's, vllm, sglang, trtllm or speculators.
+        hf, or what reads such heads: of EAGLE's, vllm, sglang, trtllm, llama.cpp, speculators or modelopt.
     target
         Directory or hub id of the model that the head drafts for.
     output

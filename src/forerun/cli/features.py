@@ -18,8 +18,10 @@ from forerun.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.drafters.heads.kinds import HeadKind
     from forerun.training.features.online import BoundaryCheck
     from forerun.training.features.store import Capture
+    from forerun.types import Boundary
 
 GIB = 2**30
 
@@ -35,8 +37,10 @@ class FeatureOptions:
     """Directory that `forerun data prepare` wrote."""
     output: Path
     """Directory for the features; must be new, or hold these features unfinished."""
+    kind: str = "eagle3"
+    """Kind of the head that will be trained, which says where the target is read; as of forerun train."""
     boundaries: str | None = None
-    """After which layers to read: 2,16,29, or none (EAGLE-1, Medusa); EAGLE-3's by default; always the last state."""
+    """After which layers to read instead, as 2,16,29 or none: where draft.options choose others."""
     dtype: str = "bfloat16"
     """bfloat16, or float8 with half the bytes and one scale per state; also float16 and float32."""
     source: Literal["transformers", "vllm"] = "transformers"
@@ -94,7 +98,7 @@ class _Run:
 
         from forerun import demo
         from forerun.cli.session import quiet_libraries
-        from forerun.drafters.heads.eagle import default_boundaries
+        from forerun.drafters.heads.kinds import kind_named
         from forerun.model.load import LoadOptions, read_config
         from forerun.model.support import context_length
         from forerun.training.data.store import PreparedData
@@ -106,8 +110,11 @@ class _Run:
         config = read_config(demo.resolve(asked.target), LoadOptions())
         text = config.get_text_config(decoder=True)
         layers: int = text.num_hidden_layers
+        kind = kind_named(asked.kind)
         wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
-        boundaries = distinct_boundaries(default_boundaries(layers) if given is None else wanted, layers)
+        boundaries = distinct_boundaries(
+            _read_by(kind, text, str(demo.resolve(asked.target))) if given is None else wanted, layers
+        )
         # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
         longest = context_length(text) - (2 if asked.source == "vllm" else 0)
         store.check_lengths(prepared.lengths.tolist(), longest)
@@ -116,6 +123,15 @@ class _Run:
         kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": asked.dtype, "source": asked.source}
         self.asked, self.prepared, self.directory, self.config = asked, prepared, directory, config
         self.manifest = store.describe(directory, asked.target, tokenizer, prepared, boundaries, **kinds)
+
+
+def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
+    """Where heads of the kind that a recipe makes without options read the target, of the configuration `text`."""
+    from forerun.drafters.heads.kinds import named
+
+    if kind.in_target is not None:
+        return tuple(named(kind.in_target)(target).config.boundaries)
+    return tuple(kind.head.Config.fields_for(kind.name, text, {})["boundaries"])
 
 
 def _agreed(run: _Run, *, yes: bool) -> bool:

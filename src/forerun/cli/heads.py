@@ -1,4 +1,4 @@
-"""``forerun heads [TARGET]``: public EAGLE-3 heads that others have reported. Imports no torch."""
+"""``forerun heads [TARGET]``: public heads that others have reported. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.drafters.heads.catalogue import known_heads, suggest
 
 
 def heads(target: str | None = None, /, *, json: Json = False) -> int:
-    """List known public EAGLE-3 heads, as others reported them.
+    """List known public heads of every kind, as others reported them.
 
     Parameters
     ----------
@@ -27,17 +27,17 @@ def heads(target: str | None = None, /, *, json: Json = False) -> int:
         console.write_json([asdict(head) for head in found])
         return 0
     if not found:
-        console.warn(f"no public EAGLE-3 head is known for {target}. All that are: forerun heads")
+        console.warn(f"no public head is known for {target}. All that are: forerun heads")
         return 0
-    table = console.table("target", "head", "format", "boundaries", "accepted", "reported by")
+    table = console.table("target", "kind", "head", "format", "boundaries", "accepted", "reported by")
     for head in found:
         length = "" if head.acceptance_length is None else f"{head.acceptance_length:.2f} ({head.conditions})"
-        # A name without a hub id is shown paler: it cannot be passed on.
-        name = Text(head.named, "" if head.model else "dim")
+        # What cannot be passed on is shown paler: no hub id, a pickle, a kind that forerun does not have.
+        name = Text(head.named, "" if head.loadable else "dim")
         facts = (head.format or "", ",".join(map(str, head.boundaries or ())), length, head.collection)
-        table.add_row(Text(head.target, "bold"), name, *map(Text, facts))
+        table.add_row(Text(head.target, "bold"), head.drafter, name, *map(Text, facts))
     console.out().print(table)
-    loadable = next((head for head in found if head.model), None)
-    if target is not None and loadable is not None:
-        console.out().print(f"--drafter {loadable.drafter} --drafter-model {loadable.model}")
+    first = {head.drafter: head for head in reversed(found) if head.loadable}
+    for head in [] if target is None else sorted(first.values(), key=found.index):
+        console.out().print(f"--drafter {head.drafter} --drafter-model {head.model}")
     return 0

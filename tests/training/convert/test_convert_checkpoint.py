@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreT
 import forerun
 from forerun.checkpoints import read_head
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.training.convert.model import EagleModel
+from forerun.training.convert.model import ConvertedModel
 from training.convert.converted import base, config, text
 
 
@@ -58,7 +58,7 @@ def test_with_the_hook_the_converted_model_comes_back(tmp_path: Path) -> None:
     model = converted(eagle_ttt_steps=2, eagle_report_acc=False)
     model.save_pretrained(tmp_path)
     back = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(back, EagleModel)
+    assert isinstance(back, ConvertedModel)
     assert not back.training
     ours, theirs = model.state_dict(), back.state_dict()
     assert ours.keys() == theirs.keys()
@@ -71,7 +71,7 @@ def test_with_the_hook_the_converted_model_comes_back(tmp_path: Path) -> None:
     back.save_pretrained(tmp_path)  # over itself
     again, _ = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert again(text(), labels=text()).loss == model(text(), labels=text()).loss
-    assert not isinstance(AutoModel.from_pretrained(tmp_path), EagleModel)
+    assert not isinstance(AutoModel.from_pretrained(tmp_path), ConvertedModel)
 
 
 def test_the_converted_class_loads_without_the_hook(tmp_path: Path) -> None:

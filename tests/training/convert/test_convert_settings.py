@@ -8,12 +8,12 @@ import pytest
 
 from forerun.drafters.heads.eagle import EagleConfig, default_boundaries
 from forerun.errors import ArgumentError
+from forerun.training.convert.modes import EagleMode, read_mode
 from forerun.training.convert.settings import (
     EAGLE1_DEFAULT_CFG,
     EAGLE3_DEFAULT_CFG,
     ConvertSettings,
     head_shape,
-    read_mode,
 )
 from forerun.types import LAST_HIDDEN
 from training.convert.converted import config
@@ -22,6 +22,12 @@ from training.ttt import model
 
 def shape_of(architecture: dict[str, Any]) -> EagleConfig:
     return head_shape(model(), ConvertSettings(config(architecture)))
+
+
+def shape_meant(mode: Any) -> Any:
+    found = read_mode(mode)
+    assert isinstance(found, EagleMode)
+    return found.shape(model())
 
 
 def test_the_presets_have_modelopts_values() -> None:
@@ -41,14 +47,14 @@ def test_the_presets_have_modelopts_values() -> None:
 
 
 def test_the_preset_is_a_head_for_a_model() -> None:
-    made = head_shape(model(), read_mode([("eagle", EAGLE3_DEFAULT_CFG["config"])]))
+    made = shape_meant([("eagle", EAGLE3_DEFAULT_CFG["config"])])
     assert (made.hidden_size, made.vocab_size, made.draft_vocab_size) == (32, 40, 40)
     assert made.intermediate_size == 14336
     assert made.boundaries == default_boundaries(4)
     assert not made.own_lm_head
     assert made.max_position_embeddings == model().config.max_position_embeddings
-    assert head_shape(model(), read_mode([EAGLE3_DEFAULT_CFG])) == made
-    first = head_shape(model(), read_mode(EAGLE1_DEFAULT_CFG))
+    assert shape_meant([EAGLE3_DEFAULT_CFG]) == made
+    first = shape_meant(EAGLE1_DEFAULT_CFG)
     assert (first.generation, first.boundaries) == (1, (LAST_HIDDEN,))
 
 
@@ -125,7 +131,7 @@ def test_sizes_that_are_not_the_models_are_refused(given: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "mode", ["eagle", [], [("medusa", {})], [("eagle",)], [("eagle", {}), ("eagle", {})], {"algorithm": "eagel"}, None]
+    "mode", ["eagle", [], [("hydra", {})], [("eagle",)], [("eagle", {}), ("eagle", {})], {"algorithm": "eagel"}, None]
 )
 def test_other_modes_are_refused(mode: Any) -> None:
     with pytest.raises(ArgumentError, match="convert: "):

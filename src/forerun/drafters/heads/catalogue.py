@@ -1,5 +1,5 @@
-"""Public EAGLE-3 heads by target, as SpecBundle, papers and pull requests report them (``catalogue.json``); nothing
-here was downloaded or measured by forerun. Imports no torch."""
+"""Public heads by target, as their publishers' pages, papers and pull requests report them (``catalogue.json``).
+Nothing here was downloaded or measured by forerun. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import ClassVar
+
+from forerun.drafters.heads.kinds import KINDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownHead:
     """One published head."""
 
-    drafter: ClassVar[str] = "eagle3"  # The forerun drafter that loads it
+    drafter: str = "eagle3"  # Its kind, as in `heads.kinds` where forerun has such heads
     target: str  # Name of the target without its owner, as the report writes it
     model: str | None = None  # Hub id, where the report gives it in full
     named: str  # What the report calls the head
     publisher: str
     collection: str  # Where it is reported: SpecBundle, a paper, a project
-    format: str | None = None  # eagle (flat, SpecForge and SGLang), speculators, modelopt; None where it is not said
+    format: str | None = None
+    """eagle (flat, SpecForge and SGLang), speculators, modelopt, dflash, or pickle, which is never opened; None where
+    it is not said."""
     boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
     acceptance_length: float | None = None  # Tokens per target pass as reported, under `conditions` alone
     conditions: str = ""
     url: str | None = None
+
+    @property
+    def loadable(self) -> bool:
+        """Whether its hub id can be passed to a drafter here, as far as the report says."""
+        return self.model is not None and self.drafter in KINDS and self.format != "pickle"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries) if self.boundaries else None)

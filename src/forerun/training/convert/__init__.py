@@ -1,1 +1,1 @@
-"""A loaded transformers model becomes one that trains its own EAGLE head: the API that ModelOpt users know."""
+"""A loaded transformers model becomes one that trains its own draft head: the API that ModelOpt users know."""

@@ -1,4 +1,4 @@
-"""`convert`: a loaded transformers model becomes one that trains, saves and exports its own EAGLE head, by the
+"""`convert`: a loaded transformers model becomes one that trains, saves and exports its own draft head, by the
 interface of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of nvidia-modelopt 0.47."""
 
 from __future__ import annotations
@@ -20,35 +20,31 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.checkpoints.engines import Exported, export_head
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.base import Head
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.manifests import read_object
 from forerun.model.layers import device_of
-from forerun.training.batch import TokenBatch
-from forerun.training.convert.settings import ConvertSettings, head_shape, read_mode
+from forerun.training.batch import Objective, TokenBatch
+from forerun.training.convert.modes import Mode, checked_ids, read_mode
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle import EagleObjective, EagleSettings
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.writing import written
 
-FOLDER = "eagle_head"
 MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
 IGNORED = -100  # transformers' label of a token that does not count
-HEAD = "eagle_module"  # The head's name among the model's children, ModelOpt's
 _RESTORES = "_forerun_restores_heads"
 
 
 def convert(model: Any, mode: Any) -> Any:
-    """Attach a trainable EAGLE head to a loaded transformers causal LM, which is returned, and freeze everything else.
+    """Attach a trainable draft head to a loaded transformers causal LM, which is returned, and freeze everything else.
 
     The model keeps its name, its weights and, in eval mode, its behaviour: ``generate`` gives the same tokens. In train
-    mode, or with ``labels`` or ``loss_mask``, ``model(input_ids, attention_mask, ...)`` returns an `EagleOutput` whose
-    loss is that of training-time test (arXiv 2503.01840): the head unrolled on its own features, soft cross-entropy
-    to the model's own distribution, mean over the counted tokens. ``labels`` (-100: does not count) and ``loss_mask``
-    say which tokens count; the values of labels are not looked at. transformers' ``Trainer`` takes it as it is.
+    mode, or with ``labels`` or ``loss_mask``, ``model(input_ids, attention_mask, ...)`` returns a `ConvertedOutput`
+    whose loss is that of ``forerun train`` for such a head, as a mean over the counted tokens; an EAGLE head's is
+    training-time test (arXiv 2503.01840). ``labels`` (-100: does not count) and ``loss_mask`` say which tokens count;
+    the values of labels are not looked at. transformers' ``Trainer`` takes it as it is.
 
     It also gains ``set_draft_vocabulary``, ``export_head`` and ``load_head``; ``save_pretrained`` writes the head
     beside the base. A head with ``draft_vocab_size`` below ``vocab_size`` must be told its tokens before its first
@@ -57,29 +53,24 @@ def convert(model: Any, mode: Any) -> Any:
 
     Args:
         model: a transformers causal LM; not yet wrapped, compiled or sharded.
-        mode: ``[("eagle", config)]`` with ModelOpt's keys, see `EAGLE3_DEFAULT_CFG`; or
-            ``{"algorithm": "eagle", "config": config}``.
+        mode: ``[(name, config)]`` with ModelOpt's keys, or ``{"algorithm": name, "config": config}``. Names are
+            ``eagle`` (see `EAGLE3_DEFAULT_CFG`), ``medusa``, ``dflash`` and ``mtp`` (the layers that the model's own
+            checkpoint brings). What is missing takes its default.
 
-    ArgumentError if the model is converted already, or the configuration is unknown, contradictory or unsupported;
-    UnsupportedModelError if the model's hidden states cannot be read (recurrent state, no causal LM).
+    ArgumentError if the model is converted already, or the mode or configuration is unknown, contradictory or
+    unsupported; UnsupportedModelError if the model's hidden states cannot be read (recurrent state, no causal LM);
+    CheckpointError for ``mtp`` if the model's checkpoint brings no layers that can be read.
     """
-    if isinstance(model, EagleModel):
-        raise ArgumentError("convert: this model is converted already; its head is model.eagle_module")
+    if isinstance(model, ConvertedModel):
+        raise ArgumentError("convert: this model is converted already; its head is one of its children")
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(f"convert: expected a transformers causal LM, got {type(model).__name__}")
-    settings = read_mode(mode)
+    chosen = read_mode(mode)
     if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
         raise ArgumentError("convert: somebody replaced this model's forward (a compiler?); convert it before that")
-    config = head_shape(model, settings)
-    source = OnlineFeatures(model, config.boundaries)
-    ids = None if settings.draft_vocab_ids is None else checked_ids(settings.draft_vocab_ids, config)
-    ready = ids is not None or not config.reduced_vocabulary
-    # A reduced vocabulary that is not known yet is the first tokens.
-    head = EagleHead.initial(
-        model, config, ids if ready else torch.arange(config.draft_vocab_size), seed=torch.initial_seed()
-    )
-    _attach(model, head, settings, source)
-    model._eagle_ready = ready
+    head = chosen.head(model)
+    _attach(model, head, chosen, OnlineFeatures(model, head.config.boundaries))
+    model._convert_ready = chosen.token_ids is not None or not head.config.reduced_vocabulary
     return model
 
 
@@ -90,18 +81,18 @@ def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
         return model
     folder = Path(directory) / subfolder
     marker = folder / MARKER
-    if not marker.is_file() or isinstance(loaded, EagleModel) or loaded.get_output_embeddings() is None:
+    if not marker.is_file() or isinstance(loaded, ConvertedModel) or loaded.get_output_embeddings() is None:
         return model
-    settings = read_mode(read_object(marker, "convert the base model anew", CheckpointError))
+    mode = read_mode(read_object(marker, "convert the base model anew", CheckpointError))
     text = loaded.config.get_text_config()
-    found = read_head(folder / FOLDER, num_layers=text.num_hidden_layers)
+    found = read_head(folder / mode.folder, num_layers=text.num_hidden_layers)
     if (found.config.target_hidden_size, found.config.vocab_size) != (text.hidden_size, text.vocab_size):
         raise CheckpointError(
-            f"{folder / FOLDER} is the head of a model with {found.config.target_hidden_size} hidden units and "
+            f"{folder / mode.folder} is the head of a model with {found.config.target_hidden_size} hidden units and "
             f"{found.config.vocab_size} tokens; this one has {text.hidden_size} and {text.vocab_size}"
         )
-    _attach(loaded, found.build(), settings, OnlineFeatures(loaded, found.config.boundaries))
-    loaded._eagle_ready = loaded._eagle_fresh = True
+    _attach(loaded, found.build(), mode, OnlineFeatures(loaded, found.config.boundaries))
+    loaded._convert_ready = loaded._convert_fresh = True
     return model
 
 
@@ -121,20 +112,20 @@ def enable_huggingface_checkpointing() -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: OnlineFeatures) -> None:
+def _attach(model: Any, head: Head, mode: Mode, source: OnlineFeatures) -> None:
     """Change the model's class and give it the head; nothing may fail here, or the model is left half converted."""
     base: Any = type(model)
     model.requires_grad_(False)
     model.__class__ = converted_class(base)
     if "_old_forward" in model.__dict__:
         model._old_forward = types.MethodType(type(model).forward, model)  # accelerate calls this one
-    setattr(model, HEAD, head.to(device_of(model.get_input_embeddings())).train(model.training))
-    model._eagle_settings, model._eagle_source = settings, source
-    model._eagle_fresh = model._eagle_reading = False
+    setattr(model, mode.child, head.to(device_of(model.get_input_embeddings())).train(model.training))
+    model._convert_mode, model._convert_source = mode, source
+    model._convert_fresh = model._convert_reading = False
 
 
 @dataclass
-class EagleOutput(ModelOutput):  # type: ignore[misc]
+class ConvertedOutput(ModelOutput):  # type: ignore[misc]
     """What a converted model returns while it trains, or when it is given labels."""
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
@@ -142,29 +133,33 @@ class EagleOutput(ModelOutput):  # type: ignore[misc]
     train_acc: list[float] | None = None  # (T,) share of counted predictions right at this step and all before
 
 
-class EagleModel:
+class ConvertedModel:
     """Mixed into the class of a converted model; not to be made by hand, see `forerun.convert`."""
 
-    eagle_module: EagleHead
     accepts_loss_kwargs = False  # For the Trainer: the loss is a mean, to be averaged over accumulated batches
-    _eagle_settings: ConvertSettings
-    _eagle_source: OnlineFeatures
-    _eagle_ready: bool = False
-    _eagle_fresh: bool = False  # The head is as it was loaded: no loss has been taken since
-    _eagle_reading: bool = False  # The base model runs for the head's sake
+    _convert_mode: Mode
+    _convert_source: OnlineFeatures
+    _convert_ready: bool = False
+    _convert_fresh: bool = False  # The head is as it was loaded: no loss has been taken since
+    _convert_reading: bool = False  # The base model runs for the head's sake
+
+    @property
+    def _convert_head(self) -> Any:
+        """The head, under whatever name."""
+        return getattr(self, self._convert_mode.child)
 
     def set_draft_vocabulary(self, token_ids: Sequence[int] | Tensor) -> None:
         """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.
         `token_ids` (Vd,) are distinct, in any order; the most frequent of the training data, as a rule. The head's
         output rows start as the base model's. ArgumentError for other ids, or if they are known already."""
-        ids = checked_ids(token_ids, self.eagle_module.config)
-        if self._eagle_ready:
+        ids = checked_ids(token_ids, self._convert_head.config)
+        if self._convert_ready:
             raise ArgumentError("the draft vocabulary is set already; another one needs a freshly converted model")
         rows = cast(Any, self).get_output_embeddings().weight
         with torch.no_grad():
-            self.eagle_module.set_vocabulary(ids.to(self.eagle_module.d2t.device))
-            self.eagle_module.lm_head.weight.copy_(rows[ids.to(rows.device)])
-        self._eagle_ready = True
+            self._convert_head.set_vocabulary(ids.to(self._convert_head.d2t.device))
+            self._convert_head.lm_head.weight.copy_(rows[ids.to(rows.device)])
+        self._convert_ready = True
 
     def save_pretrained(
         self,
@@ -173,23 +168,27 @@ class EagleModel:
         state_dict: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> None:
-        """Write the base model as an ordinary transformers checkpoint, and the head beside it in ``eagle_head/``. The
-        head keeps its dtype (float32) for further training; `export_head` writes one for an engine. ArgumentError for
-        `push_to_hub`, which would leave the head behind, or if the draft vocabulary is not set."""
+        """Write the base model as an ordinary transformers checkpoint, and the head beside it, in ``eagle_head/``
+        or the like. The head keeps its dtype (float32) for further training; `export_head` writes one for an engine.
+        ArgumentError for `push_to_hub`, which would leave the head behind, or if the draft vocabulary is not set."""
         if options.get("push_to_hub"):
             raise ArgumentError("save_pretrained: save first, then upload the folder: push_to_hub would omit the head")
         self._check_ready()
-        whole, prefix = cast(Any, self).state_dict() if state_dict is None else state_dict, f"{HEAD}."
+        whole, prefix = (
+            cast(Any, self).state_dict() if state_dict is None else state_dict,
+            f"{self._convert_mode.child}.",
+        )
         base = {name: tensor for name, tensor in whole.items() if not name.startswith(prefix)}
         cast(Any, super()).save_pretrained(save_directory, is_main_process=is_main_process, state_dict=base, **options)
         if not is_main_process:
             return
         head = {name: tensor for name, tensor in whole.items() if name.startswith(prefix)}
-        head = head or self.eagle_module.state_dict(prefix=prefix)
+        head = head or self._convert_head.state_dict(prefix=prefix)
         tensors = {name.removeprefix(prefix): tensor.detach().cpu().clone() for name, tensor in head.items()}
-        checkpoint, directory = HeadCheckpoint(config=self.eagle_module.config, tensors=tensors), Path(save_directory)
-        write_head(checkpoint, directory / FOLDER, "flat", self._facts(str(directory.absolute())))
-        record = {"algorithm": "eagle", "config": self._eagle_settings.given}
+        checkpoint, directory = HeadCheckpoint(config=self._convert_head.config, tensors=tensors), Path(save_directory)
+        facts, kind = self._facts(str(directory.absolute())), checkpoint.config.kind
+        write_head(checkpoint, directory / self._convert_mode.folder, format_for(kind), facts)
+        record = {"algorithm": self._convert_mode.algorithm, "config": self._convert_mode.given}
         with written(directory / MARKER) as fresh:
             fresh.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
@@ -198,50 +197,54 @@ class EagleModel:
         transformers' Trainer reads only the base model back when it resumes: call this with the checkpoint before
         ``trainer.train(resume_from_checkpoint=...)``. CheckpointError for no head, or one of another shape."""
         folder = Path(directory)
-        folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+        inside = folder / self._convert_mode.folder
+        folder = inside if inside.is_dir() else folder
         found = read_head(folder, num_layers=cast(Any, self).config.get_text_config().num_hidden_layers)
         try:
-            if found.config.boundaries != self.eagle_module.config.boundaries:
-                raise CheckpointError(f"it reads {found.config.boundaries}, not {self.eagle_module.config.boundaries}")
-            self.eagle_module.load_state_dict(dict(found.tensors))
+            if found.config.boundaries != self._convert_head.config.boundaries:
+                raise CheckpointError(f"it reads {found.config.boundaries}, not {self._convert_head.config.boundaries}")
+            self._convert_head.load_state_dict(dict(found.tensors))
         except (RuntimeError, CheckpointError) as error:
             raise CheckpointError(f"the head in {folder} has another shape than this model's: {error}") from error
-        self._eagle_ready = self._eagle_fresh = True
+        self._convert_ready = self._convert_fresh = True
 
     def export_head(
         self, directory: str | os.PathLike[str], to: str = "vllm", *, target: str | None = None, force: bool = False
     ) -> Exported:
-        """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture. `target`
+        """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture, or the
+        base model's where there is none. `target`
         is the path or hub id under which the engine finds the base model; None: where it was loaded from. For the rest,
         and the errors, see `checkpoints.engines.export_head`; ArgumentError, too, without a draft vocabulary."""
         self._check_ready()
-        config, tensors = self.eagle_module.config, dict(HeadCheckpoint.of(self.eagle_module).tensors)
-        if config.generation == 3 and not config.own_lm_head:
-            config = dataclasses.replace(config, own_lm_head=True)
-            tensors["lm_head.weight"] = cast(Any, self).get_output_embeddings().weight.detach().cpu()
-        given, dtype = self._eagle_settings.export_rope_scaling, getattr(torch, self._eagle_settings.export_dtype)
-        if given is not None and config.rope_scaling is None:
-            config = dataclasses.replace(config, rope_scaling=dict(given))
-        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-        head = HeadCheckpoint(config=config, tensors=tensors)
+        mode = self._convert_mode
+        head = mode.finished(HeadCheckpoint.of(self._convert_head), self)
+        dtype = mode.export_dtype or cast(Any, self).dtype
+        cast_tensors = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in head.tensors.items()
+        }
+        head = dataclasses.replace(head, tensors=cast_tensors)
         facts = self._facts(target or cast(Any, self).name_or_path or "TARGET")
         with tempfile.TemporaryDirectory() as folder:
-            stored = write_head(head, Path(folder) / FOLDER, "flat", facts)
+            stored = write_head(head, Path(folder) / mode.folder, format_for(head.config.kind), facts)
             return export_head(stored, facts, to, Path(directory), force=force)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of every module. Weights without the head are refused if they would leave a trained head as it is."""
-        if not strict and not self._eagle_fresh and not any(name.startswith(f"{HEAD}.") for name in state_dict):
+        if (
+            not strict
+            and not self._convert_fresh
+            and not any(name.startswith(f"{self._convert_mode.child}.") for name in state_dict)
+        ):
             raise ArgumentError(
                 "these weights hold no head, so the model's would stay as it is now. A checkpoint of a converted model "
-                f"keeps it in {FOLDER}/: call model.load_head(checkpoint) first, or load the checkpoint with "
-                "from_pretrained after forerun.enable_huggingface_checkpointing()"
+                f"keeps it in {self._convert_mode.folder}/: call model.load_head(checkpoint) first, or load the "
+                "checkpoint with from_pretrained after forerun.enable_huggingface_checkpointing()"
             )
         return cast(Any, super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _check_ready(self) -> None:
-        if not self._eagle_ready:
-            config = self.eagle_module.config
+        if not self._convert_ready:
+            config = self._convert_head.config
             raise ArgumentError(
                 f"the head can propose {config.draft_vocab_size} of {config.vocab_size} tokens, but does not know "
                 "which: call model.set_draft_vocabulary(token_ids) before training, for example with the most frequent "
@@ -253,69 +256,47 @@ class EagleModel:
         facts = TargetFacts.of(cast(Any, self).config, name)
         return facts if facts.architectures else dataclasses.replace(facts, architectures=(type(self).__name__,))
 
-    def _eagle_wants(self, given: Mapping[str, Any]) -> bool:
+    def _convert_wants(self, given: Mapping[str, Any]) -> bool:
         """Whether a call asks for the loss. One with a cache comes from ``generate``, also in train mode."""
-        if self._eagle_reading:
+        if self._convert_reading:
             return False
         if given.get("labels") is not None or given.get("loss_mask") is not None:
             return True
         return bool(cast(Any, self).training) and given.get("past_key_values") is None
 
-    def _eagle_loss(self, given: Mapping[str, Any]) -> EagleOutput | tuple[Any, ...]:
+    def _convert_loss(self, given: Mapping[str, Any]) -> ConvertedOutput | tuple[Any, ...]:
         self._check_ready()
         if given.get("input_ids") is None:
             raise ArgumentError("a converted model computes its loss from input_ids; inputs_embeds are not enough")
         others = ("attention_mask", "labels", "loss_mask", "position_ids")
         batch = token_batch(given["input_ids"], **{name: given.get(name) for name in others})
-        self._eagle_reading = True
+        self._convert_reading = True
         try:
-            found = self._eagle_source.features(batch)
+            found = self._convert_source.features(batch)
         finally:
-            self._eagle_reading = False
+            self._convert_reading = False
         # transformers' own switch; its property changes its name between versions.
         saving = any(getattr(module, "gradient_checkpointing", False) for module in cast(Any, self).modules())
-        report = self._eagle_objective(checkpointing=saving and torch.is_grad_enabled())(found)
-        self._eagle_fresh = self._eagle_fresh and not torch.is_grad_enabled()
+        report = self._convert_objective(checkpointing=saving and torch.is_grad_enabled())(found)
+        self._convert_fresh = self._convert_fresh and not torch.is_grad_enabled()
         accuracy = None
-        if self._eagle_settings.report_accuracy:
-            pairs = [report.metrics[f"acceptance_{step}"] for step in range(self._eagle_settings.steps)]
+        if self._convert_mode.report_accuracy:
+            pairs = [pair for name, pair in report.metrics.items() if name.startswith("acceptance_")]
             accuracy = torch.stack([hits / count.clamp_min(1) for hits, count in pairs]).tolist()
         # Nothing counted: a loss of 0 that still reaches every parameter.
         loss = report.loss / torch.where(report.weight > 0, report.weight, 1.0)
-        output = EagleOutput(loss=loss, train_acc=accuracy)
+        output = ConvertedOutput(loss=loss, train_acc=accuracy)
         return output if given.get("return_dict") in (None, True) else output.to_tuple()
 
-    def _eagle_objective(self, *, checkpointing: bool) -> Eagle3Objective:
+    def _convert_objective(self, *, checkpointing: bool) -> Objective:
         # Made anew: whoever moves or shards the model replaces the tensors that it would hold.
-        given, target = self._eagle_settings, FrozenTarget.of(self)
-        common: dict[str, Any] = {"steps": given.steps, "decay": given.decay, "gradient_checkpointing": checkpointing}
-        if self.eagle_module.config.generation == 3:
-            return Eagle3Objective(self.eagle_module, target, Eagle3Settings(**common))
-        # ModelOpt pulls features only on request, and reads them as they are.
-        weights: dict[str, Any] = {} if given.distill_features else {"regression_weight": 0.0, "token_weight": 1.0}
-        return EagleObjective(self.eagle_module, target, EagleSettings(**common, **weights, noise=0.0))
-
-
-def checked_ids(token_ids: Sequence[int] | Tensor, config: EagleConfig) -> Tensor:
-    """(Vd,) ids of a draft vocabulary, ascending; errors as `EagleModel.set_draft_vocabulary`."""
-    ids = torch.as_tensor(token_ids, dtype=torch.int64).flatten().cpu().sort().values
-    if not config.reduced_vocabulary:
-        raise ArgumentError("token ids are for a head with draft_vocab_size below vocab_size; this one has all tokens")
-    distinct = len(set(ids.tolist()))
-    if len(ids) != config.draft_vocab_size or distinct != len(ids):
-        raise ArgumentError(
-            f"the draft vocabulary has {config.draft_vocab_size} tokens (draft_vocab_size), got {len(ids)} ids of "
-            f"which {distinct} are distinct"
-        )
-    if int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
-        raise ArgumentError(f"token ids are 0..{config.vocab_size - 1}, got {int(ids[0])}..{int(ids[-1])}")
-    return ids
+        return self._convert_mode.objective(self._convert_head, FrozenTarget.of(self), checkpointing=checkpointing)
 
 
 @functools.cache
 def converted_class(base: type) -> type:
-    """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture. ``forward``
-    takes what the base's takes, and ``loss_mask``."""
+    """`base` with `ConvertedModel` above it, under the same name: transformers writes it as the architecture.
+    ``forward`` takes what the base's takes, and ``loss_mask``."""
     plain = cast(Any, base).forward
     own = inspect.signature(plain)
     mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
@@ -327,8 +308,8 @@ def converted_class(base: type) -> type:
     @functools.wraps(plain)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
-        if self._eagle_wants(given):
-            return self._eagle_loss(given)
+        if self._convert_wants(given):
+            return self._convert_loss(given)
         given.pop("loss_mask", None)
         return plain(self, **given)
 
@@ -344,10 +325,10 @@ def converted_class(base: type) -> type:
         "forward": forward,
         "from_pretrained": from_pretrained,
         "__module__": base.__module__,
-        "__qualname__": f"Eagle{base.__name__}",
+        "__qualname__": f"Converted{base.__name__}",
         "__doc__": base.__doc__,
     }
-    return type(base.__name__, (EagleModel, base), body)
+    return type(base.__name__, (ConvertedModel, base), body)
 
 
 def token_batch(

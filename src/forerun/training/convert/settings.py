@@ -80,7 +80,7 @@ ARCHITECTURE_KEYS: dict[str, Key] = {
     "use_last_layernorm": Key(True),
     "use_aux_hidden_state": Key(True),
     "eagle_aux_hidden_state_layer_ids": Key([]),
-    "use_mtp_layernorm": Key(False, "multi-token-prediction heads are of another kind"),
+    "use_mtp_layernorm": Key(False, "the layers that a checkpoint brings are trained by [('mtp', {})]"),
     "parallel_draft_step": Key(1, _PARALLEL),
     "parallel_draft_heads_num_layers": Key(1, _PARALLEL),
     "has_lm_head": Key(False),
@@ -121,8 +121,8 @@ class ConvertSettings:
 
     def __init__(self, config: Any) -> None:
         """ArgumentError for an unknown key (naming the nearest), a value of the wrong type, or an unsupported one."""
-        found = _checked(config, KEYS, "")
-        shape = _checked(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
+        found = checked(config, KEYS, "")
+        shape = checked(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
         _check_kind(found, shape)
         dtype, ids = str(shape["torch_dtype"]).removeprefix("torch."), found[VOCABULARY_IDS]
         if dtype not in DTYPES:
@@ -143,22 +143,6 @@ class ConvertSettings:
         self.draft_vocab_ids = None if ids is None else tuple(int(token) for token in ids)
 
 
-def read_mode(mode: Any) -> ConvertSettings:
-    """From what `convert` is given: ``[("eagle", config)]`` or ``{"algorithm": "eagle", "config": config}``."""
-    match [mode] if isinstance(mode, Mapping) else mode:
-        case [{**pair}] if pair.keys() <= {"algorithm", "config"}:
-            name, config = pair.get("algorithm"), pair.get("config", {})
-        case [[name, config]]:
-            pass
-        case _:
-            raise ArgumentError(
-                f'convert: mode must be [("eagle", config)], a pair in a list; got {reprlib.repr(mode)}'
-            )
-    if name != "eagle":
-        raise ArgumentError(f"convert: there is no mode {name!r}; heads of the kind 'eagle' can be attached")
-    return ConvertSettings({} if config is None else config)
-
-
 def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
     """The head that these settings mean for a transformers causal LM; ArgumentError if it does not fit the model."""
     from forerun.drafters.heads.eagle import EagleConfig
@@ -170,7 +154,7 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
                 f"{ARCHITECTURE}.{name} must be the base model's {getattr(text, name)}, got {shape[name]}"
             )
     draft_vocab_size = shape["draft_vocab_size"] or text.vocab_size
-    options = {name: shape[name] for name in SAME_NAME} | _rope(shape)
+    options = {name: shape[name] for name in SAME_NAME} | rope_of(shape)
     options["own_lm_head"] = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
     if shape["max_position_embeddings"] is not None:
         options["max_position_embeddings"] = shape["max_position_embeddings"]
@@ -180,7 +164,8 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
     return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
 
-def _checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:
+def checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:
+    """`given` with the defaults of what is missing; errors as `ConvertSettings`. `where` stands before its keys."""
     if not isinstance(given, Mapping):
         raise ArgumentError(
             f"convert: {where.rstrip('.') or 'the configuration'} must be a dict, got {reprlib.repr(given)}"
@@ -237,14 +222,15 @@ def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:
     return from_outputs(layers)
 
 
-def _rope(shape: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of(shape: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling``; the base may stand in either place."""
-    scaling = dict(shape["rope_scaling"] or {})
+    scaling = dict(shape.get("rope_scaling") or {})
     default = ARCHITECTURE_KEYS["rope_theta"].default
-    stated = {value for value in (scaling.pop("rope_theta", default), shape["rope_theta"]) if value != default}
+    given = shape.get("rope_theta", default)
+    stated = {value for value in (scaling.pop("rope_theta", default), given) if value != default}
     if len(stated) > 1:
         raise ArgumentError(
-            f"{ARCHITECTURE}: rope_theta is {shape['rope_theta']}, but rope_scaling.rope_theta says otherwise "
+            f"rope_theta is {given}, but rope_scaling.rope_theta says otherwise "
             f"({', '.join(map(str, sorted(stated)))}); give one"
         )
     plain = scaling.get("rope_type", "default") == "default"

@@ -1,0 +1,346 @@
+"""The modes of `convert`, one class each: which head a configuration means, and what it is trained to do.
+
+Keys of ``medusa`` and ``dflash`` are those of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``). It has no
+mode for the MTP layers that a checkpoint brings, so the keys of ``mtp`` are ours, named like its others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.checkpoints import HeadCheckpoint
+from forerun.drafters.heads.base import Head, HeadConfig
+from forerun.drafters.heads.dflash import DFlashConfig
+from forerun.drafters.heads.kinds import kind_named, named
+from forerun.drafters.heads.medusa import MedusaConfig
+from forerun.errors import ArgumentError, nearest
+from forerun.training.batch import Objective
+from forerun.training.convert.settings import (
+    DTYPES,
+    SAME_NAME,
+    ConvertSettings,
+    Key,
+    checked,
+    head_shape,
+    rope_of,
+)
+from forerun.training.objectives import objective_for
+from forerun.training.objectives.base import FrozenTarget
+
+
+class Mode:
+    """A configuration, checked key by key, and the head that it means."""
+
+    algorithm: ClassVar[str]
+    child: ClassVar[str]  # The head's name among the model's children, ModelOpt's
+    KEYS: ClassVar[Mapping[str, Key]]
+
+    def __init__(self, config: Any) -> None:
+        """ArgumentError for an unknown key (naming the nearest), a value of the wrong type, or an unsupported one."""
+        self.values = checked(config, self.KEYS, "")
+        self.given: dict[str, Any] = json.loads(json.dumps(dict(config)))  # As the user wrote it: saved with the head
+
+    @property
+    def folder(self) -> str:
+        """Where the head lies beside a saved base model."""
+        return f"{self.algorithm}_head"
+
+    @property
+    def report_accuracy(self) -> bool:
+        """Whether the output has `train_acc`; reading it waits for the device."""
+        return bool(self.values.get(f"{self.algorithm}_report_acc", True))
+
+    @property
+    def export_dtype(self) -> torch.dtype | None:
+        """Of an exported head; None: the base model's."""
+        return None
+
+    @property
+    def token_ids(self) -> Sequence[int] | None:
+        """(Vd,) of a reduced draft vocabulary, where the configuration names them."""
+        return None
+
+    def shape(self, model: Any) -> HeadConfig:
+        """The head for a transformers causal LM; ArgumentError if it does not fit the model."""
+        raise NotImplementedError
+
+    def head(self, model: Any) -> Head:
+        """A head to begin with. One of a reduced vocabulary that is not known yet has the first tokens."""
+        config = self.shape(model)
+        ids = None if self.token_ids is None else checked_ids(self.token_ids, config)
+        if ids is None and config.reduced_vocabulary:
+            ids = torch.arange(config.draft_vocab_size)
+        return kind_named(config.kind).head.initial(model, config, ids, seed=torch.initial_seed())
+
+    def settings(self, config: HeadConfig) -> dict[str, Any]:
+        """Of the objective for such a head."""
+        raise NotImplementedError
+
+    def objective(self, head: Head, target: FrozenTarget, *, checkpointing: bool) -> Objective:
+        """What the head is trained to do."""
+        made = objective_for(kind_named(head.config.kind))
+        settings = made.Settings(gradient_checkpointing=checkpointing, **self.settings(head.config))
+        found: Objective = made(head, target, settings)
+        return found
+
+    def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
+        """The head as it is exported."""
+        return head
+
+
+class EagleMode(Mode):
+    """An EAGLE-3 or EAGLE-1 head."""
+
+    algorithm = "eagle"
+    child = "eagle_module"
+
+    def __init__(self, config: Any) -> None:
+        self.read = ConvertSettings(config)
+        self.given = self.read.given
+
+    @property
+    def report_accuracy(self) -> bool:
+        return self.read.report_accuracy
+
+    @property
+    def export_dtype(self) -> torch.dtype | None:
+        return _dtype(self.read.export_dtype)
+
+    @property
+    def token_ids(self) -> Sequence[int] | None:
+        return self.read.draft_vocab_ids
+
+    def shape(self, model: Any) -> HeadConfig:
+        return head_shape(model, self.read)
+
+    def settings(self, config: Any) -> dict[str, Any]:
+        common: dict[str, Any] = {"steps": self.read.steps, "decay": self.read.decay}
+        if config.generation == 3:
+            return common
+        # ModelOpt pulls features only on request, and reads them as they are.
+        weights = {} if self.read.distill_features else {"regression_weight": 0.0, "token_weight": 1.0}
+        return common | weights | {"noise": 0.0}
+
+    def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
+        config, tensors = head.config, dict(head.tensors)
+        if config.generation == 3 and not config.own_lm_head:
+            config = dataclasses.replace(config, own_lm_head=True)
+            tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu()
+        config = _scaled(config, self.read.export_rope_scaling)
+        return HeadCheckpoint(config=config, tensors=tensors)
+
+
+class MedusaMode(Mode):
+    """Medusa-1's heads, which learn the tokens of the data."""
+
+    algorithm = "medusa"
+    child = "medusa_heads"
+    KEYS: ClassVar[Mapping[str, Key]] = {"medusa_num_heads": Key(2), "medusa_num_layers": Key(1)}
+
+    def shape(self, model: Any) -> HeadConfig:
+        options = {name.removeprefix("medusa_"): value for name, value in self.values.items()}
+        return MedusaConfig.for_target("medusa", model, None, options)
+
+    def settings(self, config: HeadConfig) -> dict[str, Any]:
+        return {}
+
+
+_DOMINO = "Domino heads cannot be trained here; a DFlash head has no base loss"
+_DSPARK = "this is of a DSpark head; train one with `forerun train dspark`"
+_LLAMA = "the head is made of Llama-like layers"
+
+
+class DFlashMode(Mode):
+    """A DFlash head. What its architecture does not say follows from the base model."""
+
+    algorithm = "dflash"
+    child = "dflash_module"
+    ARCHITECTURE = "dflash_architecture_config"
+    KEYS: ClassVar[Mapping[str, Key]] = {
+        "dflash_offline": Key(
+            False, "features come from the model itself; train on stored ones with `forerun train dflash`"
+        ),
+        "dflash_block_size": Key(8),
+        "dflash_freeze_base_model": Key(True, "the base model stays as it is"),
+        "dflash_self_logit_distillation": Key(
+            True, "the head always learns the base model's own distribution, not the labels"
+        ),
+        "dflash_loss_decay_factor": Key(0.0),
+        "dflash_loss_objective": Key("dpace"),
+        "dflash_dpace_alpha": Key(0.5),
+        "dflash_num_anchors": Key(512),
+        "dflash_report_acc": Key(True),
+        "dflash_mask_token_id": Key(None),
+        ARCHITECTURE: Key({}),
+        "dflash_use_torch_compile": Key(True),  # Speed alone: the loss does without a compiler
+        "dflash_swa_window_size": Key(None),
+        "dflash_draft_attention": Key("bidirectional"),
+        "dflash_attention_sink": Key(False, "the head's attention has no sinks"),
+        "dflash_init_checkpoint": Key(None, "call model.load_head(directory) after convert"),
+        "dflash_export_rope_scaling": Key({}),
+        "dflash_lambda_base_start": Key(1.0, _DOMINO),
+        "dflash_lambda_base_decay_ratio": Key(1.0, _DOMINO),
+        "dflash_ce_loss_alpha": Key(0.1, _DSPARK),
+        "dflash_l1_loss_alpha": Key(0.9, _DSPARK),
+        "dflash_confidence_head_alpha": Key(0.0, _DSPARK),
+    }
+    ARCHITECTURE_KEYS: ClassVar[Mapping[str, Key]] = {
+        "hidden_act": Key("silu"),
+        "torch_dtype": Key("bfloat16"),
+        "position_embedding_type": Key("rope", "the head rotates its queries and keys"),
+        "rope_scaling": Key({}),
+        "rope_theta": Key(10_000.0),
+        **dict.fromkeys(
+            (
+                *("num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+                *("hidden_size", "vocab_size", "max_position_embeddings"),
+            ),
+            Key(None),
+        ),
+        "rms_norm_eps": Key(1e-6),
+        "initializer_range": Key(0.02),
+        "attention_bias": Key(False),
+        "mlp_bias": Key(False),
+        "attention_dropout": Key(0.0, "the head has no dropout"),
+        "use_input_layernorm_in_first_layer": Key(True, _LLAMA),
+        "use_last_layernorm": Key(True, _LLAMA),
+        "has_lm_head": Key(False, "the head reads the base model's output head"),
+    }
+    PROJECTORS: ClassVar[Mapping[str, str]] = {
+        "dspark": "train a DSpark head with `forerun train dspark`",
+        "domino": "Domino heads cannot be trained here; take ('dflash', {}) without it",
+    }
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "dflash_loss_objective": ("dpace", "decay"),
+        "dflash_draft_attention": ("bidirectional", "causal"),
+    }
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        shape = dict(self.values[self.ARCHITECTURE] or {})
+        projector = shape.pop("projector_type", None)
+        if projector not in (None, "dflash"):
+            why = self.PROJECTORS.get(str(projector), "leave it away for a DFlash head")
+            raise ArgumentError(f"convert: {self.ARCHITECTURE}.projector_type is {projector!r}: {why}")
+        checked(shape, self.ARCHITECTURE_KEYS, f"{self.ARCHITECTURE}.")
+        for name, known in self.CHOICES.items():
+            if self.values[name] not in known:
+                raise ArgumentError(f"convert: {name} must be {' or '.join(known)}, got {self.values[name]!r}")
+        self.architecture = shape
+        self.dtype = _dtype(shape.get("torch_dtype", "bfloat16"))
+
+    @property
+    def export_dtype(self) -> torch.dtype | None:
+        return self.dtype
+
+    def shape(self, model: Any) -> HeadConfig:
+        text = model.config.get_text_config()
+        for name in ("hidden_size", "vocab_size"):
+            if self.architecture.get(name) not in (None, getattr(text, name)):
+                told = f"the base model's {getattr(text, name)}, got {self.architecture[name]}"
+                raise ArgumentError(f"{self.ARCHITECTURE}.{name} must be {told}")
+        names = (*SAME_NAME, "max_position_embeddings")
+        options = {name: value for name, value in self.architecture.items() if name in names and value is not None}
+        if self.architecture.keys() & {"rope_theta", "rope_scaling"}:
+            options |= rope_of(self.architecture)
+        options |= {
+            "block_size": self.values["dflash_block_size"],
+            "sliding_window": self.values["dflash_swa_window_size"],
+            "is_causal": self.values["dflash_draft_attention"] == "causal",
+        }
+        if self.values["dflash_mask_token_id"] is not None:
+            options["mask_token_id"] = self.values["dflash_mask_token_id"]
+        return DFlashConfig.for_target("dflash", model, None, options)
+
+    def settings(self, config: HeadConfig) -> dict[str, Any]:
+        anchors = {"anchors": self.values["dflash_num_anchors"]}
+        if self.values["dflash_loss_objective"] == "dpace":
+            return anchors | {"smoothing": float(self.values["dflash_dpace_alpha"])}
+        return anchors | {"gamma": float(self.values["dflash_loss_decay_factor"]) or math.inf}
+
+    def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
+        scaling = self.values["dflash_export_rope_scaling"] or None
+        return HeadCheckpoint(config=_scaled(head.config, scaling), tensors=head.tensors)
+
+
+class MtpMode(Mode):
+    """The MTP layers that the base model's own checkpoint brings (FastMTP's training)."""
+
+    algorithm = "mtp"
+    child = "mtp_module"
+    KEYS: ClassVar[Mapping[str, Key]] = {
+        "mtp_steps": Key(3),
+        "mtp_loss_decay_factor": Key(0.6),
+        "mtp_report_acc": Key(True),
+    }
+
+    def head(self, model: Any) -> Head:
+        """The layers of the checkpoint from which the model was loaded; transformers leaves them out."""
+        if not model.name_or_path:
+            raise ArgumentError("convert: MTP layers are read from the model's checkpoint; load it by from_pretrained")
+        found: Head = named(kind_named("mtp").in_target or "")(model.name_or_path).build(torch.float32)
+        return found
+
+    def settings(self, config: HeadConfig) -> dict[str, Any]:
+        return {"steps": self.values["mtp_steps"], "decay": float(self.values["mtp_loss_decay_factor"])}
+
+
+MODES: dict[str, type[Mode]] = {mode.algorithm: mode for mode in (EagleMode, MedusaMode, DFlashMode, MtpMode)}
+
+
+def read_mode(mode: Any) -> Mode:
+    """From what `convert` is given: ``[(name, config)]`` or ``{"algorithm": name, "config": config}``."""
+    match [mode] if isinstance(mode, Mapping) else mode:
+        case [{**pair}] if pair.keys() <= {"algorithm", "config"}:
+            name, config = pair.get("algorithm"), pair.get("config", {})
+        case [[name, config]]:
+            pass
+        case _:
+            raise ArgumentError(
+                f'convert: mode must be [("eagle", config)], a pair in a list; got {reprlib.repr(mode)}'
+            )
+    if name not in MODES:
+        raise ArgumentError(
+            f"convert: there is no mode {name!r}; there are {', '.join(MODES)}.{nearest(str(name), MODES)} Heads of "
+            "other kinds are trained with `forerun train KIND`"
+        )
+    return MODES[name]({} if config is None else config)
+
+
+def checked_ids(token_ids: Sequence[int] | Tensor, config: HeadConfig) -> Tensor:
+    """(Vd,) ids of a draft vocabulary, ascending; errors as `ConvertedModel.set_draft_vocabulary`."""
+    ids = torch.as_tensor(token_ids, dtype=torch.int64).flatten().cpu().sort().values
+    if not config.reduced_vocabulary:
+        raise ArgumentError("token ids are for a head with draft_vocab_size below vocab_size; this one has all tokens")
+    distinct = len(set(ids.tolist()))
+    if len(ids) != config.draft_vocab_size or distinct != len(ids):
+        raise ArgumentError(
+            f"the draft vocabulary has {config.draft_vocab_size} tokens (draft_vocab_size), got {len(ids)} ids of "
+            f"which {distinct} are distinct"
+        )
+    if int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
+        raise ArgumentError(f"token ids are 0..{config.vocab_size - 1}, got {int(ids[0])}..{int(ids[-1])}")
+    return ids
+
+
+def _dtype(given: Any) -> torch.dtype:
+    name = str(given).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ArgumentError(f"convert: torch_dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _scaled(config: Any, scaling: Mapping[str, Any] | None) -> Any:
+    """With a rope scaling in the place of none."""
+    if scaling is None or config.rope_scaling is not None:
+        return config
+    return dataclasses.replace(config, rope_scaling=dict(scaling))
