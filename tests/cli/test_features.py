@@ -83,7 +83,8 @@ def test_a_kind_is_stored_where_its_untrained_head_reads(
 def test_every_trainable_kind_can_be_asked_for() -> None:
     config = LlamaConfig(num_hidden_layers=32)
     found = {kind.name: _read_by(kind, config, "") for kind in KINDS.values() if kind.in_target is None}
-    assert found["eagle3"] == (2, 16, 29) and found["medusa"] == (LAST_HIDDEN,)
+    assert found["eagle3"] == found["peagle"] == (2, 16, 29)
+    assert found["medusa"] == found["distill"] == found["layerskip"] == (LAST_HIDDEN,)
     assert found["dflash"] == found["dspark"] == spread_boundaries(32, 5) == (2, 9, 16, 23, 30)
 
 

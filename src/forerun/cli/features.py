@@ -126,9 +126,13 @@ class _Run:
 
 
 def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
-    """Where heads of the kind that a recipe makes without options read the target, of the configuration `text`."""
+    """Where heads of the kind that a recipe makes without options read the target, of the configuration `text`; a
+    draft model, and the target itself, learn from its last state."""
     from forerun.drafters.heads.kinds import named
+    from forerun.types import LAST_HIDDEN
 
+    if kind.trains != "head":
+        return (LAST_HIDDEN,)
     if kind.in_target is not None:
         return tuple(named(kind.in_target)(target).config.boundaries)
     return tuple(kind.head.Config.fields_for(kind.name, text, {})["boundaries"])
