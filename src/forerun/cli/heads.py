@@ -29,14 +29,18 @@ def heads(target: str | None = None, /, *, json: Json = False) -> int:
     if not found:
         console.warn(f"no public head is known for {target}. All that are: forerun heads")
         return 0
-    table = console.table("target", "kind", "head", "format", "boundaries", "accepted", "reported by")
+    table = console.table("kind", "head, by target", "accepted")
+    table.columns[1].overflow = "fold"  # an id that is cut is of no use
+    before = None
     for head in found:
-        length = "" if head.acceptance_length is None else f"{head.acceptance_length:.2f} ({head.conditions})"
+        if head.target != before:
+            table.add_row("", Text(head.target, "bold"))
+        before = head.target
+        length = "" if head.acceptance_length is None else f"{head.acceptance_length:.2f}"
         # What cannot be passed on is shown paler: no hub id, a pickle, a kind that forerun does not have.
-        name = Text(head.named, "" if head.loadable else "dim")
-        facts = (head.format or "", ",".join(map(str, head.boundaries or ())), length, head.collection)
-        table.add_row(Text(head.target, "bold"), head.drafter, name, *map(Text, facts))
+        table.add_row(head.drafter, Text(head.named, "" if head.loadable else "dim"), length)
     console.out().print(table)
+    console.out().print(Text("accepted: tokens per pass, as reported. By whom, under which conditions: --json", "dim"))
     first = {head.drafter: head for head in reversed(found) if head.loadable}
     for head in [] if target is None else sorted(first.values(), key=found.index):
         console.out().print(f"--drafter {head.drafter} --drafter-model {head.model}")
