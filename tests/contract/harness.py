@@ -121,6 +121,19 @@ class Variant:
         return f"{self.method}-{self.label}"
 
 
+LAYERS: dict[str, Any] = {
+    "hidden_size": 32,
+    "target_hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.3,
+}
+"""Of heads for `model()`."""
+
+
 @functools.cache
 def eagle_head(generation: int = 3, **options: Any) -> EagleHead:
     """A random head for `model()`, with a draft vocabulary of its own: mostly wrong, so that every path is walked."""
@@ -128,17 +141,10 @@ def eagle_head(generation: int = 3, **options: Any) -> EagleHead:
     own = generation == 3
     config = EagleConfig(
         generation=generation,
-        hidden_size=32,
-        target_hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=VOCABULARY,
+        **LAYERS,
         draft_vocab_size=9 if own else VOCABULARY,
         boundaries=(0, 1, 2) if own else (LAST_HIDDEN,),
         own_lm_head=own,
-        initializer_range=0.3,
         **options,
     )
     head = EagleHead(config).eval()
@@ -185,19 +191,12 @@ def dflash_head(**options: Any) -> DFlashHead:
     torch.manual_seed(5)
     spark = "markov_rank" in options
     config = (DSparkConfig if spark else DFlashConfig)(
-        hidden_size=32,
-        target_hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=VOCABULARY,
+        **LAYERS,
         draft_vocab_size=VOCABULARY,
         boundaries=(0, 1, 2),
         num_hidden_layers=2,
         block_size=4,
         mask_token_id=VOCABULARY - 1,
-        initializer_range=0.3,
         **options,
     )
     if not spark:
@@ -213,18 +212,11 @@ def peagle_head(**options: Any) -> PEagleHead:
     """A random head of two layers for `model()`, with a draft vocabulary of its own."""
     torch.manual_seed(7)
     config = PEagleConfig(
-        hidden_size=32,
-        target_hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=VOCABULARY,
+        **LAYERS,
         draft_vocab_size=9,
         boundaries=(0, 1, 2),
         num_hidden_layers=2,
         mask_token_id=VOCABULARY - 1,
-        initializer_range=0.3,
         **options,
     )
     head = PEagleHead(config).eval()
@@ -237,19 +229,12 @@ def mtp_head(modules: int = 1, sparse: bool = False) -> MtpHead:
     """Random MTP layers for `model()`: dense, on the state before the final norm, or as DeepSeek's."""
     torch.manual_seed(6)
     config = MtpConfig(
-        hidden_size=32,
-        target_hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=2 if sparse else 1,
-        head_dim=16,
-        vocab_size=VOCABULARY,
+        **(LAYERS | {"num_key_value_heads": 2 if sparse else 1}),
         draft_vocab_size=VOCABULARY,
         boundaries=(LAST_HIDDEN,) if sparse else (2,),
         num_hidden_layers=modules,
         experts=ExpertsConfig(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if sparse else None,
         latent=LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12) if sparse else None,
-        initializer_range=0.3,
     )
     return MtpHead(config).eval()
 

@@ -61,23 +61,29 @@ def _tli(label: str, **options: Any) -> Variant:
     return Variant("tli", label, {"model": retold(_relative(), LETTERS, OTHERS), **tokenizers, **options})
 
 
+LAYERS: dict[str, Any] = {
+    "hidden_size": 8,
+    "target_hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.3,
+}
+"""Of heads for `toy`."""
+
+
 @functools.cache
 def _head(generation: int) -> EagleHead:
     torch.manual_seed(generation)
     own = generation == 3
     config = EagleConfig(
         generation=generation,
-        hidden_size=8,
-        target_hidden_size=8,
-        intermediate_size=12,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        vocab_size=VOCABULARY,
+        **LAYERS,
         draft_vocab_size=3 if own else VOCABULARY,
         boundaries=(0, 1, 2) if own else (LAST_HIDDEN,),
         own_lm_head=own,
-        initializer_range=0.3,
     )
     head = EagleHead(config).eval().to(torch.float64)
     if own:
@@ -113,19 +119,12 @@ def _mlp(**options: Any) -> MlpSpeculatorHead:
 def _dflash(**options: Any) -> DFlashHead:
     torch.manual_seed(6)
     config = (DSparkConfig if options else DFlashConfig)(
-        hidden_size=8,
-        target_hidden_size=8,
-        intermediate_size=12,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        vocab_size=VOCABULARY,
+        **LAYERS,
         draft_vocab_size=VOCABULARY,
         boundaries=(0, 1, 2),
         num_hidden_layers=1,
         block_size=4,
         mask_token_id=VOCABULARY - 1,
-        initializer_range=0.3,
         **options,
     )
     head = DSparkHead(config) if isinstance(config, DSparkConfig) else DFlashHead(config)
@@ -139,18 +138,11 @@ def _dflash(**options: Any) -> DFlashHead:
 def _peagle() -> PEagleHead:
     torch.manual_seed(7)
     config = PEagleConfig(
-        hidden_size=8,
-        target_hidden_size=8,
-        intermediate_size=12,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        vocab_size=VOCABULARY,
+        **LAYERS,
         draft_vocab_size=VOCABULARY,
         boundaries=(0, 1, 2),
         num_hidden_layers=2,
         mask_token_id=VOCABULARY - 1,
-        initializer_range=0.3,
     )
     return PEagleHead(config).eval().to(torch.float64)
 
@@ -159,17 +151,10 @@ def _peagle() -> PEagleHead:
 def _mtp(modules: int) -> MtpHead:
     torch.manual_seed(9)
     config = MtpConfig(
-        hidden_size=8,
-        target_hidden_size=8,
-        intermediate_size=12,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        vocab_size=VOCABULARY,
+        **LAYERS,
         draft_vocab_size=VOCABULARY,
         boundaries=(LAST_HIDDEN,),
         num_hidden_layers=modules,
-        initializer_range=0.3,
     )
     return MtpHead(config).eval().to(torch.float64)
 

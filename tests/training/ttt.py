@@ -31,6 +31,17 @@ FIRST: dict[str, Any] = {
     "own_lm_head": False,
 }
 """What makes an EAGLE-1 head of `head`."""
+LAYERS: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "target_hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.2,
+}
+"""Of heads for `model()`, unless their options say otherwise."""
 
 
 @functools.cache
@@ -43,16 +54,9 @@ def head(**options: Any) -> EagleHead:
     """A random head for `model()`, EAGLE-3's; a reduced vocabulary unless the options say otherwise."""
     torch.manual_seed(1)
     given = {
-        "hidden_size": HIDDEN,
-        "target_hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": VOCABULARY,
+        **LAYERS,
         "draft_vocab_size": 30,
         "boundaries": (1, 2, 3),
-        "initializer_range": 0.2,
         **options,
     }
     made = EagleHead(EagleConfig(**given)).eval()
@@ -100,19 +104,12 @@ def dflash(**options: Any) -> DFlashHead:
     torch.manual_seed(1)
     config, made_of = (DSparkConfig, DSparkHead) if "markov_rank" in options else (DFlashConfig, DFlashHead)
     given = {
-        "hidden_size": HIDDEN,
-        "target_hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": VOCABULARY,
+        **LAYERS,
         "draft_vocab_size": VOCABULARY,
         "boundaries": (1, 2, 3),
         "num_hidden_layers": 2,
         "block_size": 5,
         "mask_token_id": VOCABULARY - 1,
-        "initializer_range": 0.2,
         **options,
     }
     made = made_of(config(**given)).eval()
@@ -124,18 +121,11 @@ def peagle(**options: Any) -> PEagleHead:
     """A random P-EAGLE head for `model()`, of two layers unless the options say otherwise."""
     torch.manual_seed(1)
     given = {
-        "hidden_size": HIDDEN,
-        "target_hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": VOCABULARY,
+        **LAYERS,
         "draft_vocab_size": 30,
         "boundaries": (1, 2, 3),
         "num_hidden_layers": 2,
         "mask_token_id": VOCABULARY - 1,
-        "initializer_range": 0.2,
         **options,
     }
     made = PEagleHead(PEagleConfig(**given)).eval()
@@ -147,16 +137,9 @@ def mtp(**options: Any) -> MtpHead:
     """A random MTP layer for `model()`, dense and on its last hidden state unless the options say otherwise."""
     torch.manual_seed(1)
     given = {
-        "hidden_size": HIDDEN,
-        "target_hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": VOCABULARY,
+        **LAYERS,
         "draft_vocab_size": VOCABULARY,
         "boundaries": (LAST_HIDDEN,),
-        "initializer_range": 0.2,
         **options,
     }
     made = MtpHead(MtpConfig(**given)).eval()

@@ -130,9 +130,9 @@ def _all(
 
     board, path, note = leaderboard.entries(heads), model, None
     if scale is not None:
-        path, _, note = enlarged(model, {}, scale)
+        path, grown, note = enlarged(model, {entry.name: entry.config for entry in board}, scale)
         for entry in board:
-            entry.config = enlarged(model, entry.config, scale)[1]
+            entry.config = grown[entry.name]
     llm = session.load(path, loading, None, max_num_seqs=1)
     plain = leaderboard.run(llm, board, max_tokens=max_tokens)
     if json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,7 @@ def _width(config: Any) -> int:
     """Nodes that a tree expands per level: all, where a level costs the head nothing."""
     from forerun.drafters.heads.kinds import kind_named
 
-    return 8 if kind_named(config.kind).drafts == "sequential" else NODES
+    return NODES if kind_named(config.kind).drafts in ("parallel", "block") else 8
 
 
 def _trained_s(log: Path) -> float:
@@ -111,13 +112,11 @@ def _trained_s(log: Path) -> float:
 
 
 def _weights(folder: Path) -> int:
-    from safetensors import safe_open
+    from forerun.model.load import read_header
 
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            total += sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    return total
+    return sum(
+        math.prod(entry["shape"]) for path in folder.glob("*.safetensors") for entry in read_header(path).values()
+    )
 
 
 def questions(llm: LLM) -> list[Any]:
@@ -162,9 +161,9 @@ def table(plain: Entry, board: list[Entry]) -> Table:
     """The fastest first."""
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
     columns = [Column("drafter", no_wrap=True), Column("parameters", **right), Column("trained", **right)]
-    columns += [Column("greedy text", **right)]
+    columns += [Column("greedy\ntext", **right)]
     for temperature in TEMPERATURES:
-        columns += [Column(f"T = {temperature:g}: tokens/pass", **right), Column("speed-up", **right)]
+        columns += [Column(f"T = {temperature:g}\ntokens/pass", **right), Column("\nspeed-up", **right)]
     made = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for entry in sorted(board, key=lambda one: -sum(one.speed(t) / plain.speed(t) for t in TEMPERATURES)):
         cells = [entry.name, f"{entry.parameters / 1e6:.1f} M" if entry.parameters else "-"]

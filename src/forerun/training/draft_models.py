@@ -57,7 +57,7 @@ class TrainedModel(Trained):
         start = self.recipe.draft.start
         self.tokenizer = tokenizer
         if start is None:
-            self.module = shrunk(model, self.recipe.draft.options)
+            self.module = shrunk(model, self.recipe.draft.options).requires_grad_(True)
         else:
             self.module = load_trainable(start)
             path = demo.resolve(start)
@@ -69,7 +69,6 @@ class TrainedModel(Trained):
                     f"{start} has {sizes[0]} token ids and no tokenizer, the target has {sizes[1]}: nobody can tell "
                     "whether they mean the same. Put the tokenizer's files beside the draft model."
                 )
-        self.module.requires_grad_(True)
 
     def blank(self) -> nn.Module:
         return blank_model(self.module)

@@ -122,6 +122,20 @@ class DecoderObjective(Objective):
         )
 
 
+def check_unrolling(steps: int, decay: float) -> None:
+    """Raise ArgumentError for what no head is unrolled by."""
+    if steps < 1:
+        raise ArgumentError(f"objective: steps must be at least 1, got {steps}")
+    if not 0 < decay <= 1:
+        raise ArgumentError(f"objective: decay must be in (0, 1], got {decay}")
+
+
+def unrolled_weights(steps: int, decay: float) -> list[float]:
+    """(steps,) of the unrolled steps: step t weighs decay^t, normalised to sum 1."""
+    raw = [decay**step for step in range(steps)]
+    return [weight / sum(raw) for weight in raw]
+
+
 def ahead(values: Tensor, steps: int, fill: float) -> Tensor:
     """(B, S, ..) moved `steps` to the left; what is missing on the right is `fill`."""
     moved = torch.full_like(values, fill)

@@ -20,7 +20,16 @@ from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, working_dtype
 from forerun.training.chunked_loss import VocabularyLoss
-from forerun.training.objectives.base import DecoderObjective, DecoderSettings, FrozenTarget, ahead, behind, counted
+from forerun.training.objectives.base import (
+    DecoderObjective,
+    DecoderSettings,
+    FrozenTarget,
+    ahead,
+    behind,
+    check_unrolling,
+    counted,
+    unrolled_weights,
+)
 from forerun.types import LAST_HIDDEN
 
 
@@ -34,16 +43,12 @@ class Eagle3Settings(DecoderSettings):
     """Weight of step t is decay^t, normalised to sum 1."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ArgumentError(f"objective: steps must be at least 1, got {self.steps}")
-        if not 0 < self.decay <= 1:
-            raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
+        check_unrolling(self.steps, self.decay)
 
     @property
     def weights(self) -> list[float]:
         """(T,) of the steps, summing to 1."""
-        raw = [self.decay**step for step in range(self.steps)]
-        return [weight / sum(raw) for weight in raw]
+        return unrolled_weights(self.steps, self.decay)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

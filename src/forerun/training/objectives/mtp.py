@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport
 from forerun.training.chunked_loss import hard_loss
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, check_unrolling, unrolled_weights
 from forerun.training.objectives.eagle3 import Eagle3Objective
 
 
@@ -30,16 +30,12 @@ class MtpSettings(ObjectiveSettings):
     """beta: the weight of depth k is beta^k, normalised to sum 1."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ArgumentError(f"objective: steps must be at least 1, got {self.steps}")
-        if not 0 < self.decay <= 1:
-            raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
+        check_unrolling(self.steps, self.decay)
 
     @property
     def weights(self) -> list[float]:
         """(K,) of the depths, summing to 1."""
-        raw = [self.decay**step for step in range(self.steps)]
-        return [weight / sum(raw) for weight in raw]
+        return unrolled_weights(self.steps, self.decay)
 
 
 class MtpObjective(Eagle3Objective):
