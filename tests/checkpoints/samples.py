@@ -12,6 +12,7 @@ from torch.nn import functional
 from forerun import checkpoints
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.latent import LatentConfig
 from forerun.types import LAST_HIDDEN
 
 FORMATS = [name for name, entry in checkpoints.FORMATS.items() if "eagle3" in entry.kinds]
@@ -30,12 +31,28 @@ PLAIN = EagleConfig(
 )
 """The default boundaries of the target below."""
 FIRST = dataclasses.replace(PLAIN, generation=1, boundaries=(LAST_HIDDEN,), own_lm_head=False)
+LATENT = dataclasses.replace(
+    PLAIN,
+    num_key_value_heads=4,
+    head_dim=4,
+    latent=LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, q_lora_rank=12),
+)
+"""As Kimi-K2's heads."""
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
 TARGET = TargetFacts(
     name_or_path="owner/target",
@@ -57,6 +74,7 @@ VARIANTS: dict[str, EagleConfig] = {
     "shared_lm_head": dataclasses.replace(PLAIN, own_lm_head=False),
     "five": dataclasses.replace(PLAIN, boundaries=(1, 3, 5, 7, 10)),
     "two_layers": dataclasses.replace(PLAIN, num_hidden_layers=2),
+    "embedding_everywhere": dataclasses.replace(PLAIN, num_hidden_layers=2, next_layer_regular=False),
     "scaled_rope": dataclasses.replace(PLAIN, rope_theta=5e5, rope_scaling=LLAMA3, rms_norm_eps=1e-6),
     "extra": dataclasses.replace(PLAIN, extra={"bos_token_id": 1, "transformers_version": "5.0.0"}),
     "window": dataclasses.replace(PLAIN, sliding_window=6),
@@ -64,6 +82,9 @@ VARIANTS: dict[str, EagleConfig] = {
     "window_mixed": dataclasses.replace(PLAIN, sliding_window=3, num_hidden_layers=2, full_layers=(1,)),
     "one_boundary": dataclasses.replace(PLAIN, boundaries=(5,)),
     "unfused": dataclasses.replace(PLAIN, use_aux_hidden_state=False, boundaries=(LAST_HIDDEN,)),
+    "latent": LATENT,
+    "latent-3.1": dataclasses.replace(LATENT, fc_norm=True, norm_output=True, draft_vocab_size=24),
+    "latent_two_layers": dataclasses.replace(LATENT, num_hidden_layers=2, rope_theta=5e4, rope_scaling=YARN),
     "first": FIRST,
     "first_two_layers": dataclasses.replace(FIRST, num_hidden_layers=2, sliding_window=4),
     "first_bias": dataclasses.replace(FIRST, fc_bias=True, own_embedding=True),
@@ -73,7 +94,10 @@ VARIANTS: dict[str, EagleConfig] = {
 def written_as(name: str) -> list[str]:
     """Those of `VARIANTS` that a format, or a destination, has words for."""
     if name == "speculators":
-        return [kind for kind, config in VARIANTS.items() if LAST_HIDDEN not in config.boundaries]
+        wordless = [kind for kind, config in VARIANTS.items() if config.latent or not config.next_layer_regular]
+        return [
+            kind for kind, config in VARIANTS.items() if kind not in wordless and config.boundaries != FIRST.boundaries
+        ]
     return [kind for kind, config in VARIANTS.items() if config.generation == 3 or name != "modelopt"]
 
 

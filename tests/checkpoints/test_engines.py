@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample
+from checkpoints.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, replaced, sample
 from forerun.checkpoints import HeadCheckpoint, differences, engines, read_head, write_head
 from forerun.checkpoints.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
 from forerun.checkpoints.formats import parse, read_files
@@ -39,6 +39,13 @@ def test_the_safest_head_loads_everywhere() -> None:
 
 
 BOTH_BY_HALF = {"llama.cpp": "degrades", "lmdeploy": "degrades"}
+HALF_LATENT = {"llama.cpp": "fails", "lmdeploy": "degrades"}
+
+
+def latent(**changes: Any) -> EagleConfig:
+    return dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, **changes))
+
+
 TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
     (
         "B: norm_before_residual",
@@ -85,12 +92,35 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
         dataclasses.replace(PLAIN, fc_norm=True, norm_before_fc=True),
         {**{engine: "degrades" for engine in ENGINES}, "modelopt": "check"},
     ),
-    ("A: other layers", dataclasses.replace(PLAIN, boundaries=(1, 5, 7)), {"llama.cpp": "fails"}),
-    ("A: five layers", VARIANTS["five"], {"llama.cpp": "fails", "lmdeploy": "degrades"}),
+    ("A: other layers", dataclasses.replace(PLAIN, boundaries=(1, 5, 7)), {"sglang": "check", "llama.cpp": "fails"}),
+    ("A: five layers", VARIANTS["five"], {"sglang": "check", "llama.cpp": "fails", "lmdeploy": "degrades"}),
+    ("A: from the second", dataclasses.replace(PLAIN, boundaries=(2, 4, 6)), {"llama.cpp": "fails"}),
     (
         "A: embeddings",
         dataclasses.replace(PLAIN, boundaries=(0, 5, 7)),
         {"sglang": "degrades", "trtllm": "fails", "llama.cpp": "fails"},
+    ),
+    ("latent attention", LATENT, {"llama.cpp": "fails", "lmdeploy": "check"}),
+    ("latent attention, two layers", VARIANTS["latent_two_layers"], {"sglang": "fails", **HALF_LATENT}),
+    (
+        "latent attention without q_lora_rank",
+        latent(q_lora_rank=None),
+        {"sglang": "fails", "trtllm": "fails", "llama.cpp": "fails", "lmdeploy": "fails"},
+    ),
+    (
+        "latent attention by halves",
+        latent(rope_interleave=False),
+        {"vllm": "degrades", "sglang": "degrades", "trtllm": "degrades", "llama.cpp": "fails", "lmdeploy": "check"},
+    ),
+    (
+        "latent attention, a norm before fc",
+        dataclasses.replace(LATENT, norm_before_fc=True),
+        {"vllm": "fails", "sglang": "degrades", **HALF_LATENT, "modelopt": "check"},
+    ),
+    (
+        "latent attention on the last state",
+        dataclasses.replace(LATENT, use_aux_hidden_state=False, boundaries=(LAST_HIDDEN,)),
+        {"vllm": "degrades", "sglang": "degrades", **HALF_LATENT},
     ),
     ("A: normed output", dataclasses.replace(PLAIN, boundaries=(2, 5, LAST_HIDDEN)), EVERYWHERE),
     ("EAGLE-1", FIRST, {"trtllm": "fails", "llama.cpp": "fails", "modelopt": "fails"}),

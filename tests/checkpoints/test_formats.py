@@ -52,7 +52,7 @@ def test_written_and_read_back_is_the_same_head(name: str, variant: str, tmp_pat
     after = read_head(tmp_path / "head")
     assert differences(before, after) == []
     assert torch.equal(logits(before.build()), logits(after.build()))
-    assert (FEEDBACK in " ".join(after.notes)) == (variant == "eagle-3.1" and name != "speculators")
+    assert (FEEDBACK in " ".join(after.notes)) == (VARIANTS[variant].norm_output and name != "speculators")
 
 
 FEEDBACK = "SpecForge"

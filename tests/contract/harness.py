@@ -39,9 +39,10 @@ from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
+from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
-from forerun.drafters.heads.mtp import LatentConfig, MtpConfig, MtpHead
+from forerun.drafters.heads.mtp import MtpConfig, MtpHead
 from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
@@ -134,6 +135,9 @@ LAYERS: dict[str, Any] = {
 """Of heads for `model()`."""
 
 
+LATENT = LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12)
+
+
 @functools.cache
 def eagle_head(generation: int = 3, **options: Any) -> EagleHead:
     """A random head for `model()`, with a draft vocabulary of its own: mostly wrong, so that every path is walked."""
@@ -141,7 +145,7 @@ def eagle_head(generation: int = 3, **options: Any) -> EagleHead:
     own = generation == 3
     config = EagleConfig(
         generation=generation,
-        **LAYERS,
+        **(LAYERS | ({"num_key_value_heads": 2} if "latent" in options else {})),
         draft_vocab_size=9 if own else VOCABULARY,
         boundaries=(0, 1, 2) if own else (LAST_HIDDEN,),
         own_lm_head=own,
@@ -234,7 +238,7 @@ def mtp_head(modules: int = 1, sparse: bool = False) -> MtpHead:
         boundaries=(LAST_HIDDEN,) if sparse else (2,),
         num_hidden_layers=modules,
         experts=ExpertsConfig(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if sparse else None,
-        latent=LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12) if sparse else None,
+        latent=LATENT if sparse else None,
     )
     return MtpHead(config).eval()
 
@@ -377,6 +381,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _eagle("eagle3", "dynamic-given", num_speculative_tokens=3, top_k=3, nodes=8, draw="deterministic"),
         _eagle("eagle3", "tree", shape=(3, 2, 1)),
         _eagle("eagle3", "greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
+        Variant("eagle3", "latent-chain", {"model": eagle_head(latent=LATENT), "num_speculative_tokens": 3}),
+        Variant("eagle3", "latent-dynamic", {"model": eagle_head(latent=LATENT), "top_k": 3, "nodes": 8}),
     ],
     "eagle": [_eagle("eagle", "chain", num_speculative_tokens=3)],
     "eagle2": [_eagle("eagle2", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8)],

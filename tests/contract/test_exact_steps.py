@@ -29,6 +29,7 @@ from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
+from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.drafters.heads.mtp import MtpConfig, MtpHead
@@ -74,13 +75,19 @@ LAYERS: dict[str, Any] = {
 """Of heads for `toy`."""
 
 
+LATENT = {
+    "num_key_value_heads": 2,
+    "latent": LatentConfig(kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=6),
+}
+
+
 @functools.cache
-def _head(generation: int) -> EagleHead:
-    torch.manual_seed(generation)
+def _head(generation: int, latent: bool = False) -> EagleHead:
+    torch.manual_seed(generation + 7 * latent)
     own = generation == 3
     config = EagleConfig(
         generation=generation,
-        **LAYERS,
+        **(LAYERS | (LATENT if latent else {})),
         draft_vocab_size=3 if own else VOCABULARY,
         boundaries=(0, 1, 2) if own else (LAST_HIDDEN,),
         own_lm_head=own,
@@ -184,6 +191,8 @@ SAMPLING = [
     Variant("early_exit", "tree", {"exit_layer": 1, "tree": (0, 1, 1, 2)}),
     Variant("eagle3", "chain", {"model": _head(3), **CHAIN}),
     Variant("eagle3", "dynamic", {"model": _head(3), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
+    Variant("eagle3", "latent-chain", {"model": _head(3, latent=True), **CHAIN}),
+    Variant("eagle3", "latent-tree", {"model": _head(3, latent=True), "shape": (2, 1, 1)}),
     Variant("eagle", "tree", {"model": _head(1), "shape": (2, 1, 1)}),
     Variant("eagle2", "sampled", {"model": _head(1), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
     Variant("medusa", "chain", {"model": _medusa(), "shape": (1, 1, 1), "draw": "iid"}),

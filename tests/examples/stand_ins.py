@@ -45,9 +45,8 @@ QUICK: dict[str, dict[str, str]] = {
     "calibrate": {"--seconds": "0.5", "--contexts": "64"},
     "plan demo": {"--max-tokens": "8"},
     "data regenerate": {"--max-tokens -n": "8"},
-    "train eagle3": {"training.steps=": "1", "windows.length=": "64", "objective.steps=": "2"},
-    "train medusa": {"training.steps=": "1", "windows.length=": "64"},
-    "train distill": {"training.steps=": "1", "windows.length=": "64"},
+    "train": {"training.steps=": "1", "windows.length=": "64"},
+    "train eagle3": {"objective.steps=": "2"},
     "tune skip-layers": {"--iterations": "1", "--tokens": "4", "--limit": "1", "--prompt-tokens": "16"},
 }
 """Verb -> options that keep it short: in place of what is printed, or beside it."""

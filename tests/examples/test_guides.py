@@ -97,8 +97,8 @@ def test_the_variants_of_the_training_guide_are_options_of_a_head() -> None:
             assert name == "boundaries" or str(fields[name].default).lower() == shown, name
 
 
-def test_the_default_boundaries_of_the_heads_guide_are_ours() -> None:
-    text = (ROOT / "docs" / "heads.md").read_text(encoding="utf-8")
+def test_the_default_boundaries_of_the_formats_guide_are_ours() -> None:
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
     ours, theirs = (tuple(map(int, row[3].split(","))) for row in table(text, "place")[:2])
     assert ours == default_boundaries(32) and theirs == tuple(boundary - 1 for boundary in ours)
     assert ", ".join(map(str, default_boundaries(8))) in text

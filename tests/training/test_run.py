@@ -58,7 +58,8 @@ def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> Non
     found = run.evaluate(head_shapes(head(), model(), settings), model(), prompts, settings)
     assert {"chain_t0", "tree_t0", "chain_t1", "tree_t1", "acceptance_0", "acceptance_2"} <= found.keys()
     assert len(measured) == 4
-    for one in measured:
+    for one, of in zip(measured, ("", "tree_t0_", "chain_t1_", "tree_t1_"), strict=True):
+        assert [found[f"acceptance_{of}{depth}"] for depth in range(3)] == one.acceptance_per_depth
         assert one.num_plain_steps <= len(prompts), "an answer's last token needs no draft"
         assert one.num_spec_steps > 20 and one.drafted_per_depth[0] == one.num_spec_steps
 

@@ -10,7 +10,7 @@ import torch
 from forerun.drafters.heads.base import SequentialHead
 from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.kinds import kind_named
-from forerun.drafters.heads.mtp import LatentConfig
+from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.model import Target
 from forerun.training.objectives import objective_for
@@ -19,6 +19,17 @@ from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.types import LAST_HIDDEN
 from training.ttt import FIRST, batch_of, features, head, model, mtp, tokens
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "latent": LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, q_lora_rank=20),
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eagle-3.1": {"fc_norm": True, "norm_output": True},
@@ -26,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm-before-residual": {"norm_before_residual": True},
     "qk-norm": {"qk_norm": True},
     "two-layers": {"num_hidden_layers": 2},
+    "embedding-everywhere": {"num_hidden_layers": 2, "next_layer_regular": False, "norm_before_residual": True},
     "one-boundary": {"boundaries": (4,)},
     "unfused": {"use_aux_hidden_state": False, "boundaries": (LAST_HIDDEN,)},
     "scaled-rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
@@ -38,10 +50,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mtp": {},
     "mtp-before-the-norm": {"boundaries": (4,), "attention_bias": True, "partial_rotary_factor": 0.5},
     "mtp-latent-experts": {
-        "num_key_value_heads": 2,
+        **LATENT,
         "experts": ExpertsConfig(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=3),
-        "latent": LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, q_lora_rank=20),
     },
+    "latent": LATENT,
+    "latent-two-layers": {**LATENT, "num_hidden_layers": 2, "rope_scaling": YARN, "norm_output": True},
     "eagle-1": FIRST,
     "eagle-1-with-its-own": {**FIRST, "own_lm_head": True, "fc_bias": True},
 }

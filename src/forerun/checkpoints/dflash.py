@@ -19,7 +19,8 @@ from forerun.drafters.heads.dflash import DFlashConfig, spread_boundaries
 from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.errors import CheckpointError
 
-NESTED, LAYER_IDS, RANK = "dflash_config", "target_layer_ids", "markov_rank"
+NESTED, RANK = "dflash_config", "markov_rank"
+LAYER_IDS = eagle.LAYER_IDS
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 ANYWHERE = ("block_size", "mask_token_id", "sample_from_anchor", "causal", "is_causal")
 """Keys that stand at the top or in `NESTED`, by publisher."""

@@ -1,14 +1,16 @@
 """What the formats of EAGLE heads share: tensor names, layer ids, and the keys of their decoder layers.
 
 Our layer ids are boundaries: b is the state after b layers. Top-level lists (vLLM, EAGLE, speculators) mean the same.
-Lists inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) and TensorRT-LLM's YAML name the 0-based layer whose output
-is read, one less. Taking one for the other costs most of the acceptance and raises no error anywhere.
+Lists inside ``eagle_config`` (SGLang, SpecForge, ModelOpt), ``target_layer_ids`` (DeepSpec: EAGLE-3, DFlash and DSpark
+alike; vLLM adds one) and TensorRT-LLM's YAML name the 0-based layer whose output is read, one less. Taking one for the
+other costs most of the acceptance and raises no error anywhere.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.checkpoints.base import HeadCheckpoint, target_mask, with_vocabulary
-from forerun.checkpoints.keys import NESTED, Keys
+from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.eagle import default_boundaries
+from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.layers import DecoderConfig, Rotary
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model.masks import FULL, SLIDING
@@ -32,13 +35,15 @@ ALIASES = {f"aux_norm_{where}.weight": f"fc_norm.{i}.weight" for i, where in enu
 UPPER_HIDDEN_NORM = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight")
 
 
-def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_canonical(tensors: Mapping[str, Tensor], *, regular: bool = True) -> dict[str, Tensor]:
     """A file's tensors under forerun's names, without what is computed anew (``rotary_emb.inv_freq``); ``t2d`` stays.
 
-    Layers above the first have one norm that vLLM calls ``input_layernorm`` and SGLang ``hidden_norm``; either name is
-    taken, both if they are equal. CheckpointError if they differ, or a tensor is there twice.
+    `regular` layers above the first have one norm that vLLM calls ``input_layernorm`` and SGLang ``hidden_norm``;
+    either name is taken, both if they are equal. CheckpointError if they differ, or a tensor is there twice.
     """
     found = canonical_names(tensors)
+    if not regular:
+        return found
     for hidden_norm in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
         ours, tensor = hidden_norm.replace("hidden_norm", "input_layernorm"), found.pop(hidden_norm)
         if ours in found and not torch.equal(found[ours], tensor):
@@ -69,7 +74,7 @@ def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True)
     config = checkpoint.config
     tensors = dict(checkpoint.tensors)
     d2t = tensors.pop("d2t")
-    for layer in range(1, config.num_hidden_layers) if config.generation == 3 else ():
+    for layer in range(1, config.num_hidden_layers) if config.generation == 3 and config.next_layer_regular else ():
         norm = tensors[f"layers.{layer}.input_layernorm.weight"]
         tensors[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
     tensors = {re.sub(r"^layers\.0\.", first, name): tensor for name, tensor in tensors.items()}
@@ -81,6 +86,7 @@ def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True)
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"  # The key's name, at the top and in `NESTED`
+LAYER_IDS = "target_layer_ids"  # DeepSpec's, of every kind of head
 
 
 def to_outputs(boundaries: Sequence[int]) -> list[int]:
@@ -98,24 +104,38 @@ def from_outputs(layers: Sequence[int]) -> tuple[int, ...]:
     return tuple(layer + 1 for layer in layers)
 
 
-def agreed(
-    top: Sequence[int] | None, nested: Sequence[int] | None, *, count: int | None, num_layers: int | None
-) -> tuple[int, ...]:
-    """The boundaries that a file means, from its boundary ids `top`, its 0-based layer ids `nested`, and their `count`.
+@dataclass(frozen=True, slots=True)
+class LayerIds:
+    """One list of layer ids in a file."""
+
+    name: str
+    ids: tuple[int, ...] | None  # None: the file has no such list
+    outputs: bool  # They name the 0-based layers whose outputs are read, else boundaries
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """What it means, where there is one."""
+        return (from_outputs if self.outputs else tuple)(self.ids or ())
+
+    def __str__(self) -> str:
+        counts = f"layers from 0 and so means {list(self.boundaries)}" if self.outputs else "boundaries"
+        return f"{self.name} {list(self.ids or ())} counts {counts}"
+
+
+def agreed(*stated: LayerIds, count: int | None, num_layers: int | None) -> tuple[int, ...]:
+    """The boundaries that a file means, from its lists of ids and their `count`.
 
     Without ids it is the default for a target of `num_layers`. CheckpointError for what contradicts itself, or if there
     are neither ids nor `num_layers`.
     """
-    if top is not None and nested is not None and tuple(top) != from_outputs(nested):
+    given = [ids for ids in stated if ids.ids is not None]
+    if len({ids.boundaries for ids in given}) > 1:
         raise CheckpointError(
-            f"config.json contradicts itself about the target's layers: {IDS} {list(top)} counts boundaries, "
-            f"{NESTED}.{IDS} {list(nested)} counts layers from 0 and so means the boundaries "
-            f"{list(from_outputs(nested))}. Find out which ones the head was trained on and correct the other."
+            f"config.json contradicts itself about the target's layers: {'; '.join(map(str, given))}. Find out which "
+            "ones the head was trained on and correct the others."
         )
-    if top is not None:
-        found = tuple(top)
-    elif nested is not None:
-        found = from_outputs(nested)
+    if given:
+        found = given[0].boundaries
     elif num_layers is None:
         raise CheckpointError(
             f"config.json names no layers ({IDS}), so it means the default, which depends on the target's number of "
@@ -179,6 +199,19 @@ def read_layers(keys: Keys) -> dict[str, Any]:
         **_read_rope(keys),
         **_read_window(keys, layers),
     }
+
+
+def read_latent(keys: Keys) -> LatentConfig | None:
+    """Latent attention as DeepSeek's configurations say it; None: the layers have ordinary attention."""
+    names = [one.name for one in fields(LatentConfig) if one.name != "rope_interleave"]
+    sizes: dict[str, Any] = {name: (keys.get(name) and keys.integer(name)) or None for name in names}
+    interleave = keys.flag("rope_interleave", True)
+    if not sizes["kv_lora_rank"]:
+        return None
+    lacking = [name for name, size in sizes.items() if not size and name != "q_lora_rank"]
+    if lacking:
+        raise CheckpointError(f"config.json has kv_lora_rank, but no {', '.join(lacking)}")
+    return LatentConfig(**sizes, rope_interleave=interleave)
 
 
 def write_layers(config: DecoderConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
-from forerun.checkpoints.eagle import IDS, canonical_names, is_default, to_file, to_outputs
+from forerun.checkpoints.eagle import IDS, LAYER_IDS, canonical_names, is_default, to_file, to_outputs
 from forerun.checkpoints.engines import (
     EVERY,
     TOKENS,
@@ -33,10 +33,11 @@ from forerun.checkpoints.engines import (
     forerun_line,
     ok,
 )
-from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA, POST_NORM, write_flat
+from forerun.checkpoints.flat import DEEPSPEC, FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.speculators import KIND, LAYERS
 from forerun.drafters.heads.eagle import EagleConfig
+from forerun.drafters.heads.latent import LatentConfig
 from forerun.types import LAST_HIDDEN
 
 TRTLLM = "trtllm.yaml"
@@ -111,10 +112,10 @@ def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
         config,
         qkv_bias=attention,
         o_bias=either and not config.qk_norm,
-        mlp_bias=config.mlp_bias and not config.qk_norm,
+        mlp_bias=config.mlp_bias and not config.qk_norm and config.latent is None,
         fc_bias=False,
         fc_norm=bool(keys.get("fc_norm")),
-        boundaries=_counted(config, keys),
+        **_fused(config, keys),
     )
 
 
@@ -131,7 +132,7 @@ def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
         mlp_bias=False,
         fc_bias=fc_bias,
         qk_norm=False,
-        boundaries=_counted(config, keys),
+        **_fused(config, keys),
     )
     if keys.get("draft_vocab_size") is not None and not keys.get("tie_word_embeddings"):
         expected["lm_head.weight"] = (config.draft_vocab_size, config.hidden_size)
@@ -150,7 +151,10 @@ def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
         qk_norm=False,
         norm_before_fc=bool(nested.get("norm_before_fc")),
         fc_norm=bool(keys.get("fc_norm")),
+        next_layer_regular=nested.get(REGULAR) is not False,
     )
+    if nested.get(REGULAR) is False:
+        return expected
     return _hidden_norms(_without_fc(expected) if len(config.boundaries) == 1 else expected)
 
 
@@ -160,19 +164,23 @@ LOADERS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
 
 
 def _expected(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any) -> Shapes:
-    """Names and shapes of a head as an engine reads it, with the fields `read` instead of those of `config`."""
-    shapes = expected_shapes(dataclasses.replace(config, attention_bias=True, **read))
+    """Names and shapes of a head as an engine reads it, with the fields `read` instead of those of `config`; latent
+    attention has no biases."""
+    shapes = expected_shapes(dataclasses.replace(config, attention_bias=config.latent is None, **read))
     absent = ([] if qkv_bias else ["q", "k", "v"]) + ([] if o_bias else ["o"])
     unbiased = tuple(f"self_attn.{name}_proj.bias" for name in absent)
     return {name: shape for name, shape in shapes.items() if not SHARED.fullmatch(name) and not name.endswith(unbiased)}
 
 
-def _counted(config: EagleConfig, keys: Mapping[str, Any]) -> tuple[int, ...]:
-    """As many boundaries as vLLM and SGLang make room for; three where they find no number."""
+def _fused(config: EagleConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM and SGLang fuse: as many boundaries as they make room for, three where they find no number. Before
+    latent attention they always do, and without ``norm_before_fc``."""
     nested = (keys.get(NESTED) or {}).get(IDS)
     count = keys.get("num_aux_hidden_states") or (len(nested) if nested else 3)
-    found = not config.use_aux_hidden_state or count == len(config.boundaries)
-    return config.boundaries if found else tuple(range(count))
+    always = config.latent is not None
+    found = not (config.use_aux_hidden_state or always) or count == len(config.boundaries)
+    read = {"boundaries": config.boundaries if found else tuple(range(count)), "next_layer_regular": True}
+    return {**read, **({"use_aux_hidden_state": True, "norm_before_fc": False} if always else {})}
 
 
 def _without_fc(expected: Shapes) -> Shapes:
@@ -229,6 +237,11 @@ def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         yield from fails("llama.cpp", f"reads boundaries {shown}", why, "train on the default boundaries")
         if len(shown) != 3:
             yield from degrades("lmdeploy", f"reads {len(shown)} boundaries", UNKNOWN, "train on three")
+    if config.use_aux_hidden_state and 2 != shown[0] != LAST_HIDDEN:
+        why = "takes ids that do not begin with 1 for boundaries in some of its targets (its pull request 25454)"
+        yield from check(
+            "sglang", f"reads boundaries {shown}", why, "compare its acceptance with ours, or begin with 2"
+        )
     if 0 in shown:
         what, remedy = "reads the embeddings (boundary 0)", "train on boundaries from 1"
         yield from degrades("sglang", what, "counts layers from 0, so the id -1 is written; not tried", remedy)
@@ -257,12 +270,31 @@ def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         yield from degrades("vllm", what, why, remedy)
         yield from degrades("sglang", what, "applies both; the order is not known to be ours", remedy)
         yield from degrades("trtllm", what, "applies fc_norm alone", remedy)
+    if config.latent is not None:
+        yield from _latent(config, config.latent)
     if layers > 1:
         what = f"{layers} layers"
         yield from fails("llama.cpp", what, "its converter takes heads of one layer", "train one layer")
         yield from degrades("lmdeploy", what, "is not known to run more than one", "train one layer")
         why = "reads hidden_norm above the first layer; an export writes that norm under both names"
-        yield from ok("sglang trtllm", what, why)
+        if config.next_layer_regular:
+            yield from ok("sglang trtllm" if config.latent is None else "trtllm", what, why)
+
+
+def _latent(config: EagleConfig, latent: LatentConfig) -> Iterator[Finding]:
+    """Heads with latent attention; TensorRT-LLM knows them by their ``kv_lora_rank``."""
+    what, ordinary = "latent attention", "train a head with ordinary attention"
+    yield from fails("llama.cpp", what, "its converter takes heads with ordinary attention", ordinary)
+    why = "reads such heads of Kimi's targets; others are not known"
+    yield from check("lmdeploy", what, why, "compare its acceptance with ours")
+    if config.num_hidden_layers > 1:
+        yield from fails("sglang", f"{what} in more than one layer", "takes one layer, and stops", "train one layer")
+    if latent.q_lora_rank is None:
+        why, remedy = "needs q_lora_rank, and stops", "train the head with one"
+        yield from fails("sglang trtllm lmdeploy", f"{what} without q_lora_rank", why, remedy)
+    if not latent.rope_interleave:
+        why, remedy = "rotates pairs that lie side by side, whatever the file says", "train with rope_interleave true"
+        yield from degrades("vllm sglang trtllm", f"{what} rotated by halves", why, remedy)
 
 
 def _window(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -354,9 +386,14 @@ def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> 
 def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
     config = stored.config
     architectures = config.get("architectures") or []
-    known = LLAMA if head.config.generation == 3 else FIRST_GENERATION
+    latent = head.config.latent is not None
+    known = LATENT if latent else LLAMA if head.config.generation == 3 else FIRST_GENERATION
     if known not in architectures and not head.config.qk_norm:
         yield from fails("sglang", f"architectures {architectures}", f"loads {known} only")
+    if DEEPSPEC in architectures:
+        yield from fails("vllm", f"architectures {architectures}", "has no such architecture")
+    if latent and config.get("model_type") in ("deepseek_v3", "deepseek_v32"):
+        yield from fails("vllm", f"model_type {config['model_type']}", "takes it for the target's own MTP layers")
     if "draft_vocab_size" not in config and head.config.generation == 3:
         yield from fails("sglang llama.cpp", "no draft_vocab_size", "needs the key, if only as null")
     if config.get("tie_word_embeddings") and head.config.own_lm_head:
@@ -385,8 +422,10 @@ def _layer_ids(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -
     if LAST_HIDDEN in boundaries or is_default(boundaries, target.num_layers):
         return  # as those of EAGLE-1
     if not config.get(IDS):
-        why = f"looks for {IDS} at the top and takes its default layers; the older runner reads them one layer early"
-        yield from degrades("vllm", f"layer ids only in {NESTED}", why)
+        older = "the older runner reads them one layer early"
+        where, runner = (LAYER_IDS, "its newer runner alone reads these") if config.get(LAYER_IDS) else (NESTED, older)
+        why = f"looks for {IDS} at the top and takes its default layers; {runner}"
+        yield from degrades("vllm", f"layer ids only in {where}", why)
     if not (config.get(NESTED) or {}).get(IDS):
         yield from degrades("sglang", f"no {NESTED}.{IDS}", "takes its default layers")
     if not (stored.directory / TRTLLM).is_file():

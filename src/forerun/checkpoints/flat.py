@@ -1,11 +1,14 @@
 """The flat format of EAGLE and SpecForge, which every engine reads: one configuration, tensors ``midlayer.*``.
 
 Both lists of layer ids are written, each in its own convention, so that vLLM and SGLang read the same states. EAGLE-1
-and EAGLE-2 heads have the same format with ``layers.0.*``.
+and EAGLE-2 heads have the same format with ``layers.0.*``; so have DeepSpec's EAGLE-3 heads (``Qwen3Eagle3Model``),
+with ``target_layer_ids`` (deepspec/modeling/eagle3: the output of layer i, ``hidden_states[i + 1]``), and heads with
+latent attention (``Eagle3DeepseekV2ForCausalLM``: vLLM's deepseek_eagle3.py, SGLang's kimi_k25_eagle3.py, TorchSpec).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +23,16 @@ from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
 
 LLAMA, QWEN3, FIRST_GENERATION = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLMEagle"
-OTHER_KINDS = re.compile(r"PEagle|DeepseekV[23]|DFlash|DSpark|Medusa", re.IGNORECASE)
+LATENT, KIMI = "Eagle3DeepseekV2ForCausalLM", "kimi_k2"
+"""Architecture and ``model_type`` of heads with latent attention. vLLM would take ``deepseek_v3`` for MTP layers."""
+OTHER_KINDS = re.compile(r"PEagle|DFlash|DSpark|Medusa|Gemma4Eagle3", re.IGNORECASE)
 """Heads that are no EAGLE head as we know it, by their architecture."""
+DEEPSPEC = "Qwen3Eagle3Model"  # DeepSpec's name of `QWEN3`
+INNER = f"{NESTED}.{eagle.IDS}"
+SEMANTICS = "eagle_aux_layer_semantics"  # vLLM's: whether the ids at the top count as SGLang's
+TARGET_LAYERS = "num_target_layers"
+REGULAR = "next_layer_regular"  # TensorRT-LLM's and ModelOpt's, inside ``eagle_config``
+SECOND = re.compile(r"layers\.1\.self_attn\.(q_proj|q_a_proj)\.weight")
 POST_NORM = "return_hidden_post_norm"  # TensorRT-LLM's name of ``norm_output``, inside ``eagle_config``
 FEEDBACK_NOTE = (
     "norm_output is read as vLLM, SGLang and TensorRT-LLM read it: the next step gets the normed output. SpecForge up "
@@ -61,20 +72,27 @@ def read_flat(
     config: Config, tensors: Tensors, num_layers: int | None, made: type[EagleConfig] = EagleConfig, **own: Any
 ) -> HeadCheckpoint:
     """A head whose configuration is flat, `made` with fields of its `own`; errors as `Format.read`."""
-    keys, found = Keys(config), eagle.to_canonical(tensors)
-    nested, generation, fields = keys.nested(NESTED), _generation(keys, found), eagle.read_layers(keys)
-    fields |= _read_features(keys, nested, fields["hidden_size"])
-    top, inner, count = keys.integers(eagle.IDS), nested.integers(eagle.IDS), keys.get("num_aux_hidden_states")
+    keys = Keys(config)
+    nested, fields = keys.nested(NESTED), eagle.read_layers(keys)
+    regular = _regular(nested, tensors, fields["hidden_size"])
+    found = eagle.to_canonical(tensors, regular=regular)
+    generation = _generation(keys, found)
+    fields |= {"next_layer_regular": regular, **_read_features(keys, nested, fields["hidden_size"])}
+    ids, layers = _layer_ids(keys, nested, num_layers), _target_layers(keys, num_layers)
     if generation == 3 and fields["use_aux_hidden_state"]:
-        fields["boundaries"] = eagle.agreed(top, inner, count=count, num_layers=num_layers)
+        fields["boundaries"] = eagle.agreed(*ids, count=keys.get("num_aux_hidden_states"), num_layers=layers)
     else:
+        keys.get("num_aux_hidden_states")
         fields["boundaries"] = (LAST_HIDDEN,)
+    named = [one.name for one in ids if one.ids is not None]
+    if latent := eagle.read_latent(keys):
+        fields |= {"latent": latent, "head_dim": latent.qk_rope_head_dim}  # as transformers has it; no engine reads it
     declared_bias, rest = keys.get("bias"), nested.rest()
     notes = {
         FEEDBACK_NOTE: fields["norm_output"],
         TIED_NOTE: keys.flag("tie_word_embeddings"),
-        COUNTED_NOTE: generation == 3 and top is None and inner is not None,
-        UNREAD_NOTE: not fields["use_aux_hidden_state"] and (top or inner) is not None,
+        COUNTED_NOTE: generation == 3 and named == [INNER],
+        UNREAD_NOTE: not fields["use_aux_hidden_state"] and bool(named),
         eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None,
     }
     return eagle.make_head(
@@ -91,9 +109,48 @@ def read_flat(
     )
 
 
+def _layer_ids(keys: Keys, nested: Keys, num_layers: int | None) -> list[eagle.LayerIds]:
+    """All lists of layer ids: at the top, inside, and DeepSpec's."""
+    counting, inner = keys.text(SEMANTICS, "vllm"), nested.integers(eagle.IDS)
+    if counting not in ("vllm", "sglang"):
+        raise CheckpointError(f"{SEMANTICS} of config.json must be vllm or sglang, got {counting!r}")
+    return [
+        eagle.LayerIds(eagle.IDS, keys.integers(eagle.IDS), outputs=counting == "sglang"),
+        # No layer has the number of layers for its id: then they are boundaries (NVIDIA's third head of gpt-oss-120b).
+        eagle.LayerIds(INNER, inner, outputs=inner is None or num_layers is None or max(inner) != num_layers),
+        *(eagle.LayerIds(eagle.LAYER_IDS, part.integers(eagle.LAYER_IDS), outputs=True) for part in (keys, nested)),
+    ]
+
+
+def _target_layers(keys: Keys, num_layers: int | None) -> int | None:
+    """Layers of the target, which DeepSpec's files say; CheckpointError if it has another number of them."""
+    stated = keys.get(TARGET_LAYERS) and keys.integer(TARGET_LAYERS)
+    if None not in (stated, num_layers) and stated != num_layers:
+        raise CheckpointError(
+            f"the head was made for a target of {stated} layers ({TARGET_LAYERS} of config.json), this one has "
+            f"{num_layers}: name the right target"
+        )
+    return num_layers or stated
+
+
+def _regular(nested: Keys, tensors: Mapping[str, Tensor], size: int) -> bool:
+    """Whether layers above the first read the residual stream alone: by the width of the second, for DeepSpec's files
+    have no key. CheckpointError if TensorRT-LLM's key says otherwise."""
+    widths = [tensor.shape[-1] for name, tensor in tensors.items() if SECOND.fullmatch(name)]
+    regular, stated = 2 * size not in widths, nested.flag(REGULAR, not widths or 2 * size not in widths)
+    if widths and stated != regular:
+        raise CheckpointError(
+            f"{NESTED}.{REGULAR} is {str(stated).lower()}, but the second layer's attention reads {widths[0]} values, "
+            f"twice the hidden size of {size} where it is false; correct the key"
+        )
+    return regular
+
+
 def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:
     """1 or 3: by the architecture's name, else by the norm that only an EAGLE-3 layer has."""
     names = " ".join(map(str, keys.get("architectures") or []))
+    if "deepseek" in names.lower() and not keys.get("kv_lora_rank"):
+        raise CheckpointError(f"config.json has no kv_lora_rank; a head of the architecture {names} needs it")
     if OTHER_KINDS.search(names):
         raise CheckpointError(f"a head of the architecture {names} is no EAGLE head of dense layers; expected {LLAMA}")
     stated = re.search(r"eagle(3?)", names, re.IGNORECASE)
@@ -146,5 +203,10 @@ def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
             nested["norm_before_fc"] = True  # where TensorRT-LLM looks for it
         if config.norm_output:
             nested[POST_NORM] = True  # likewise
+        if not config.next_layer_regular:
+            nested[REGULAR] = False
         keys[NESTED] = {**config.extra.get(NESTED, {}), **nested}
+    if config.latent is not None:
+        keys |= {"architectures": [LATENT], "model_type": KIMI, **dataclasses.asdict(config.latent)}
+        del keys["head_dim"]
     return {**config.extra, **keys}

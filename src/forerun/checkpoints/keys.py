@@ -27,9 +27,14 @@ MEANINGLESS = frozenset(
     return_dict_in_generate sep_token_id speculators_version suppress_tokens task_specific_params temperature
     tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_k_tokens_per_head top_p torchscript
     transformers_version typical_p unk_token_id use_bfloat16 use_cache
+    draft_num_hidden_layers step_loss_decay target_model_name_or_path ttt_length
+    aux_loss_alpha ep_size first_k_dense_replace moe_intermediate_size moe_layer_freq n_group n_routed_experts
+    n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers qk_head_dim routed_scaling_factor
+    scoring_func seq_aux topk_group topk_method train_router
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
-"""Names, versions, special tokens, sampling defaults and dropout: no engine computes a draft with them."""
+"""Names, versions, special tokens, sampling defaults, dropout, how it was trained (DeepSpec's), and the target's
+experts, which a head of dense layers does not have: no engine computes a draft with them."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Factors, caps and other forms of the layers.
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1.0,)),
@@ -39,6 +44,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ()),
     **dict.fromkeys(("rope_is_neox_style", "is_causal"), (True,)),
     **dict.fromkeys(("sliding_window_non_causal", "qkv_bias"), (False,)),
+    # Latent attention without rotation or with a gate (Kimi-K3's), and experts in the head.
+    **dict.fromkeys(("mla_use_nope", "mla_use_output_gate", "use_moe"), (False,)),
     # Heads of other kinds that have the same tensors, or more: FR-Spec's vocabularies, HASS, TensorRT-LLM's variants,
     # DSpark, DFlash 2.
     **dict.fromkeys(("add_para_norm", "eh_proj_before_attn", "eh_proj_bias"), (False,)),
@@ -48,6 +55,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Drafting several tokens in one pass with a token that stands for what is not known yet.
     **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id", "dspark_noise_token_id"), ()),
     "parallel_drafting": (False,),
+    # Layers that are read, under names that this format does not have.
+    **dict.fromkeys(("layer_ids", "aux_hidden_state_layer_ids", "dspark_target_layer_ids"), ()),
 }
 """Keys that change what a head computes, in ways that forerun does not know -> values, besides null, that do not."""
 ROPE = frozenset(

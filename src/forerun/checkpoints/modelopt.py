@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.eagle import to_file
-from forerun.checkpoints.flat import read_flat, write_flat
+from forerun.checkpoints.flat import REGULAR, read_flat, write_flat
 from forerun.checkpoints.keys import NESTED
 from forerun.errors import CheckpointError
 
@@ -17,7 +17,6 @@ LAYER_NORMS = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
-    "next_layer_regular": True,
     "parallel_draft_step": 1,
 }
 """ModelOpt's own keys, at the values that make an EAGLE-3 head; with others it is a head of another kind."""
@@ -50,4 +49,4 @@ class ModelOptFormat(Format):
         if checkpoint.config.generation != 3:
             raise CheckpointError("ModelOpt's format is written for EAGLE-3 heads only; use flat for EAGLE-1 and -2")
         keys = write_flat(checkpoint)
-        return {**keys, NESTED: {**keys[NESTED], **LAYER_NORMS}}, to_file(checkpoint, t2d=False)
+        return {**keys, NESTED: {REGULAR: True, **keys[NESTED], **LAYER_NORMS}}, to_file(checkpoint, t2d=False)

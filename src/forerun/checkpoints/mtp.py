@@ -9,11 +9,10 @@ Embedding and output head are the target's, whose copies in some checkpoints (``
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
 from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.experts import ExpertsConfig
-from forerun.drafters.heads.mtp import LatentConfig, MtpConfig
+from forerun.drafters.heads.mtp import MtpConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.manifests import read_object
 from forerun.model.load import read_header, weight_files
@@ -130,8 +129,7 @@ class MtpFormat(Format):
             "partial_rotary_factor": config.partial_rotary_factor,
         }
         for part in (config.experts, config.latent):
-            keys |= {one.name: getattr(part, one.name) for one in fields(part)} if part is not None else {}
-        keys.pop("scaling", None)  # follows from rope_scaling
+            keys |= {} if part is None else asdict(part)
         return {**config.extra, **keys}, to_target(checkpoint, family, target.num_layers)
 
 
@@ -283,7 +281,7 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
         "draft_vocab_size": read["vocab_size"],
         "partial_rotary_factor": float(factor),
         "experts": _experts(keys, layers),
-        "latent": _latent(keys, read["rope_scaling"]),
+        "latent": eagle.read_latent(keys),
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
     }
     keys.get("use_qk_norm")  # told by the tensors
@@ -309,17 +307,3 @@ def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
         return ExpertsConfig(n_routed_experts=count, **given)
     except TypeError as error:
         raise CheckpointError(f"config.json does not describe its experts: {error}") from error
-
-
-def _latent(keys: Keys, rope: Mapping[str, Any] | None) -> LatentConfig | None:
-    names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes = {name: keys.get(name) and keys.integer(name) for name in names}
-    interleave = keys.flag("rope_interleave", True)
-    if not sizes["kv_lora_rank"]:
-        return None
-    lacking = [name for name, size in sizes.items() if not size and name != "q_lora_rank"]
-    if lacking:
-        raise CheckpointError(f"config.json has kv_lora_rank, but no {', '.join(lacking)}")
-    factor, all_dims = (rope or {}).get("factor") or 1.0, (rope or {}).get("mscale_all_dim") or 0.0
-    scaling = (0.1 * all_dims * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0  # DeepSeek's YaRN
-    return LatentConfig(**sizes, rope_interleave=interleave, scaling=scaling)

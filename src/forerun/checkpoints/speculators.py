@@ -82,6 +82,10 @@ class SpeculatorsFormat(Format):
         if config.kind not in OWN:
             raise CheckpointError("engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2")
         eagle.to_outputs(config.boundaries)  # refuses what has no id
+        if getattr(config, "latent", None) is not None:
+            raise CheckpointError("vLLM reads no latent attention in this format; use flat")
+        if not getattr(config, "next_layer_regular", True):
+            raise CheckpointError("in this format the first layer alone reads the embedding; use flat")
         extra = {name: value for name, value in config.extra.items() if name != SPECULATORS}
         top = {name: extra.pop(name) for name in AT_THE_TOP if name in extra}
         stated = config.extra.get(SPECULATORS, {})
@@ -117,7 +121,8 @@ Own = tuple[type[DecoderConfig], dict[str, Any], dict[str, bool]]
 def _eagle3(keys: Keys, layers: Keys, num_layers: int | None) -> Own:
     """What EAGLE-3 adds to the layers."""
     count = layers.get("num_aux_hidden_states")
-    boundaries = eagle.agreed(keys.integers(eagle.IDS), None, count=count, num_layers=num_layers)
+    ids = eagle.LayerIds(eagle.IDS, keys.integers(eagle.IDS), outputs=False)
+    boundaries = eagle.agreed(ids, count=count, num_layers=num_layers)
     fields = {"boundaries": boundaries, **{flag: keys.flag(flag) for flag in eagle.FLAGS}}
     return EagleConfig, fields, {RESIDUAL_NOTE: keys.get("norm_before_residual") is None}
 

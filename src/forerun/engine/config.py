@@ -199,10 +199,9 @@ def _copies_as_it_is(name: str) -> bool:
 
 
 def method_of(model: Any) -> str:
-    """``eagle3`` or ``eagle`` for a head, else ``draft_model``: from the object, its directory, or a hub id's name."""
+    """The kind of a head, else ``draft_model``: from the object, its directory, or a hub id's name."""
     if not isinstance(model, str | Path):
-        generation = getattr(getattr(model, "config", None), "generation", 0)
-        return {1: "eagle", 3: "eagle3"}.get(generation, "draft_model")
+        return str(getattr(getattr(model, "config", None), "kind", "draft_model"))
     from forerun import demo
 
     folder = Path(demo.resolve(model)).expanduser()
@@ -218,7 +217,7 @@ def method_of(model: Any) -> str:
         return "draft_model"
     from forerun.checkpoints import read_head
 
-    return "eagle3" if read_head(folder, num_layers=64).config.generation == 3 else "eagle"
+    return str(read_head(folder, num_layers=config.get("num_target_layers") or 64).config.kind)
 
 
 def drafter_bytes(config: SpeculativeConfig | None) -> int:

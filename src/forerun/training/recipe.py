@@ -131,7 +131,8 @@ def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(recipe)))  # type: ignore[no-any-return]
 
 
-MAY_CHANGE = ("output", "trackers", "target_parallel", "objective.gradient_checkpointing", "evaluation.settings.rows")
+HOW = ("objective.gradient_checkpointing", "objective.flex_attention")  # the figures are computed, not what they are
+MAY_CHANGE = ("output", "trackers", "target_parallel", "evaluation.settings.rows", *HOW)
 """What a resumed run may set anew, besides what `TrainSettings` allows."""
 
 

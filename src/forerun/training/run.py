@@ -178,7 +178,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Acceptance in speculative decoding of held-out `prompts` (token ids) by the target `model`, drafted by the
     configurations of `Trained.shapes`. ``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1`` are mean acceptance
-    lengths, bonus included; ``acceptance_0`` ... say how often the chain at temperature 0 got that far."""
+    lengths, bonus included; ``acceptance_0`` ... say how often the chain at temperature 0 got that far, and
+    ``acceptance_tree_t1_0`` ... how often the others did."""
     from forerun import LLM
 
     longest = max(map(len, prompts)) + settings.max_tokens
@@ -191,8 +192,8 @@ def evaluate(
         for name, config in shapes.items():
             stats = _stats(llm, prompts, params, {**config, "adaptive": False})
             found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
-            if name == "chain" and temperature == 0:
-                found.update({f"acceptance_{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)})
+            of = "" if name == "chain" and temperature == 0 else f"{name}_t{temperature}_"
+            found |= {f"acceptance_{of}{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)}
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.harness import PROMPTS, as_prompts, eagle_head, llm, model, plain_greedy, relative
+from contract.harness import PROMPTS, as_prompts, dflash_head, eagle_head, llm, model, plain_greedy, relative
 from contract.test_greedy import NEUTRAL
 from forerun import LLM
 from forerun.core.tree import Resume, TokenTree, prune
@@ -400,6 +400,7 @@ def test_what_auto_is_made_of(tmp_path: Path) -> None:
         "max_branches": 2,
     }
     assert method_of(eagle_head(3)) == "eagle3" and method_of(eagle_head(1)) == "eagle"
+    assert method_of(dflash_head()) == "dflash" and method_of(relative()) == "draft_model"
     assert method_of("someone/EAGLE3-Qwen") == "eagle3" and method_of("someone/tiny") == "draft_model"
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "architectures": ["LlamaForCausalLM"]}))
     assert method_of(tmp_path) == "draft_model"

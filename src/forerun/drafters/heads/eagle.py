@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from forerun.drafters.heads.base import Advanced, Angles, Attend, HeadConfig, SequentialHead
 from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
-from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadAttention, HeadMLP, RMSNorm
+from forerun.drafters.heads.latent import LatentConfig, attention
+from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadMLP, RMSNorm
 from forerun.errors import ArgumentError
 from forerun.types import LAST_HIDDEN
 
@@ -45,14 +46,25 @@ class EagleConfig(DecoderConfig):
     norm_before_fc: bool = False  # One norm over the concatenated features before they are fused (``input_norm``)
     fc_norm: bool = False  # One norm for each boundary's features before they are fused (EAGLE-3.1)
     norm_output: bool = False  # The next step reads the normed output (EAGLE-3.1), not the residual stream (EAGLE-3)
+    latent: LatentConfig | None = None  # None: ordinary attention; else DeepSeek's (heads for Kimi-K2)
+    next_layer_regular: bool = True
+    """The layers above the first read the residual stream alone; False: the embedding beside it, too (DeepSpec)."""
 
     @property
     def kind(self) -> str:
         return "eagle3" if self.generation == 3 else "eagle"
 
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
     def problem(self) -> str | None:
         if self.generation not in (1, 3):
             return f"generation is 1 or 3, got {self.generation}"
+        if self.kind != "eagle3" and (self.latent is not None or not self.next_layer_regular):
+            return f"a head of the kind {self.kind} has ordinary attention, and reads the embedding in its first layer"
+        if self.latent is not None and (wrong := self.latent.problem(self)):
+            return wrong
         if self.generation == 1 and self.boundaries != (LAST_HIDDEN,):
             return f"an EAGLE-1 head reads the last hidden state alone, got boundaries {self.boundaries}"
         if not self.use_aux_hidden_state:
@@ -79,9 +91,15 @@ class EagleConfig(DecoderConfig):
             found["boundaries"] = (LAST_HIDDEN,)
         elif not options.get("boundaries"):
             found["boundaries"] = default_boundaries(config.num_hidden_layers)
-        lists = ("boundaries", "full_layers")
-        found |= {name: tuple(options[name]) for name in lists if options.get(name)}
-        return found | {name: value for name, value in options.items() if name not in lists}
+        given: dict[str, Any] = {
+            name: tuple(options[name]) for name in ("boundaries", "full_layers") if options.get(name)
+        }
+        if options.get("latent"):
+            latent = LatentConfig.of(options["latent"])
+            heads = options.get("num_attention_heads", found["num_attention_heads"])
+            given |= {"latent": latent, "num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim}
+        made = ("boundaries", "full_layers", "latent")
+        return found | {name: value for name, value in options.items() if name not in made} | given
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
@@ -174,14 +192,14 @@ class Eagle2Drafter(HeadDrafter):
 
 
 class HeadLayer(nn.Module):
-    """One decoder layer. The first of an EAGLE-3 head reads token embeddings beside the feature."""
+    """One decoder layer. The first of an EAGLE-3 head, or each, reads token embeddings beside the feature."""
 
     def __init__(self, config: EagleConfig, layer: int) -> None:
         super().__init__()
-        self.reads_embedding = config.generation == 3 and layer == 0
+        self.reads_embedding = config.generation == 3 and (layer == 0 or not config.next_layer_regular)
         self.norm_before_residual = config.norm_before_residual
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = HeadAttention(config, layer, 2 * size if self.reads_embedding else size)
+        self.self_attn = attention(config, config.latent, layer, 2 * size if self.reads_embedding else size, eps=eps)
         self.mlp = HeadMLP(config)
         normed = config.generation == 3 or layer > 0
         self.input_layernorm: nn.Module = RMSNorm(size, eps) if normed else nn.Identity()

@@ -18,29 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from forerun.drafters.heads.base import Advanced, Angles, Attend, SequentialHead
 from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.drafters.heads.experts import Experts, ExpertsConfig, MixtureOfExperts, Router
-from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadAttention, HeadMLP, RMSNorm, rotate
+from forerun.drafters.heads.latent import LATENT_EPS, LatentConfig, attention
+from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadMLP, RMSNorm
 from forerun.errors import ArgumentError
 from forerun.types import LAST_HIDDEN
-
-LATENT_EPS = 1e-6  # Of the norms inside latent attention, whatever the other norms have
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LatentConfig:
-    """Multi-head latent attention, called as in transformers' DeepSeek-V3."""
-
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    rope_interleave: bool = True
-    scaling: float = 1.0  # Of queries, besides one over the root of their size: YaRN's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +62,8 @@ class MtpConfig(DecoderConfig):
         if self.num_hidden_layers < 1:
             return "the target has no MTP layers"
         if self.experts is not None and (wrong := self.experts.problem()):
+            return wrong
+        if self.latent is not None and (wrong := self.latent.problem(self)):
             return wrong
         return DecoderConfig.problem(self)
 
@@ -143,8 +130,8 @@ class MtpModule(nn.Module):
         self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
-        latent, experts = config.latent, config.experts
-        self.self_attn = HeadAttention(config, layer) if latent is None else LatentAttention(config, latent, layer)
+        experts = config.experts
+        self.self_attn = attention(config, config.latent, layer, eps=LATENT_EPS)
         self.mlp = HeadMLP(config) if experts is None else MixtureOfExperts(config, experts)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(size, eps)})
 
@@ -155,55 +142,6 @@ class MtpModule(nn.Module):
         states = states + self.mlp(self.post_attention_layernorm(states))
         output = self.shared_head["norm"](states)
         return Advanced(output if self.norm_output else states, output)
-
-
-class LatentAttention(nn.Module):
-    """Multi-head latent attention (arXiv 2405.04434). Keys and values are kept as each head reads them, the values as
-    wide as the keys."""
-
-    def __init__(self, config: MtpConfig, latent: LatentConfig, layer: int) -> None:
-        super().__init__()
-        self.layer, self.latent, self.heads = layer, latent, config.num_attention_heads
-        size, wide = config.hidden_size, latent.qk_nope_head_dim + latent.qk_rope_head_dim
-        if latent.q_lora_rank is None:
-            self.q_proj = nn.Linear(size, self.heads * wide, bias=False)
-        else:
-            self.q_a_proj = nn.Linear(size, latent.q_lora_rank, bias=False)
-            self.q_a_layernorm = RMSNorm(latent.q_lora_rank, LATENT_EPS)
-            self.q_b_proj = nn.Linear(latent.q_lora_rank, self.heads * wide, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(size, latent.kv_lora_rank + latent.qk_rope_head_dim, bias=False)
-        self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, LATENT_EPS)
-        inside = latent.qk_nope_head_dim + latent.v_head_dim
-        self.kv_b_proj = nn.Linear(latent.kv_lora_rank, self.heads * inside, bias=False)
-        self.o_proj = nn.Linear(self.heads * latent.v_head_dim, size, bias=False)
-
-    def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """(B, N, H) -> (B, N, H)."""
-        latent = self.latent
-        if latent.q_lora_rank is None:
-            asked = self.q_proj(states)
-        else:
-            asked = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(states)))
-        nope, rope = self._split(asked, latent.qk_nope_head_dim, latent.qk_rope_head_dim)
-        query = torch.cat([nope, self._rotate(rope, angles)], -1) * latent.scaling
-        compressed, shared = self.kv_a_proj_with_mqa(states).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
-        known = self.kv_b_proj(self.kv_a_layernorm(compressed))
-        key, value = self._split(known, latent.qk_nope_head_dim, latent.v_head_dim)
-        shared = self._rotate(shared.unsqueeze(1), angles).expand(-1, self.heads, -1, -1)
-        key = torch.cat([key, shared], -1)
-        attended = attend(self.layer, query, key, pad(value, (0, key.shape[-1] - value.shape[-1])))
-        projected: Tensor = self.o_proj(attended[..., : latent.v_head_dim].flatten(2))
-        return projected
-
-    def _split(self, states: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        """(B, N, heads * D) -> (B, heads, N, size) for each of the `sizes`."""
-        heads = states.view(*states.shape[:-1], self.heads, -1).transpose(1, 2)
-        return torch.split(heads, list(sizes), -1)
-
-    def _rotate(self, states: Tensor, angles: Angles) -> Tensor:
-        if self.latent.rope_interleave:  # pairs lie side by side
-            states = states.reshape(*states.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-        return rotate(states, angles)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ i + 1 + t. Only predictions of counted tokens of the same document enter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, working_dtype
 from forerun.training.chunked_loss import VocabularyLoss
+from forerun.training.flex_attention import FlexMask, check_device, flex_attention
 from forerun.training.objectives.base import (
     DecoderObjective,
     DecoderSettings,
@@ -41,6 +42,8 @@ class Eagle3Settings(DecoderSettings):
     """T, how often the head is unrolled."""
     decay: float = 0.8
     """Weight of step t is decay^t, normalised to sum 1."""
+    flex_attention: bool = False
+    """On CUDA: FlexAttention, which makes no mask of queries times keys; the figures are the same."""
 
     def __post_init__(self) -> None:
         check_unrolling(self.steps, self.decay)
@@ -96,11 +99,13 @@ class Eagle3Objective(DecoderObjective):
         dtype = working_dtype(states[0].device, self.head.weight.dtype)
         features = self.head.fuse([state.to(dtype) for state in states])
         windows = {self.head.config.window(layer) for layer in range(len(self.head.layers))}
-        everything = blocks_of(tokens.documents) if None in windows else []
+        mask_of: Callable[..., Mask] = blocks_of
+        if self.settings.flex_attention:
+            check_device(tokens.documents.device)
+            mask_of = FlexMask
+        everything = mask_of(tokens.documents) if None in windows else ()
         for step in range(self.settings.steps):
-            blocks = {
-                size: everything if size is None else blocks_of(tokens.documents, size - step) for size in windows
-            }
+            blocks = {size: everything if size is None else mask_of(tokens.documents, size - step) for size in windows}
             ids = ahead(tokens.tokens, step + 1, 0)
             features, output, *own = self._advance(ids, features, tokens.positions + step, blocks, past)
             past.append(tuple(own))
@@ -111,7 +116,7 @@ class Eagle3Objective(DecoderObjective):
         ids: Tensor,
         features: Tensor,
         positions: Tensor,
-        blocks: Mapping[int | None, Sequence[Block]],
+        blocks: Mapping[int | None, Mask],
         past: list[tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
         """(feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one step; `blocks` by window."""
@@ -164,6 +169,10 @@ class Block:
     hidden: Tensor  # (B, queries, keys) bool: pairs that do not see each other
 
 
+Mask = Sequence[Block] | FlexMask
+"""Who sees whom in a row of documents."""
+
+
 def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
     """The blocks of `documents` (B, S), int64, rising from left to right within a row, -1 for padding at its end.
 
@@ -186,7 +195,7 @@ def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
 
 
 def ttt_attention(
-    query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[Block]
+    query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], blocks: Mask
 ) -> Tensor:
     """(B, S, heads, D): attention of one unrolled step.
 
@@ -194,8 +203,10 @@ def ttt_attention(
         query: (B, heads, S, D), rotated.
         key: (B, groups, S, D) of step 0, rotated; value: the same shape.
         own: keys and values of the steps 1..t, shaped like `key`.
-        blocks: of the documents, from `blocks_of`.
+        blocks: of the documents, from `blocks_of` or a `FlexMask`.
     """
+    if isinstance(blocks, FlexMask):
+        return flex_attention(query, key, value, own, blocks)
     # Under autocast a normed feature is wider than what a linear layer makes of it; the backward pass has no autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
     flat = [part.to(value.dtype) for line in own for part in line]

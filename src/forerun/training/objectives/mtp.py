@@ -28,6 +28,8 @@ class MtpSettings(ObjectiveSettings):
     """K, how often the module is unrolled."""
     decay: float = 0.6
     """beta: the weight of depth k is beta^k, normalised to sum 1."""
+    flex_attention: bool = False
+    """As of `Eagle3Settings`."""
 
     def __post_init__(self) -> None:
         check_unrolling(self.steps, self.decay)
