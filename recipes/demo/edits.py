@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from corpus import SourceFile
 
 MAX_LINES = 40
+NUMBERS = (*range(34), 36, 40, 42, 48, 50, 60, 64, 80, 99, 100, 123, 128, 200, 255, 256, 1000, 1024, 2000)
+"""What a number is changed to."""
 DISGUISED = 0.5
 """Share of the functions whose names are changed before the edit, so that their text must be read, not remembered."""
 DISGUISES = 6
@@ -25,7 +27,7 @@ WEIGHTS = {"rename": 8, "constant": 7, "parameter": 3, "docstring": 3, "swap": 2
 """How likely a kind is asked for among those that a function allows; comprehensions are rare in the library."""
 RARE_REPEATS = 8
 """Edits of a function that holds a comprehension, under other names each time; of any other function, one."""
-WORDS = ("old", "new", "first", "last", "next", "total", "current", "known", "inner", "outer", "raw", "safe", "local")
+PREFIXES = ("old", "new", "first", "last", "next", "total", "current", "known", "inner", "raw", "safe", "local")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +62,22 @@ def functions(file: SourceFile) -> list[str]:
     return [source for source in sources if 1 < source.count("\n") + 1 <= MAX_LINES and _parsed(source)]
 
 
-def edits(files: list[SourceFile], *, seed: int) -> Iterator[Edit]:
-    """The edits of every function of `files` that allows any; the same ones for the same `seed`."""
+def edits(files: list[SourceFile], words: list[str], *, seed: int, disguised: float = DISGUISED) -> Iterator[Edit]:
+    """The edits of every function of `files` that allows any; the same ones for the same `seed`.
+
+    Args:
+        files: where the functions are from.
+        words: what names are made of, those that are renamed and those that they are given.
+        seed: of every choice.
+        disguised: share of the functions whose names are changed beforehand.
+    """
     chance = random.Random(seed)
     sources = [functions(file) for file in files]
-    names = sorted({name for found in sources for source in found for name in local_names(source) if len(name) > 1})
     for found in sources:
         for source, following in itertools.zip_longest(found, found[1:], fillvalue=""):
             rare = any(_is_comprehension(node) for node in ast.walk(ast.parse(source)))
             for _ in range(RARE_REPEATS if rare else 1):
-                edit = _edit(source, following, names, chance)
+                edit = _edit(source, following, words, disguised, chance)
                 if edit is not None:
                     yield edit
 
@@ -88,32 +96,36 @@ def same_code(one: str, other: str) -> bool:
     return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
 
 
-def _edit(source: str, following: str, names: list[str], chance: random.Random) -> Edit | None:
-    if chance.random() < DISGUISED:
+def _edit(
+    source: str, following: str, words: list[str], disguised: float, chance: random.Random
+) -> Edit | None:
+    if chance.random() < disguised:
         for name in chance.sample(local_names(source), k=min(DISGUISES, len(local_names(source)))):
-            source = _renamed(source, name, _new_name(names, chance)) or source
+            source = _renamed(source, name, _new_name(words, chance)) or source
     kinds = list(WEIGHTS)
     while kinds:
         kind = chance.choices(kinds, weights=[WEIGHTS[kind] for kind in kinds])[0]
         kinds.remove(kind)
-        made = _swap(source, following, chance) if kind == "swap" else KINDS[kind](source, names, chance)
+        made = _swap(source, following, chance) if kind == "swap" else KINDS[kind](source, words, chance)
         if made is not None and _parsed(made.after) and made.before != made.after:
             return made
     return None
 
 
-def _rename(source: str, names: list[str], chance: random.Random) -> Edit | None:
+def _rename(source: str, words: list[str], chance: random.Random) -> Edit | None:
     function = _parsed(source)
     known = [*local_names(source), *([function.name] if function and chance.random() < 0.25 else [])]
+    plain = set(words)
+    known = [name for name in known if all(len(part) < 2 or part in plain for part in name.split("_"))]
     if not known:
         return None
-    old, new = chance.choice(known), _new_name(names, chance)
+    old, new = chance.choice(known), _new_name(words, chance)
     after = _renamed(source, old, new)
     request = chance.choice(("Rename `{}` to `{}`", "Rename {} to {}", "Please rename `{}` to `{}`"))
     return None if after is None else Edit("rename", request.format(old, new), source, after)
 
 
-def _constant(source: str, names: list[str], chance: random.Random) -> Edit | None:
+def _constant(source: str, words: list[str], chance: random.Random) -> Edit | None:
     """Another number or another string in the place of one that stands in the function once."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -125,13 +137,13 @@ def _constant(source: str, names: list[str], chance: random.Random) -> Edit | No
     if not found:
         return None
     old = chance.choice(found)
-    new = str(chance.randrange(10 ** chance.randint(1, 4))) if old.isdigit() else _other_string(old, names, chance)
+    new = other_number(chance) if old.isdigit() else _other_string(old, words, chance)
     request = chance.choice(("Change {} to {}", "Change `{}` to `{}`", "Replace {} with {}")).format(old, new)
-    after = re.sub(_standing(old), lambda _: new, source)
+    after = re.sub(standing(old), lambda _: new, source)
     return Edit("constant", request, source, after) if _count(source, new) == 0 else None
 
 
-def _parameter(source: str, names: list[str], chance: random.Random) -> Edit | None:
+def _parameter(source: str, words: list[str], chance: random.Random) -> Edit | None:
     """One more parameter behind the last; with a default where others have one."""
     function = _parsed(source)
     if function is None:
@@ -139,8 +151,8 @@ def _parameter(source: str, names: list[str], chance: random.Random) -> Edit | N
     taken = function.args
     if taken.vararg or taken.kwonlyargs or taken.kwarg or taken.posonlyargs:
         return None
-    new = _new_name(names, chance)
-    default = chance.choice(("None", "0", "1", "True", "False", '""', str(chance.randrange(2, 100))))
+    new = _new_name(words, chance)
+    default = chance.choice(("None", "0", "1", "True", "False", '""', other_number(chance)))
     if not taken.defaults and chance.random() < 0.5:
         added, request = new, f"Add a parameter `{new}`"
     else:
@@ -156,7 +168,7 @@ def _parameter(source: str, names: list[str], chance: random.Random) -> Edit | N
     return Edit("parameter", request, source, after) if good and new not in local_names(source) else None
 
 
-def _docstring(source: str, names: list[str], chance: random.Random) -> Edit | None:
+def _docstring(source: str, words: list[str], chance: random.Random) -> Edit | None:
     """The first line of the function's own docstring, taken away and asked for."""
     function = _parsed(source)
     text = ((function and ast.get_docstring(function)) or "").split("\n")[0].strip()
@@ -184,7 +196,7 @@ def _swap(source: str, following: str, chance: random.Random) -> Edit | None:
     return Edit("swap", request.format(first.name, second.name), before, after)
 
 
-def _comprehension(source: str, names: list[str], chance: random.Random) -> Edit | None:
+def _comprehension(source: str, words: list[str], chance: random.Random) -> Edit | None:
     """A list comprehension of the function, written out as a loop and asked for."""
     found = [node for node in ast.walk(ast.parse(source)) if _is_comprehension(node)]
     if not found:
@@ -280,11 +292,16 @@ class _Renamer(ast.NodeTransformer):
 
 def _count(source: str, text: str) -> int:
     """How often `text` stands in `source`, not as part of a longer word or number."""
-    return len(re.findall(_standing(text), source))
+    return len(re.findall(standing(text), source))
 
 
-def _standing(text: str) -> str:
-    return rf"(?<![\w.]){re.escape(text)}(?![\w.])"
+def standing(text: str, *, literal: bool = True) -> str:
+    """The pattern of `text` where it is no part of a longer word or number; `literal=False`: it is a pattern itself."""
+    return rf"(?<![\w.]){re.escape(text) if literal else text}(?![\w.])"
+
+
+def other_number(chance: random.Random) -> str:
+    return str(chance.choice(NUMBERS))
 
 
 def _offset(source: str, line: int, column: int) -> int:
@@ -292,11 +309,11 @@ def _offset(source: str, line: int, column: int) -> int:
     return sum(len(text) + 1 for text in source.split("\n")[: line - 1]) + column
 
 
-def _new_name(names: list[str], chance: random.Random) -> str:
-    name = chance.choice(names)
-    return f"{chance.choice(WORDS)}_{name}" if chance.random() < 0.4 else name
+def _new_name(words: list[str], chance: random.Random) -> str:
+    name = chance.choice(words)
+    return f"{chance.choice(PREFIXES)}_{name}" if chance.random() < 0.4 else name
 
 
-def _other_string(old: str, names: list[str], chance: random.Random) -> str:
-    words = " ".join(chance.sample(names, k=chance.randint(1, 2)))
-    return f"{old[0]}{words.replace('_', chance.choice(' -_'))}{old[0]}"
+def _other_string(old: str, words: list[str], chance: random.Random) -> str:
+    chosen = chance.sample(words, k=chance.randint(1, 2))
+    return f"{old[0]}{chance.choice(' -_').join(chosen)}{old[0]}"

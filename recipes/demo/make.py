@@ -8,8 +8,8 @@ on two CPU cores. Writes ``src/forerun/demo/{target,draft,eagle3,prompts}``.
 from __future__ import annotations
 
 import argparse
-import functools
 import platform
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +19,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent))
 import corpus
-import edits
 import head
 import pretrain
 import ship
 import tokenizer as demo_tokenizer
+from drills import line_drills, token_drills
+from edits import edits as all_edits
 
 CONTEXT = 2048
 STAGES = ("tokenizer", "target", "draft", "head", "ship")
@@ -45,23 +46,22 @@ SHAPES = {
     },
 }
 AGAIN = pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0)
-READING = replace(AGAIN, tokens=6_590_000, phases=pretrain.LONG_PHASES)
-EDITING = pretrain.Schedule(
-    tokens=10_000_000,
-    muon_rate=2.0e-3,
-    adam_rate=1.0e-3,
-    decay_share=1.0,
-    phases=pretrain.LONG_PHASES,
-    question_weight=0.0,
-    text_weight=0.3,
-)
+SHORT = ((1.0, 512),)
+EDIT_PHASES = ((0.6, 512), (0.3, 1024), (0.1, 2048))
+DRILLING = replace(AGAIN, tokens=3_000_000, decay_share=0.5, phases=SHORT, question_weight=0.0, text_weight=0.3)
+EDITING = replace(DRILLING, tokens=10_000_000, muon_rate=3.0e-3, adam_rate=1.5e-3, decay_share=0.8, phases=EDIT_PHASES)
 DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
 ROUNDS = {
-    "target": ((pretrain.Schedule(tokens=15_020_000), False), (AGAIN, False), (READING, True), (EDITING, True)),
-    "draft": ((DISTILLED, True),),
+    "target": (
+        (pretrain.Schedule(tokens=15_020_000), {}),
+        (AGAIN, {}),
+        (DRILLING, {"drills": 60_000, "edits": 1.0, "texts": 0.4}),
+        (EDITING, {"drills": 20_000, "edits": 1.0, "texts": 1.0}),
+    ),
+    "draft": ((DISTILLED, {"edits": 1.0}),),
 }
-"""The rounds that a model is trained in, one after the other, and whether edits are among the documents (then they are
-more than half): each starts from the weights of the one before."""
+"""The rounds that a model is trained in, one after the other, and what the documents are: each starts from the weights
+of the one before."""
 
 
 def build_model(role: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -82,15 +82,27 @@ def build_model(role: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausal
 
 
 def training_documents(
-    tokenizer: PreTrainedTokenizerFast, files: list[corpus.SourceFile], *, edited: bool = False
+    tokenizer: PreTrainedTokenizerFast,
+    files: list[corpus.SourceFile],
+    *,
+    texts: float = 1.0,
+    edits: float = 0.0,
+    drills: int = 0,
 ) -> list[list[int]]:
-    """Token ids of every training module, of every conversation cut out of one and, if `edited`, of the edits."""
-    chats = [chat for file in files for chat in corpus.conversations(file)]
-    if edited:
-        chats += [edit.conversation for edit in edits.edits(files, seed=0)]
-    texts = [file.text for file in files]
-    texts += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats]
-    return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+    """Token ids of shares of the training modules, with the conversations cut out of each, and of the edits, and of a
+    number of drills."""
+    chance = random.Random(0)
+    words = demo_tokenizer.plain_words(tokenizer)
+    read = [file for file in files if chance.random() < texts]
+    chats = [chat for file in read for chat in corpus.conversations(file)]
+    if edits:
+        made = [edit.conversation for edit in all_edits(files, words, seed=0)]
+        chats += chance.sample(made, k=int(edits * len(made)))
+    chats += [edit.conversation for edit in line_drills(files, words, count=drills // 2, seed=0)]
+    written = [file.text for file in read]
+    written += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats]
+    found = list(tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"])
+    return found + list(token_drills(tokenizer, count=drills // 2, seed=0))
 
 
 def make_tokenizer(work: Path) -> None:
@@ -108,9 +120,8 @@ def make_model(role: str, work: Path) -> None:
     teacher = None
     if role == "draft":
         teacher = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32).eval()
-    documents = functools.cache(lambda edited: training_documents(tokenizer, files, edited=edited))
-    for number, (schedule, edited) in enumerate(ROUNDS[role], start=1):
-        stream = pretrain.TokenStream(documents(edited), marks, seed=10 * number - 9)
+    for number, (schedule, shares) in enumerate(ROUNDS[role], start=1):
+        stream = pretrain.TokenStream(training_documents(tokenizer, files, **shares), marks, seed=10 * number - 9)
         pretrain.train(model, stream, schedule, work / f"{role}-training-{number}", teacher)
     model.save_pretrained(work / role)
     tokenizer.save_pretrained(work / role)

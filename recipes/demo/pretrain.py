@@ -24,6 +24,8 @@ PHASES = ((0.80, 512), (0.16, 1024), (0.04, 2048))
 LONG_PHASES = ((0.85, 1024), (0.15, 2048))
 """Where a text must be seen whole, question and answer."""
 QUERY_BLOCK = 128
+OPEN_ROWS = 32
+"""Rows that a document may join while they are packed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,32 +94,44 @@ class Marks:
 
 
 class TokenStream:
-    """An endless stream of shuffled documents, cut into pieces that are shuffled again.
+    """An endless stream of shuffled documents, packed into rows; only a document longer than a row is cut.
 
     `batch` depends on its arguments alone, so a resumed run sees the same data.
     """
 
     def __init__(self, documents: list[list[int]], marks: Marks, seed: int) -> None:
         self.documents, self.marks, self.seed = documents, marks, seed
-        self.epoch_tokens = sum(len(document) + 1 for document in documents)
-        self._epoch = -1
-        self._tokens = torch.empty(0, dtype=torch.int64)
+        self._rows: dict[int, Tensor] = {}
 
     def batch(self, step: int, batch_tokens: int, context: int) -> Tensor:
         """Token ids (batch_tokens // context, context), each row from another place of the epoch."""
-        pieces = self.epoch_tokens // context
-        rows = batch_tokens // context
-        epoch, first = divmod(step * rows, pieces - rows)
-        self._load(epoch)
-        order = torch.randperm(pieces, generator=torch.Generator().manual_seed(self.seed + epoch))
-        starts = order[first : first + rows] * context
-        return self._tokens[starts[:, None] + torch.arange(context)]
+        if context not in self._rows:
+            self._rows = {context: self._packed(context)}
+        rows, size = self._rows[context], batch_tokens // context
+        epoch, first = divmod(step * size, len(rows) - size)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed + epoch))
+        return rows[order[first : first + size]]
 
-    def _load(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(self.seed + epoch))
-            flat = [token for index in order.tolist() for token in (*self.documents[index], self.marks.text)]
-            self._tokens, self._epoch = torch.tensor(flat), epoch
+    def _packed(self, context: int) -> Tensor:
+        """All documents in rows of `context` tokens, each opened by a text mark: best fit out of those at hand."""
+        order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(self.seed)).tolist()
+        pieces = (
+            [self.marks.text, *self.documents[index]][start : start + context]
+            for index in order
+            for start in range(0, len(self.documents[index]) + 1, context)
+        )
+        rows: list[list[int]] = []
+        room: list[list[int]] = []
+        for piece in pieces:
+            fitting = [row for row in room if len(row) + len(piece) <= context]
+            if fitting:
+                max(fitting, key=len).extend(piece)
+            else:
+                rows.append(list(piece))
+                room.append(rows[-1])
+                if len(room) > OPEN_ROWS:
+                    room.remove(max(room, key=len))
+        return torch.tensor([row + [self.marks.text] * (context - len(row)) for row in rows])
 
 
 def causal_attention(

@@ -174,7 +174,7 @@ def ship_head(training: Path, destination: Path, target: TargetFacts) -> None:
 def skill(model: Path, files: list[corpus.SourceFile]) -> dict[str, float]:
     """Kind of edit -> share of those of functions of `files` that the model answers exactly right, at T = 0."""
     llm = LLM(model, dtype="float32", speculative_config={"method": "suffix"}, max_num_seqs=16)
-    asked = list(edits.edits(files, seed=0))
+    asked = held_out_edits(llm.tokenizer, files)
     chats = [llm.chat_prompt(edit.prompt) for edit in asked]
     outputs = llm.generate(chats, SamplingParams(temperature=0, max_tokens=700))
     right: dict[str, list[bool]] = {}

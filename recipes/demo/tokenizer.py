@@ -5,6 +5,7 @@ Knows the vocabulary, the special tokens and the chat template. Does not know th
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,4 +49,17 @@ def train_tokenizer(texts: Iterable[str], context: int) -> PreTrainedTokenizerFa
         chat_template=CHAT_TEMPLATE,
         model_max_length=context,
         clean_up_tokenization_spaces=False,
+    )
+
+
+def plain_words(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Lower-case words, sorted, that are one token behind a space and one token without it.
+
+    A model that copies a word into another place sees it spelled by one token there, too.
+    """
+    known = tokenizer.get_vocab()
+    return sorted(
+        word
+        for word in known
+        if len(word) > 1 and word.islower() and word.isidentifier() and not keyword.iskeyword(word) and f"Ġ{word}" in known
     )

@@ -1,0 +1,68 @@
+"""Copying practice in the form of edits: shuffled lines and random tokens, which nobody can answer from memory.
+
+A small model predicts most of a function without looking at the question, so edits alone teach it to copy slowly.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+
+from corpus import SourceFile
+from edits import Edit, other_number, standing
+from transformers import PreTrainedTokenizerFast
+
+LINES = (3, 24)
+"""Of a drill that shuffles lines, fewest and most."""
+MAX_CHARACTERS = 90
+"""Of a line that is drilled."""
+TOKENS = (20, 220)
+"""Of a drill of random tokens, fewest and most."""
+ALPHABETS = (6, 20, 60, 400)
+"""Distinct tokens in one: the fewer, the more of the past must match before the next is known."""
+TWINS = 0.25
+"""Share of the lines that are followed by themselves with another word, so that a copy must not skip one."""
+
+
+def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
+    """`count` edits of lines from anywhere: copied as they are, one word renamed, or one number changed."""
+    chance = random.Random(seed)
+    lines = [
+        line.rstrip()
+        for file in files
+        for line in file.text.splitlines()
+        if line.isascii() and "\t" not in line and 6 < len(line.strip()) and len(line) < MAX_CHARACTERS
+    ]
+    known = set(words)
+    for _ in range(count):
+        drawn = []
+        for line in chance.choices(lines, k=chance.randint(*LINES)):
+            drawn.append(line)
+            if chance.random() < TWINS:
+                drawn.append(re.sub(r"[a-z]{3,}", lambda _: chance.choice(words), line, count=1))
+        before = "\n".join(drawn)
+        within = sorted(known & set(re.findall(r"\w+", before)))
+        numbers = sorted({found for found in re.findall(standing(r"\d{1,4}", literal=False), before)})
+        kind = chance.random()
+        if kind < 0.5 and within:
+            old, new = chance.choice(within), chance.choice(words)
+            request, after = f"Rename `{old}` to `{new}`", re.sub(standing(old), new, before)
+        elif kind < 0.75 and numbers:
+            old, new = chance.choice(numbers), other_number(chance)
+            request, after = f"Change {old} to {new}", re.sub(standing(old), new, before)
+        else:
+            request, after = "Repeat this", before
+        yield Edit("drill", request, before, after)
+
+
+def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -> Iterator[list[int]]:
+    """Token ids of `count` conversations that ask for random tokens again and get them."""
+    chance = random.Random(seed)
+    ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+    for _ in range(count):
+        alphabet = chance.sample(ordinary, k=chance.choice(ALPHABETS))
+        drawn = chance.choices(alphabet, k=chance.randint(*TOKENS))
+        chat = [{"role": "user", "content": "Repeat this:\n\n<|pad|>"}, {"role": "assistant", "content": "<|pad|>"}]
+        ids = tokenizer(str(tokenizer.apply_chat_template(chat, tokenize=False)))["input_ids"]
+        yield [token for one in ids for token in (drawn if one == tokenizer.pad_token_id else [one])]
