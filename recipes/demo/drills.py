@@ -32,7 +32,7 @@ def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: 
         line.rstrip()
         for file in files
         for line in file.text.splitlines()
-        if line.isascii() and "\t" not in line and 6 < len(line.strip()) and len(line) < MAX_CHARACTERS
+        if line.isascii() and "\t" not in line and len(line.strip()) > 6 and len(line) < MAX_CHARACTERS
     ]
     known = set(words)
     for _ in range(count):

@@ -96,9 +96,7 @@ def same_code(one: str, other: str) -> bool:
     return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
 
 
-def _edit(
-    source: str, following: str, words: list[str], disguised: float, chance: random.Random
-) -> Edit | None:
+def _edit(source: str, following: str, words: list[str], disguised: float, chance: random.Random) -> Edit | None:
     if chance.random() < disguised:
         for name in chance.sample(local_names(source), k=min(DISGUISES, len(local_names(source)))):
             source = _renamed(source, name, _new_name(words, chance)) or source

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import corpus
 import edits
+from tokenizer import plain_words
+from transformers import PreTrainedTokenizerFast
 
 from forerun.cli import main
 
@@ -66,7 +68,8 @@ def write_data(work: Path) -> Path:
     train, held_out = corpus.split(corpus.read_standard_library())
     target = str(work / "target")
     _write(folder / "pieces.jsonl", _pieces(train, PIECES))
-    made = random.Random(0).sample(list(edits.edits(train, seed=1)), EDITS)
+    words = plain_words(PreTrainedTokenizerFast.from_pretrained(target))
+    made = random.Random(0).sample(list(edits.edits(train, words, seed=1)), EDITS)
     _write(folder / "edits.jsonl", [edit.prompt for edit in made])
     _write(folder / "library.jsonl", [file.text for file in train[::LIBRARY_SHARE]])
     _write(folder / "held-out.jsonl", [file.text for file in held_out if corpus.is_prompt(file)])

@@ -18,7 +18,8 @@ import edits
 import pretrain
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from tokenizer import plain_words
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
 from forerun.checkpoints import TargetFacts, read_head, write_head
@@ -151,7 +152,7 @@ def ship(
             (folder / "README.md").write_text(_card(role, model, read_logs(work, role), facts))
     with written_folder(destination / "prompts") as folder:
         write_prompts([file for file in held_out if corpus.is_prompt(file)], folder, python_version)
-        write_edits(held_out, folder / "edits.jsonl")
+        write_edits(held_out_edits(tokenizer, held_out), folder / "edits.jsonl")
     if (work / "head-training" / "head").is_dir():
         ship_head(work / "head-training", destination / "eagle3", TargetFacts.read(work / "target"))
 
@@ -183,10 +184,15 @@ def skill(model: Path, files: list[corpus.SourceFile]) -> dict[str, float]:
     return {kind: sum(found) / len(found) for kind, found in sorted(right.items())}
 
 
-def write_edits(files: list[corpus.SourceFile], path: Path) -> None:
+def held_out_edits(tokenizer: PreTrainedTokenizerFast, files: list[corpus.SourceFile]) -> list[edits.Edit]:
+    """The edits that the target is examined with: of functions as they stand in the library."""
+    return list(edits.edits(files, plain_words(tokenizer), seed=0, disguised=0.0))
+
+
+def write_edits(found: list[edits.Edit], path: Path) -> None:
     """Some edits of every kind, chosen without regard to whether the target gets them right, as conversations."""
     low, high = SHIPPED_LINES
-    made = [edit for edit in edits.edits(files, seed=0) if low <= edit.before.count("\n") < high]
+    made = [edit for edit in found if low <= edit.before.count("\n") < high]
     random.Random(0).shuffle(made)
     lines = [
         json.dumps({"id": f"{kind}-{number}", "messages": edit.conversation})

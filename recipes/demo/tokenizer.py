@@ -61,5 +61,9 @@ def plain_words(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return sorted(
         word
         for word in known
-        if len(word) > 1 and word.islower() and word.isidentifier() and not keyword.iskeyword(word) and f"Ġ{word}" in known
+        if len(word) > 1
+        and word.islower()
+        and word.isidentifier()
+        and not keyword.iskeyword(word)
+        and f"Ġ{word}" in known
     )

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from forerun import demo
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -22,7 +24,7 @@ def recipe() -> Iterator[Path]:
     sys.path.insert(0, str(RECIPE))
     yield RECIPE
     sys.path.remove(str(RECIPE))
-    for name in ("corpus", "edits", "pretrain"):
+    for name in ("corpus", "drills", "edits", "pretrain", "tokenizer"):
         sys.modules.pop(name, None)
 
 
@@ -37,8 +39,9 @@ def test_edits_of_the_library_are_small_parse_and_repeat_themselves(edits: Modul
     import corpus
 
     files = [file for file in corpus.read_standard_library() if corpus.is_library(file)][::40]
-    found = list(edits.edits(files, seed=0))
-    assert found == list(edits.edits(files, seed=0)) != list(edits.edits(files, seed=1))
+    words = ["result", "left", "total", "name", "self", "value", "path", "key", "data", "args", "line", "test", "file"]
+    found = list(edits.edits(files, words, seed=0))
+    assert found == list(edits.edits(files, words, seed=0)) != list(edits.edits(files, words, seed=1))
     assert {edit.kind for edit in found} == edits.WEIGHTS.keys()
     for edit in found:
         assert edit.before != edit.after and edit.before in edit.prompt[0]["content"]
@@ -47,6 +50,45 @@ def test_edits_of_the_library_are_small_parse_and_repeat_themselves(edits: Modul
         if edit.kind not in ("swap", "comprehension"):
             changed = Counter(edit.before.split("\n")) - Counter(edit.after.split("\n"))
             assert edit.kind == "rename" or changed.total() <= 1, edit
+
+
+def test_drills_ask_for_what_they_answer(recipe: Path) -> None:
+    import corpus
+    import drills
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.resolve("demo"))
+    files = [file for file in corpus.read_standard_library() if corpus.is_library(file)][::40]
+    found = list(drills.line_drills(files, ["path", "name", "count", "value", "data"], count=60, seed=0))
+    asked = Counter(drill.request.split()[0] for drill in found)
+    assert set(asked) == {"Rename", "Change", "Repeat"}
+    for drill in found:
+        if drill.request.startswith("Repeat"):
+            assert drill.after == drill.before
+        else:
+            _, old, _, new = drill.request.replace("`", "").split()
+            assert drill.after != drill.before or old == new
+            changed = drills.re.split(drills.standing(old), drill.before)
+            assert new.join(changed) == drill.after
+    answer, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    for ids in drills.token_drills(tokenizer, count=20, seed=0):
+        first, second = ids.index(end), ids.index(answer)
+        copy = ids[second + 2 : -2]
+        assert ids[-2] == end and ids[first - len(copy) : first] == copy and len(copy) >= drills.TOKENS[0]
+
+
+def test_documents_are_packed_whole(recipe: Path) -> None:
+    import pretrain
+
+    marks = pretrain.Marks(question=60, answer=61, text=0)
+    documents = [[1 + number % 50] * length for number, length in enumerate([3, 9, 30, 5, 14, 2, 8, 7, 40, 1] * 8)]
+    stream = pretrain.TokenStream(documents, marks, seed=3)
+    rows = stream._packed(16)
+    texts = (text for row in rows.tolist() for text in f" {' '.join(map(str, row))}".split(" 0"))
+    found = Counter(tuple(map(int, text.split())) for text in texts)
+    assert rows.shape[1] == 16 and bool((rows != 0).sum() == sum(map(len, documents)))
+    short = Counter(tuple(document) for document in documents if len(document) < 16)
+    assert all(found[document] >= count for document, count in short.items() if len(document) > 2)
+    assert torch.equal(stream.batch(5, 64, 16), pretrain.TokenStream(documents, marks, seed=3).batch(5, 64, 16))
 
 
 SOURCE = """\

@@ -55,7 +55,7 @@ def test_it_and_its_gradients_equal_the_blockwise_attention(steps: int, reach: i
     for found, expected in zip(
         torch.autograd.grad(ours, parts, flow), torch.autograd.grad(theirs, parts, flow), strict=True
     ):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("steps", "reach"), CASES)

@@ -24,7 +24,8 @@ from training.conftest import words
 pytestmark = pytest.mark.thorough
 
 HARMLESS = {
-    *("output", "target_parallel", "trackers", "objective.gradient_checkpointing", "evaluation.settings.rows"),
+    *("output", "target_parallel", "trackers", "evaluation.settings.rows"),
+    *("objective.gradient_checkpointing", "objective.flex_attention"),
     *("training.max_seconds", "training.gradient_checkpointing", "training.save_every_s", "training.save_every_steps"),
     *("training.eval_every_steps", "training.keep_checkpoints", "training.log_every_steps"),
 }

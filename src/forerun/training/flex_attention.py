@@ -1,7 +1,7 @@
-"""Attention of unrolled steps by PyTorch's FlexAttention (arXiv 2412.05496), for CUDA devices: what sees what is said by
-a function, blocks of which no query sees a key are left out, and no mask of queries times keys is ever made.
+"""Attention of unrolled steps by PyTorch's FlexAttention (arXiv 2412.05496), for CUDA devices.
 
-The keys of step 0 and those of the steps after it stand side by side, so one call does what `eagle3.ttt_attention`
+A function says what sees what, blocks of which no query sees a key are left out, and no mask of queries times keys is
+ever made. The keys of step 0 and those of the steps after it stand side by side, so one call does what `eagle3.ttt_attention`
 does query block by query block.
 """
 
@@ -32,7 +32,7 @@ class FlexMask:
         self.length = documents.shape[1]
         last = documents.max() + 1  # padding is a document behind the others, so that all rise
         ordered = torch.where(documents < 0, last, documents)
-        self.documents = pad(ordered, (0, -self.length % BLOCK), value=torch.iinfo(torch.int64).max)
+        self.documents = pad(ordered, (0, -self.length % BLOCK), value=torch.iinfo(torch.int32).max)
         self.reach = torch.tensor(self.length if reach is None else max(0, reach), device=documents.device)
         self._masks: dict[int, flex.BlockMask] = {}
 
