@@ -42,7 +42,7 @@ def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: 
             if chance.random() < TWINS:
                 drawn.append(re.sub(r"[a-z]{3,}", lambda _: chance.choice(words), line, count=1))
         before = "\n".join(drawn)
-        within = sorted(known & set(re.findall(r"\w+", before)))
+        within = sorted(known & set(re.findall(standing(r"\w+", literal=False), before)))
         numbers = sorted({found for found in re.findall(standing(r"\d{1,4}", literal=False), before)})
         kind = chance.random()
         if kind < 0.5 and within:

@@ -116,9 +116,9 @@ class TokenStream:
         """All documents in rows of `context` tokens, each opened by a text mark: best fit out of those at hand."""
         order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(self.seed)).tolist()
         pieces = (
-            [self.marks.text, *self.documents[index]][start : start + context]
+            [self.marks.text, *self.documents[index][start : start + context - 1]]
             for index in order
-            for start in range(0, len(self.documents[index]) + 1, context)
+            for start in range(0, len(self.documents[index]), context - 1)
         )
         rows: list[list[int]] = []
         room: list[list[int]] = []

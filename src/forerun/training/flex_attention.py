@@ -1,8 +1,8 @@
 """Attention of unrolled steps by PyTorch's FlexAttention (arXiv 2412.05496), for CUDA devices.
 
 A function says what sees what, blocks of which no query sees a key are left out, and no mask of queries times keys is
-ever made. The keys of step 0 and those of the steps after it stand side by side, so one call does what `eagle3.ttt_attention`
-does query block by query block.
+ever made. The keys of step 0 and those of the steps after it stand side by side, so one call does what
+`eagle3.ttt_attention` does query block by query block.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def check_device(device: torch.device) -> None:
 
 def kernel(device: torch.device) -> Callable[..., Any]:
     """PyTorch's function, compiled where there is a kernel for its backward pass."""
-    return _compiled() if device.type == "cuda" else flex.flex_attention
+    if device.type == "cuda":
+        return _compiled()
+    return flex.flex_attention
 
 
 @functools.cache
