@@ -15,6 +15,7 @@ from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.drafters.draft_models.slem import SlemDrafter
 from forerun.drafters.draft_models.tli import TliDrafter
 from forerun.model import Target
+from forerun.model.layers import cache_argument
 
 ROWS = 3
 STEPS = 6
@@ -24,7 +25,7 @@ EVERYONE = [oracle(), *variants()]
 
 def largest_difference(target: Target, row: int, tokens: Sequence[int]) -> float:
     """Between the row's keys and values and those of transformers' own forward over `tokens`."""
-    fresh = target.model(torch.tensor([list(tokens)]), use_cache=True).past_key_values
+    fresh = target.model(torch.tensor([list(tokens)]), use_cache=True)[cache_argument(target.model)]
     worst = 0.0
     for layer in target.cache._stores:
         theirs = fresh.layers[layer].keys, fresh.layers[layer].values

@@ -26,6 +26,7 @@ from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLay
 from forerun.drafters.self_drafting.skipping import SkipFile, every, names, parse, structure_hash
 from forerun.errors import ArgumentError, DataError
 from forerun.model import Target
+from forerun.model.layers import cache_argument
 from forerun.types import Budget
 from llamas import tiny_llama
 
@@ -82,10 +83,10 @@ def naive(weights: LlamaForCausalLM, text: list[int], tokens: list[int]) -> torc
     for layer, part in parse(SKIP, LAYERS):
         name = {"attn": "self_attn", "mlp": "mlp"}[part]
         setattr(cut.model.layers[layer], name, Nothing(part == "attn"))
-    cache = weights(torch.tensor([text[:-1]]), use_cache=True).past_key_values
+    cache = weights(torch.tensor([text[:-1]]), use_cache=True)[cache_argument(weights)]
     found = []
     for token in (text[-1], *tokens[:-1]):
-        answer = cut(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        answer = cut(torch.tensor([[token]]), use_cache=True, **{cache_argument(weights): cache})
         found.append(answer.logits[0, -1])
     return torch.stack(found)
 

@@ -7,6 +7,7 @@ the layers: a shallow copy of the base model gets a slice of them, stored states
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -76,6 +77,15 @@ def base_name(model: Any) -> str:
 def base_of(model: Any) -> nn.Module:
     """The model without its output head."""
     return model.get_submodule(base_name(model))  # type: ignore[no-any-return]
+
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+
+def cache_argument(module: nn.Module) -> str:
+    """What the module's forward calls its cache: "cache" from transformers 5.24 on, "past_key_values" before that."""
+    taken = inspect.signature(type(module).forward).parameters
+    return "cache" if "cache" in taken else "past_key_values"
 
 
 _TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()

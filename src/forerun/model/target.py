@@ -58,6 +58,7 @@ class Target:
         self.dtype: torch.dtype = model.dtype  # Of hidden states and masks
         self._base = layers.base_of(model)
         self._turn = layers.turn_of(self._base)
+        self._cache_argument = layers.cache_argument(self._base)
         name, self._layers = layers.layers_of(self._base, self.num_layers)
         self._ranges = layers.LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
@@ -378,7 +379,7 @@ class Target:
             "input_ids": ids if flat is None else flat.flatten(ids),
             "position_ids": positions if flat is None else flat.flatten(positions),
             "attention_mask": masks.build(block, self._style, width, self.dtype),
-            "past_key_values": self.cache,
+            self._cache_argument: self.cache,
             "use_cache": True,
         }
 

@@ -183,7 +183,7 @@ class Pipeline:
             "input_ids": inputs["input_ids"].reshape(-1, 1),
             "position_ids": inputs["position_ids"].reshape(-1, 1),
             "attention_mask": {k: apart(m) for k, m in masks.items()} if isinstance(masks, dict) else apart(masks),
-            "past_key_values": _Cache(self, rows, slots.to(target.device), width, blocks),
+            target._cache_argument: _Cache(self, rows, slots.to(target.device), width, blocks),
         }
         block = Plan(start=self.size, stop=2 * self.size)
         return target._ranges.run(block, inputs, states.reshape(batch * count, 1, -1)).view(batch, count, -1)

@@ -23,7 +23,7 @@ from forerun.caching import cache_root
 from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.attention import COMPILED, NAME
 from forerun.model.kernels.packing import Packing
-from forerun.model.layers import base_of
+from forerun.model.layers import base_of, cache_argument
 from forerun.model.padding import Pass, running
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class CompiledForward:
     def __init__(self, base: nn.Module, layers: int) -> None:
         self.plain = base.forward
         self.base = base
+        self.cache_argument = cache_argument(base)
         self.layers = layers
         self.watched = list(base.modules())
         self.compiled = torch.compile(self._trace, dynamic=True, fullgraph=True)
@@ -54,7 +55,7 @@ class CompiledForward:
         """As the base model; compiled if it is a cached pass of token ids without hooks."""
         if self.failed or args or not self._fits(kwargs):
             return self.plain(*args, **kwargs)
-        this = Pass(cache=kwargs["past_key_values"])
+        this = Pass(cache=kwargs[self.cache_argument])
         inputs = (kwargs["input_ids"], kwargs["position_ids"], kwargs["attention_mask"])
         try:
             with running(this):
@@ -72,10 +73,10 @@ class CompiledForward:
         return self.plain(**kwargs)
 
     def _fits(self, kwargs: dict[str, Any]) -> bool:
-        needed = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
+        needed = {"input_ids", "position_ids", "attention_mask", self.cache_argument}
         return (
             kwargs.keys() - {"use_cache"} == needed
-            and hasattr(kwargs["past_key_values"], "begin")
+            and hasattr(kwargs[self.cache_argument], "begin")
             and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.watched)
         )
 
@@ -95,9 +96,8 @@ class CompiledForward:
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=attention_mask,
-            past_key_values=_PassThrough(),
             use_cache=True,
-            **{COMPILED: True},
+            **{self.cache_argument: _PassThrough(), COMPILED: True},
         )
 
 

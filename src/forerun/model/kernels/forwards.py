@@ -16,6 +16,7 @@ from forerun.model.cache import SlotCache
 from forerun.model.kernels import attention, native
 from forerun.model.kernels.native import HeadNorm, Heads
 from forerun.model.kernels.packing import PackedLinear, PackedWeight
+from forerun.model.layers import cache_argument
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class AttentionForward(_JointForward):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
+        self.cache_argument = cache_argument(module)
         depth = module.head_dim
         queries, keys = self.joint.sizes[0] // depth, self.joint.sizes[1] // depth
         norms = [module._modules.get(name) for name in ("q_norm", "k_norm")]
@@ -155,19 +157,18 @@ class AttentionForward(_JointForward):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.module
-        if not self._fits(hidden_states, position_embeddings, attention_mask, past_key_values):
+        cache = kwargs.get(self.cache_argument)
+        if not self._fits(hidden_states, position_embeddings, attention_mask, cache):
             return self.plain(  # type: ignore[no-any-return]
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 **kwargs,
             )
-        heads, cache, layer = self.heads, past_key_values, module.layer_idx
+        heads, layer = self.heads, module.layer_idx
         states = self.joint.apply(hidden_states)
         stores, places = cache.opened(layer, (heads.keys, heads.depth), like=states)
         assert position_embeddings is not None
@@ -202,7 +203,7 @@ class AttentionForward(_JointForward):
             hidden_states=states / (queries.std() * keys.std()).sqrt().bfloat16(),
             position_embeddings=(turns.cos().bfloat16(), turns.sin().bfloat16()),
             attention_mask=mask.expand(batch, 1, -1, -1),
-            past_key_values=cache,
+            **{self.cache_argument: cache},
         )[0]
         return [attended, *(part for row in range(batch) for part in cache.read(module.layer_idx, row, count))]
 

@@ -25,7 +25,7 @@ from forerun.checkpoints.engines import Exported, export_head
 from forerun.drafters.heads.base import Head
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.manifests import read_object
-from forerun.model.layers import device_of
+from forerun.model.layers import CACHE_ARGUMENTS, device_of
 from forerun.training.batch import Objective, TokenBatch
 from forerun.training.convert.modes import Mode, checked_ids, read_mode
 from forerun.training.features.online import OnlineFeatures
@@ -262,7 +262,7 @@ class ConvertedModel:
             return False
         if given.get("labels") is not None or given.get("loss_mask") is not None:
             return True
-        return bool(cast(Any, self).training) and given.get("past_key_values") is None
+        return bool(cast(Any, self).training) and not any(given.get(name) for name in CACHE_ARGUMENTS)
 
     def _convert_loss(self, given: Mapping[str, Any]) -> ConvertedOutput | tuple[Any, ...]:
         self._check_ready()

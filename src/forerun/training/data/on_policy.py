@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.model.layers import cache_argument
 from forerun.training.batch import TokenBatch
 from forerun.training.features.online import evaluating
 
@@ -70,14 +71,15 @@ class Writer:
             chance[row, : len(numbers)] = torch.from_numpy(numbers)
         chance, ends = chance.to(device), self._ends(device)
         written, alive, cache = list[Tensor](), torch.ones_like(wanted, dtype=torch.bool), None
+        argument = cache_argument(self.model)
         length = torch.zeros_like(wanted)
         positions = (real.cumsum(1) - 1).clamp_min(0)
         with evaluating(self.model), torch.autocast(device.type, torch.bfloat16, enabled=self.half):
             for step in range(chance.shape[1]):
                 found = self.model(
-                    input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache, use_cache=True
+                    input_ids=ids, attention_mask=real, position_ids=positions, use_cache=True, **{argument: cache}
                 )
-                cache = found.past_key_values
+                cache = found[argument]
                 token = self._drawn(found.logits[:, -1, : self.vocabulary], chance[:, step])
                 written.append(token)
                 length += alive
