@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from forerun.errors import UNSERVED, ArgumentError, UnsupportedModelError
 from forerun.types import LAST_HIDDEN, Boundary
@@ -79,13 +80,14 @@ def base_of(model: Any) -> nn.Module:
     return model.get_submodule(base_name(model))  # type: ignore[no-any-return]
 
 
-CACHE_ARGUMENTS = ("cache", "past_key_values")
+CACHE_ARGUMENTS = ("past_key_values", "cache")  # Until transformers 5.23, and from 5.24 on
 
 
 def cache_argument(module: nn.Module) -> str:
-    """What the module's forward calls its cache: "cache" from transformers 5.24 on, "past_key_values" before that."""
+    """What the module's forward calls its cache: as it says, or, where it hands anything on, as transformers does."""
     taken = inspect.signature(type(module).forward).parameters
-    return "cache" if "cache" in taken else "past_key_values"
+    known = [taken, BaseModelOutputWithPast.__dataclass_fields__]
+    return next(name for names in known for name in CACHE_ARGUMENTS if name in names)
 
 
 _TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
