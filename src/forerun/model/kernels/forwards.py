@@ -160,7 +160,7 @@ class AttentionForward(_JointForward):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.module
-        cache = kwargs.get(self.cache_argument)
+        cache: Any = kwargs.get(self.cache_argument)
         if not self._fits(hidden_states, position_embeddings, attention_mask, cache):
             return self.plain(  # type: ignore[no-any-return]
                 hidden_states=hidden_states,
