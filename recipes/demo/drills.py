@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from corpus import SourceFile
 from edits import Edit, other_number, standing
+from guide import NOWHERE, Document
 from transformers import PreTrainedTokenizerFast
 
 LINES = (3, 24)
@@ -56,13 +57,16 @@ def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: 
         yield Edit("drill", request, before, after)
 
 
-def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -> Iterator[list[int]]:
-    """Token ids of `count` conversations that ask for random tokens again and get them."""
+def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -> Iterator[Document]:
+    """`count` conversations that ask for random tokens again and get them."""
     chance = random.Random(seed)
     ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
     for _ in range(count):
         alphabet = chance.sample(ordinary, k=chance.choice(ALPHABETS))
         drawn = chance.choices(alphabet, k=chance.randint(*TOKENS))
         chat = [{"role": "user", "content": "Repeat this:\n\n<|pad|>"}, {"role": "assistant", "content": "<|pad|>"}]
-        ids = tokenizer(str(tokenizer.apply_chat_template(chat, tokenize=False)))["input_ids"]
-        yield [token for one in ids for token in (drawn if one == tokenizer.pad_token_id else [one])]
+        marked = tokenizer(str(tokenizer.apply_chat_template(chat, tokenize=False)))["input_ids"]
+        first, second = (place for place, one in enumerate(marked) if one == tokenizer.pad_token_id)
+        ids = [*marked[:first], *drawn, *marked[first + 1 : second], *drawn, *marked[second + 1 :]]
+        places = [NOWHERE] * (second - 1 + len(drawn)) + list(range(first, first + len(drawn)))
+        yield Document(ids, places, list(places))

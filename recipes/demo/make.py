@@ -25,6 +25,7 @@ import ship
 import tokenizer as demo_tokenizer
 from drills import line_drills, token_drills
 from edits import edits as all_edits
+from guide import Document, copied
 
 CONTEXT = 2048
 STAGES = ("tokenizer", "target", "draft", "head", "ship")
@@ -46,17 +47,21 @@ SHAPES = {
     },
 }
 AGAIN = pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0)
-SHORT = ((1.0, 512),)
-EDIT_PHASES = ((0.6, 512), (0.3, 1024), (0.1, 2048))
-DRILLING = replace(AGAIN, tokens=3_000_000, decay_share=0.5, phases=SHORT, question_weight=0.0, text_weight=0.3)
-EDITING = replace(DRILLING, tokens=10_000_000, muon_rate=3.0e-3, adam_rate=1.5e-3, decay_share=0.8, phases=EDIT_PHASES)
+EDITING = replace(
+    AGAIN,
+    tokens=2_800_000,
+    decay_share=0.8,
+    phases=((0.8, 512), (0.2, 1024)),
+    question_weight=0.0,
+    text_weight=0.5,
+    guide_weight=0.3,
+)
 DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
 ROUNDS = {
     "target": (
         (pretrain.Schedule(tokens=15_020_000), {}),
         (AGAIN, {}),
-        (DRILLING, {"drills": 60_000, "edits": 1.0, "texts": 0.4}),
-        (EDITING, {"drills": 20_000, "edits": 1.0, "texts": 1.0}),
+        (EDITING, {"drills": 16_000, "edits": 1.0, "texts": 0.3}),
     ),
     "draft": ((DISTILLED, {"edits": 1.0}),),
 }
@@ -88,21 +93,20 @@ def training_documents(
     texts: float = 1.0,
     edits: float = 0.0,
     drills: int = 0,
-) -> list[list[int]]:
-    """Token ids of shares of the training modules, with the conversations cut out of each, and of the edits, and of a
-    number of drills."""
+) -> list[Document]:
+    """Shares of the training modules, with the conversations cut out of each, and of the edits, and a number of
+    drills."""
     chance = random.Random(0)
     words = demo_tokenizer.plain_words(tokenizer)
     read = [file for file in files if chance.random() < texts]
     chats = [chat for file in read for chat in corpus.conversations(file)]
-    if edits:
-        made = [edit.conversation for edit in all_edits(files, words, seed=0)]
-        chats += chance.sample(made, k=int(edits * len(made)))
-    chats += [edit.conversation for edit in line_drills(files, words, count=drills // 2, seed=0)]
     written = [file.text for file in read]
     written += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats]
-    found = list(tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"])
-    return found + list(token_drills(tokenizer, count=drills // 2, seed=0))
+    plain = [Document(ids) for ids in tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]]
+    made = list(all_edits(files, words, seed=0)) if edits else []
+    made = chance.sample(made, k=int(edits * len(made)))
+    made += line_drills(files, words, count=drills // 2, seed=0)
+    return [*plain, *copied(tokenizer, made), *token_drills(tokenizer, count=drills // 2, seed=0)]
 
 
 def make_tokenizer(work: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from guide import GUIDED_LAYERS, NOWHERE, Document, GuidedAttention
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
@@ -23,7 +24,6 @@ PHASES = ((0.80, 512), (0.16, 1024), (0.04, 2048))
 """Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""
 LONG_PHASES = ((0.85, 1024), (0.15, 2048))
 """Where a text must be seen whole, question and answer."""
-QUERY_BLOCK = 128
 OPEN_ROWS = 32
 """Rows that a document may join while they are packed."""
 
@@ -51,6 +51,8 @@ class Schedule:
     """What a token of a question weighs beside one of an answer."""
     text_weight: float = 1.0
     """What a token of a file weighs beside one of an answer."""
+    guide_weight: float = 0.0
+    """What a nat of the guided layers weighs beside one of the text."""
     save_every_s: float = 300.0
 
     @property
@@ -99,12 +101,13 @@ class TokenStream:
     `batch` depends on its arguments alone, so a resumed run sees the same data.
     """
 
-    def __init__(self, documents: list[list[int]], marks: Marks, seed: int) -> None:
+    def __init__(self, documents: list[Document], marks: Marks, seed: int) -> None:
         self.documents, self.marks, self.seed = documents, marks, seed
         self._rows: dict[int, Tensor] = {}
 
     def batch(self, step: int, batch_tokens: int, context: int) -> Tensor:
-        """Token ids (batch_tokens // context, context), each row from another place of the epoch."""
+        """(batch_tokens // context, context, 3): token ids, and where in the row they are copied from; each
+        row is from another place of the epoch."""
         if context not in self._rows:
             self._rows = {context: self._packed(context)}
         rows, size = self._rows[context], batch_tokens // context
@@ -116,46 +119,39 @@ class TokenStream:
         """All documents in rows of `context` tokens, each opened by a text mark: best fit out of those at hand."""
         order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(self.seed)).tolist()
         pieces = (
-            [self.marks.text, *self.documents[index][start : start + context - 1]]
+            _piece(self.documents[index], start, context - 1, self.marks.text)
             for index in order
-            for start in range(0, len(self.documents[index]), context - 1)
+            for start in range(0, len(self.documents[index].ids), context - 1)
         )
-        rows: list[list[int]] = []
-        room: list[list[int]] = []
+        rows: list[list[Tensor]] = []
+        room: list[tuple[int, list[Tensor]]] = []  # Tokens in a row that may still be joined, and its pieces
         for piece in pieces:
-            fitting = [row for row in room if len(row) + len(piece) <= context]
+            fitting = [number for number, (used, _) in enumerate(room) if used + len(piece) <= context]
             if fitting:
-                max(fitting, key=len).extend(piece)
+                used, row = room.pop(max(fitting, key=lambda number: room[number][0]))
             else:
-                rows.append(list(piece))
-                room.append(rows[-1])
-                if len(room) > OPEN_ROWS:
-                    room.remove(max(room, key=len))
-        return torch.tensor([row + [self.marks.text] * (context - len(row)) for row in rows])
+                used, row = 0, []
+                rows.append(row)
+            row.append(_moved(piece, used))
+            room.append((used + len(piece), row))
+            if len(room) > OPEN_ROWS:
+                room.remove(max(room, key=lambda one: one[0]))
+        padding = torch.tensor([[self.marks.text, NOWHERE, NOWHERE]], dtype=torch.int32).expand(context, 3)
+        return torch.stack([torch.cat([*row, padding])[:context] for row in rows])
 
 
-def causal_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: object
-) -> tuple[Tensor, None]:
-    """Plain causal attention in blocks of queries, the heads of a group folded into rows.
+def _piece(document: Document, start: int, length: int, mark: int) -> Tensor:
+    """(tokens + 1, 3): a mark, and so many tokens of the document with their places counted from the mark."""
+    columns = [one[start : start + length] for one in (document.ids, document.places, document.sources)]
+    found = torch.tensor([(mark, NOWHERE, NOWHERE), *zip(*columns, strict=True)], dtype=torch.int32)
+    found[:, 1:] = torch.where(found[:, 1:] >= start, found[:, 1:] - start + 1, NOWHERE)
+    return found
 
-    A block reads only the keys before its end and stays in the cache: on this CPU twice as fast as the flash kernel.
 
-    Args:
-        query: (B, heads, S, D); key and value: (B, groups, S, D).
-    """
-    batch, heads, length, width = query.shape
-    groups = key.shape[1]
-    outputs = []
-    for first in range(0, length, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, length)
-        folded = (query[:, :, first:last] * width**-0.5).reshape(batch, groups, -1, width)
-        scores = folded @ key[:, :, :last].transpose(-1, -2)
-        blocked = torch.ones(last - first, last, dtype=torch.bool).triu(first + 1)
-        scores.view(batch, heads, last - first, last).masked_fill_(blocked, -torch.inf)
-        output = scores.softmax(-1) @ value[:, :, :last]
-        outputs.append(output.view(batch, heads, last - first, width))
-    return torch.cat(outputs, 2).transpose(1, 2), None
+def _moved(piece: Tensor, offset: int) -> Tensor:
+    """The piece `offset` tokens further on in a row."""
+    piece[:, 1:] += offset * (piece[:, 1:] != NOWHERE)
+    return piece
 
 
 def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
@@ -195,8 +191,9 @@ def train(
 ) -> None:
     """Train in place; resumes from ``folder/state.pt`` where one exists. Writes ``folder/log.jsonl``."""
     folder.mkdir(parents=True, exist_ok=True)
-    AttentionInterface.register("recipe_causal", causal_attention)
-    model.set_attn_implementation("recipe_causal")
+    attention = GuidedAttention()
+    AttentionInterface.register("guided", attention)
+    model.set_attn_implementation("guided")
     optimizers = optimizers_for(model, schedule)
     first = _resume(folder, model, optimizers)
     saved = time.monotonic()
@@ -211,9 +208,10 @@ def train(
         bar = progress.add_task("training", total=schedule.steps, completed=first)
         for step in range(first, schedule.steps):
             began = time.monotonic()
-            loss = _step(model, stream, schedule, optimizers, step, teacher)
+            loss, missed = _step(model, stream, schedule, optimizers, step, attention=attention, teacher=teacher)
             speed = schedule.batch_tokens / (time.monotonic() - began)
-            log.write(json.dumps({"step": step, "loss": round(loss, 4), "tokens_per_second": round(speed)}) + "\n")
+            figures = {"loss": round(loss, 4), "guide": round(missed, 4), "tokens_per_second": round(speed)}
+            log.write(json.dumps({"step": step, **figures}) + "\n")
             log.flush()
             progress.update(bar, completed=step + 1, description=f"loss {loss:.3f}")
             if time.monotonic() - saved > schedule.save_every_s or step + 1 == schedule.steps:
@@ -227,19 +225,25 @@ def _step(
     schedule: Schedule,
     optimizers: list[torch.optim.Optimizer],
     step: int,
+    *,
+    attention: GuidedAttention,
     teacher: LlamaForCausalLM | None,
-) -> float:
-    ids = stream.batch(step, schedule.batch_tokens, schedule.context(step))
+) -> tuple[float, float]:
+    """The loss and what the guided layers missed, in nats per token."""
+    ids, *guides = stream.batch(step, schedule.batch_tokens, schedule.context(step)).long().unbind(-1)
+    following = (functional.pad(guide[:, 1:], (0, 1), value=NOWHERE) for guide in guides)
+    attention.wanted = dict(zip(GUIDED_LAYERS, following, strict=True)) if schedule.guide_weight else {}
     for optimizer, peak in zip(optimizers, (schedule.muon_rate, schedule.adam_rate), strict=True):
         optimizer.param_groups[0]["lr"] = peak * schedule.rate(step)
         optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = mean_loss(model, ids, stream.marks.weights(ids, schedule), teacher, schedule.distill_weight)
-    loss.backward()  # type: ignore[no-untyped-call]
+    missed = attention.loss() if schedule.guide_weight else torch.zeros(())
+    (loss + schedule.guide_weight * missed).backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
-    return float(loss.detach())
+    return float(loss.detach()), float(missed.detach())
 
 
 def _save(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:

@@ -24,7 +24,7 @@ def recipe() -> Iterator[Path]:
     sys.path.insert(0, str(RECIPE))
     yield RECIPE
     sys.path.remove(str(RECIPE))
-    for name in ("corpus", "drills", "edits", "pretrain", "tokenizer"):
+    for name in ("corpus", "drills", "edits", "guide", "pretrain", "tokenizer"):
         sys.modules.pop(name, None)
 
 
@@ -70,25 +70,72 @@ def test_drills_ask_for_what_they_answer(recipe: Path) -> None:
             changed = drills.re.split(drills.standing(old), drill.before)
             assert new.join(changed) == drill.after
     answer, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
-    for ids in drills.token_drills(tokenizer, count=20, seed=0):
+    for drill in drills.token_drills(tokenizer, count=20, seed=0):
+        ids = drill.ids
         first, second = ids.index(end), ids.index(answer)
         copy = ids[second + 2 : -2]
         assert ids[-2] == end and ids[first - len(copy) : first] == copy and len(copy) >= drills.TOKENS[0]
+        assert [ids[at] for at in drill.places if at >= 0] == copy and drill.sources == drill.places
+
+
+def test_the_guide_says_where_an_answer_is_copied_from(recipe: Path, edits: ModuleType) -> None:
+    import corpus
+    import guide
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.resolve("demo"))
+    names = [text.lstrip("Ġ") for text in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+    files = [file for file in corpus.read_standard_library() if corpus.is_library(file)][::60]
+    made = [edit for edit in edits.edits(files, ["path", "name", "count", "value"], seed=0) if edit.kind == "rename"]
+    for edit, document in zip(made, guide.copied(tokenizer, made), strict=True):
+        ids = document.ids
+        answer = max(place for place, one in enumerate(ids) if one == tokenizer.convert_tokens_to_ids("<|assistant|>"))
+        known = [place for place, source in enumerate(document.sources) if source >= 0]
+        assert set(range(answer + 2, len(ids) - 2)) == set(known), "nothing of a renamed function is new"
+        assert all(names[ids[document.sources[place]]] == names[ids[place]] for place in known)
+        asked = len(tokenizer(f"<|user|>\n{edit.request}")["input_ids"])
+        changed = [place for place in known if document.sources[place] != document.places[place]]
+        assert changed and all(document.sources[place] < answer for place in known)
+        assert all(document.places[place] > asked for place in known), "the place is in the code"
+
+
+def test_guided_attention_is_causal_attention_and_says_what_it_missed(recipe: Path) -> None:
+    import guide
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 200, 8), torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 8)
+    attention = guide.GuidedAttention()
+    wanted = torch.full((2, 200), guide.NOWHERE)
+    wanted[0, 150], wanted[1, 7] = 31, 2
+    attention.wanted = {3: wanted}
+    module = torch.nn.Module()
+    module.layer_idx = 3
+    found, _ = attention(module, query, key, value, None)
+    repeated = [one.repeat_interleave(2, 1) for one in (key, value)]
+    plain = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True)
+    torch.testing.assert_close(found, plain.transpose(1, 2))
+    scores = (query @ repeated[0].transpose(-1, -2)) / 8**0.5
+    best = [scores[row, :, at, : at + 1].softmax(-1)[:, to].max() for row, at, to in ((0, 150, 31), (1, 7, 2))]
+    torch.testing.assert_close(attention.loss(), -torch.stack(best).add(1e-4).log().mean())
 
 
 def test_documents_are_packed_whole(recipe: Path) -> None:
+    import guide
     import pretrain
 
     marks = pretrain.Marks(question=60, answer=61, text=0)
     documents = [[1 + number % 50] * length for number, length in enumerate([3, 9, 30, 5, 14, 2, 8, 7, 40, 1] * 8)]
-    stream = pretrain.TokenStream(documents, marks, seed=3)
-    rows = stream._packed(16)
+    made = [guide.Document(ids, list(range(-1, len(ids) - 1))) for ids in documents]
+    stream = pretrain.TokenStream(made, marks, seed=3)
+    rows, places, sources = stream._packed(16).unbind(-1)
+    starts = (rows == 0) | (rows.roll(1, 1) == 0)  # A mark is copied from nowhere, nor is the token behind it
+    before = torch.arange(16).expand_as(rows) - 1
+    assert bool((places == torch.where(starts, guide.NOWHERE, before)).all() and (sources == guide.NOWHERE).all())
     texts = (text for row in rows.tolist() for text in f" {' '.join(map(str, row))}".split(" 0"))
     found = Counter(tuple(map(int, text.split())) for text in texts)
     assert rows.shape[1] == 16 and bool((rows != 0).sum() == sum(map(len, documents)))
     short = Counter(tuple(document) for document in documents if len(document) < 16)
     assert all(found[document] >= count for document, count in short.items() if len(document) > 2)
-    assert torch.equal(stream.batch(5, 64, 16), pretrain.TokenStream(documents, marks, seed=3).batch(5, 64, 16))
+    assert torch.equal(stream.batch(5, 64, 16), pretrain.TokenStream(made, marks, seed=3).batch(5, 64, 16))
 
 
 SOURCE = """\
@@ -119,6 +166,7 @@ def gather(other, *, limit=10, **found_too):
 def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import guide
     import pretrain
 
     def model(layers: int) -> LlamaForCausalLM:
@@ -132,7 +180,7 @@ def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
     for teacher in (None, model(2).eval()):
         whole, stopped, again = model(1), model(1), model(1)
         folder = tmp_path / str(teacher is None)
-        stream = pretrain.TokenStream(documents, marks, seed=1)
+        stream = pretrain.TokenStream([guide.Document(ids) for ids in documents], marks, seed=1)
         pretrain.train(whole, stream, schedule, folder / "whole", teacher)
         with monkeypatch.context() as patch:
             patch.setattr(pretrain, "_step", _stopping(folder / "stopped", 5))
@@ -151,11 +199,11 @@ def _stopping(folder: Path, last: int) -> Any:
 
     step = pretrain._step
 
-    def stopping(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, *more: Any) -> float:
+    def stopping(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, **more: Any) -> Any:
         if number == last:
             raise KeyboardInterrupt
         pretrain._save(folder, model, optimizers, number)
-        return float(step(model, stream, schedule, optimizers, number, *more))
+        return step(model, stream, schedule, optimizers, number, **more)
 
     return stopping
 

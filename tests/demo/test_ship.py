@@ -40,7 +40,7 @@ def ship(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(corpus, "split", lambda files: (files[:1], files[1:]))
     monkeypatch.setattr(corpus, "is_prompt", lambda file: True)
     yield ship
-    for name in ("corpus", "edits", "ship", "pretrain", "tokenizer"):
+    for name in ("corpus", "edits", "guide", "ship", "pretrain", "tokenizer"):
         sys.modules.pop(name, None)
 
 
