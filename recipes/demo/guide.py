@@ -23,6 +23,8 @@ NOWHERE = -1
 """The place of a token that is copied from nowhere."""
 GUIDED_LAYERS = (3, 5)
 """Of the eight: the layer that is shown the place in the code, and the one that is shown the token itself."""
+GUIDED_GROUPS = {3: 1, 5: 3}
+"""Groups of heads that are shown it: a place is known by one of them, a token is told by the values of all three."""
 QUERY_BLOCK = 128
 
 
@@ -109,16 +111,18 @@ class GuidedAttention:
             probs = scores.softmax(-1)
             outputs.append((probs @ value[:, :, :last]).view(batch, heads, last - first, width))
             if wanted is not None:
-                self._note(probs.view(batch, heads, last - first, last), wanted[:, first:last])
+                found = probs.view(batch, key.shape[1], -1, last - first, last)
+                self._note(found, wanted[:, first:last], GUIDED_GROUPS[int(module.layer_idx)])  # type: ignore[arg-type]
         return torch.cat(outputs, 2).transpose(1, 2), None
 
-    def _note(self, probs: Tensor, wanted: Tensor) -> None:
-        """Keep what the heads of probs (B, heads, rows, keys) together miss of `wanted` (B, rows)."""
-        rows, known = wanted.clamp(min=0), wanted != NOWHERE
-        found = probs.gather(-1, rows[:, None, :, None].expand(-1, probs.shape[1], -1, 1))[..., 0].float()
-        self._losses.append(-(found.amax(1)[known] + 1e-4).log())
+    def _note(self, probs: Tensor, wanted: Tensor, groups: int) -> None:
+        """Keep what the best heads of the best `groups` of probs (B, groups, heads, rows, keys) miss of `wanted`."""
+        places, known = wanted.clamp(min=0)[:, None, None, :, None], wanted != NOWHERE
+        found = probs.gather(-1, places.expand(*probs.shape[:-1], 1))[..., 0].float().amax(2)
+        best = found.topk(groups, dim=1).values.transpose(1, 2)[known]
+        self._losses.append(-(best + 1e-4).log().mean(1))
 
     def loss(self) -> Tensor:
-        """Nats by which the best head of each guided layer missed its places since the last call, a mean."""
+        """Nats by which the heads of the guided layers missed its places since the last call, a mean."""
         losses, self._losses = torch.cat(self._losses), []
         return losses.mean() if len(losses) else losses.sum()

@@ -98,7 +98,9 @@ def test_the_guide_says_where_an_answer_is_copied_from(recipe: Path, edits: Modu
         assert all(document.places[place] > asked for place in known), "the place is in the code"
 
 
-def test_guided_attention_is_causal_attention_and_says_what_it_missed(recipe: Path) -> None:
+def test_guided_attention_is_causal_attention_and_says_what_it_missed(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import guide
 
     torch.manual_seed(0)
@@ -114,8 +116,12 @@ def test_guided_attention_is_causal_attention_and_says_what_it_missed(recipe: Pa
     plain = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True)
     torch.testing.assert_close(found, plain.transpose(1, 2))
     scores = (query @ repeated[0].transpose(-1, -2)) / 8**0.5
-    best = [scores[row, :, at, : at + 1].softmax(-1)[:, to].max() for row, at, to in ((0, 150, 31), (1, 7, 2))]
-    torch.testing.assert_close(attention.loss(), -torch.stack(best).add(1e-4).log().mean())
+    seen = [scores[row, :, at, : at + 1].softmax(-1)[:, to] for row, at, to in ((0, 150, 31), (1, 7, 2))]
+    best = torch.stack(seen).view(2, 2, 2).amax(2)  # Of each group
+    torch.testing.assert_close(attention.loss(), -best.amax(1).add(1e-4).log().mean())
+    monkeypatch.setattr(guide, "GUIDED_GROUPS", {3: 2})
+    attention(module, query, key, value, None)
+    torch.testing.assert_close(attention.loss(), -best.add(1e-4).log().mean())
 
 
 def test_documents_are_packed_whole(recipe: Path) -> None:
