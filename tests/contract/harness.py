@@ -39,6 +39,7 @@ from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
+from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
 from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -226,6 +227,14 @@ def peagle_head(**options: Any) -> PEagleHead:
     head = PEagleHead(config).eval()
     head.set_vocabulary(torch.tensor([0, 1, 2, 3, 5, 7, 8, 10, 11]))
     return head
+
+
+@functools.cache
+def kangaroo_head(**options: Any) -> KangarooHead:
+    """A random adapter after the first layer of `model()`."""
+    torch.manual_seed(9)
+    given = {"boundaries": (1,), "initializer_range": 0.3, **options}
+    return KangarooHead(KangarooConfig.for_target("kangaroo", model(), options=given)).eval()
 
 
 @functools.cache
@@ -420,6 +429,12 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("peagle", "one-token", {"model": peagle_head(), "shape": (2,)}),
         Variant("peagle", "sampled-tree", {"model": peagle_head(norm_before_residual=True), "shape": (3, 2, 1)}),
         Variant("peagle", "windows", {"model": peagle_head(sliding_window=6), "shape": (1, 1, 1)}),
+    ],
+    "kangaroo": [
+        Variant("kangaroo", "chain", {"model": kangaroo_head(), "num_speculative_tokens": 3}),
+        Variant("kangaroo", "whole-chain", {"model": kangaroo_head(), "num_speculative_tokens": 3, "exit_below": 0}),
+        Variant("kangaroo", "tree", {"model": kangaroo_head(sliding_window=6), "shape": (3, 2, 1), "exit_below": 0.3}),
+        Variant("kangaroo", "dynamic", {"model": kangaroo_head(), "num_speculative_tokens": 3, "top_k": 3, "nodes": 8}),
     ],
     "mtp": [
         Variant("mtp", "experts", {"model": mtp_head(sparse=True), "num_speculative_tokens": 3}),

@@ -76,6 +76,11 @@ def read_flat(
     nested, fields = keys.nested(NESTED), eagle.read_layers(keys)
     regular = _regular(nested, tensors, fields["hidden_size"])
     found = eagle.to_canonical(tensors, regular=regular)
+    if "layers.0.input_layernorm.weight" in found and not any(".mlp." in name or "fc." in name for name in found):
+        raise CheckpointError(
+            "the tensors are those of a Kangaroo adapter, whose file does not say after how many layers of the target "
+            'it stands: write it into config.json, as "exit_layer": 2'
+        )
     generation = _generation(keys, found)
     fields |= {"next_layer_regular": regular, **_read_features(keys, nested, fields["hidden_size"])}
     ids, layers = _layer_ids(keys, nested, num_layers), _target_layers(keys, num_layers)

@@ -55,6 +55,11 @@ FORMATS: dict[str, Entry] = {
         kinds=("mlp_speculator",),
         engines="forerun.checkpoints.recurrent_engines:MlpSpeculatorEngines",
     ),
+    "kangaroo": Entry(
+        path="forerun.checkpoints.kangaroo:KangarooFormat",
+        kinds=("kangaroo",),
+        engines="forerun.checkpoints.recurrent_engines:KangarooEngines",
+    ),
     "dflash": Entry(
         path="forerun.checkpoints.dflash:DFlashFormat",
         kinds=("dflash", "dspark"),

@@ -1,4 +1,4 @@
-"""What serving engines make of Hydra heads and MLP speculators: none of today's loads one."""
+"""What serving engines make of Hydra heads, MLP speculators and Kangaroo's adapters: none of today's loads one."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ class MlpSpeculatorEngines(Engines):
         why = "has the format, and no drafter for it since its V1 engine (vLLM #47825)"
         yield from fails("vllm", what, why, f"{HERE}, or in a vLLM that still has its V0 engine")
         yield from fails(others, what, NONE, HERE)
+
+
+class KangarooEngines(Engines):
+    """What is known of engines and Kangaroo's adapters."""
+
+    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+        return fails(EVERY, "a Kangaroo adapter", NONE, HERE)

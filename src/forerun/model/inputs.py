@@ -52,17 +52,23 @@ class Nodes:
 
     @classmethod
     def of_levels(
-        cls, roots: Sequence[int], ids: Tensor, parents: Sequence[int], *, counts: Sequence[int], start: int
+        cls,
+        roots: Sequence[int],
+        ids: Tensor,
+        parents: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        counts: Sequence[int],
+        start: int,
     ) -> Nodes:
-        """Trees of one shape that grow level by level, on their device; nodes before `start` have been run.
+        """Trees that grow level by level, on their device; nodes before `start` have been run.
 
         Args:
             ids: (B, K) tokens of the nodes so far.
-            parents: (K + 1,) or more, of each node, the root's first.
+            parents: (K + 1,) or more, of each node, the root's first; (B, K + 1) where the trees have several shapes.
             counts: (B,) drafted nodes of each row; the rest is padding.
         """
         size = ids.shape[1]
-        wide = np.broadcast_to(np.array(parents[1 : size + 1], np.int64), (len(roots), size))
+        wide = np.broadcast_to(np.array(parents, np.int64)[..., 1 : size + 1], (len(roots), size))
         ids = torch.cat([sent_ints(roots, ids.device).view(-1, 1), ids], dim=1)
         return cls._of(ids, wide, [min(size, count) for count in counts], start, ())
 

@@ -89,7 +89,7 @@ class HeadConfig:
 
 
 class Head(nn.Module):
-    """A draft head; see `SequentialHead`, `RecurrentHead`, `ParallelHead` and `BlockHead`."""
+    """A draft head; see `SequentialHead`, `RecurrentHead`, `ParallelHead`, `BlockHead` and `AdapterHead`."""
 
     Config: ClassVar[type[HeadConfig]]
     config: HeadConfig
@@ -273,6 +273,20 @@ class BlockHead(AttendingHead):
         """What the `tokens` (B, F) drafted before a depth change of its `logits` (B, 1, Vd): nothing here, so that they
         are alike for all F. `states` (B, 1, H) are the block's outputs; `memory` (B, F, M) is the last depth's."""
         return Followed(logits, memory)
+
+
+class AdapterHead(AttendingHead):
+    """Drafts level by level: every node runs through the target's layers up to the head's one boundary, and the head
+    goes on from there. Entry i is the target's state of token i at position i, drafted or not, and predicts token
+    i + 1: there is nothing of the head's own for the target's state to replace."""
+
+    def context(self, features: Tensor, angles: Angles) -> Sequence[tuple[Tensor, Tensor]]:
+        """What each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and values, (B, groups, N, D)."""
+        raise NotImplementedError
+
+    def adapt(self, features: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """One pass over features (B, N, H) from `fuse` -> (B, N, H), what the output head reads."""
+        raise NotImplementedError
 
 
 class ParallelHead(Head):

@@ -17,12 +17,12 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
-from forerun.drafters.drawing import DraftVocabulary, Draw, Shape, constant
+from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape, constant
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, TreeOptions, not_finite
+from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Limits, TreeOptions, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
@@ -136,6 +136,11 @@ class HeadDrafter(Drafter):
                 self._fixed(tree, context, limits, trees)
         return trees
 
+    def stopped(self, children: Children) -> list[bool]:
+        """Of each row (B,), whether a fixed tree grows no deeper than these children, whatever they are; empty: all
+        grow."""
+        return []
+
     def _dynamic(self, tree: DynamicTree, context: DraftContext, budget: Budget, trees: list[TokenTree]) -> None:
         active = [i for i, (n, d) in enumerate(zip(budget.nodes, budget.depth, strict=True)) if n > 0 and d > 0]
         if not active:
@@ -169,20 +174,27 @@ class HeadDrafter(Drafter):
             logits = self.runner.descend(tokens, constant(index, ids.device).expand_as(tokens))
             return logits.expand(-1, tokens.shape[1], -1)
 
+        limits = Limits(tree.shape.levels, [within[index] for index in active], self.stopped)
         size, recorded = self.runner.target.vocab_size, self.runner.recordings.active
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
 
         def grow(logits: Tensor, *numbers: Tensor) -> Grown:
             known, runner = self._vocabulary, self.runner
             return tree.grow(
-                draws.with_tensors(numbers), max(within), logits, descend, known, acceptance=lambda: runner.acceptance
+                draws.with_tensors(numbers),
+                max(within),
+                logits,
+                descend,
+                known,
+                enough=limits.enough,
+                acceptance=lambda: runner.acceptance,
             )
 
         rows = [context.rows[index] for index in active]
         key = None if draws.key is None else (max(within), tree is self.sampled, draws.key)
         levels = tree.shape.depths[max(within)]
         grown = self.runner.unroll(rows, tree.run, grow, *draws.tensors, levels=levels, key=key)
-        cuts = tree.cut(context, active, grown, [within[index] for index in active])
+        cuts = tree.cut(context, active, grown, limits.nodes)
         for index, cut in zip(active, cuts, strict=True):
             trees[index], self._rows[context.rows[index]].submitted = cut
 

@@ -16,7 +16,7 @@ from forerun.errors import ArgumentError, nearest
 if TYPE_CHECKING:
     from forerun.drafters.heads.base import Head
 
-Way = Literal["sequential", "recurrent", "parallel", "block"]
+Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
 Role = Literal["head", "draft_model", "target"]
 READ_HEAD = "forerun.checkpoints.formats:read_head"
 """Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not the reverse."""
@@ -33,7 +33,8 @@ class HeadKind:
     drafter: str  # ``module:Class`` of the drafter, of a head a `heads.drafting.HeadDrafter`
     drafts: Way
     """``sequential``: level by level, each reading the one before by layers. ``recurrent``: level by level, each by
-    weights of its own. ``parallel``: all depths from one state. ``block``: all depths from one pass over a block."""
+    weights of its own. ``parallel``: all depths from one state. ``block``: all depths from one pass over a block.
+    ``adapter``: level by level, through the target's first layers."""
     trains: Role = "head"  # What training changes: a head on a frozen target, a draft model, or the target itself
     in_target: str | None = None
     """``module:function`` that reads such a head out of the target's own checkpoint, where targets bring one."""
@@ -136,6 +137,14 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.drafters.heads.mtp:MtpDrafter",
             drafts="sequential",
             in_target="forerun.checkpoints.mtp:read_target",
+        ),
+        HeadKind(
+            name="kangaroo",
+            title="Kangaroo",
+            summary="the target's first layers and an adapter of one attention layer draft, its others verify (Kangaroo)",
+            module="forerun.drafters.heads.kangaroo:KangarooHead",
+            drafter="forerun.drafters.heads.kangaroo:KangarooDrafter",
+            drafts="adapter",
         ),
         HeadKind(
             name="distill",

@@ -23,7 +23,7 @@ from forerun.core.tree import Resume, TokenTree
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting.base import SelfDrafter
-from forerun.drafters.trees import TreeOptions
+from forerun.drafters.trees import Submitted, TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model.inputs import Nodes
 from forerun.model.layers import Plan, base_of, norm_after_layers
@@ -85,19 +85,30 @@ class EarlyExitDrafter(SelfDrafter):
         trees = super().propose(context, budget)
         if not self._states:
             return trees
-        # Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted.
-        by_row = dict(zip(context.rows, trees, strict=True))
-        states, self._states = torch.cat(self._states, dim=1), []
-        kept = [[node for node in self._drafted[row].evidence if node < states.shape[1]] for row in self._rows]
-        # Where a distribution had too few tokens for all children, the nodes behind the gap have moved up.
-        renumber(self.target, self._rows, kept)
-        size = max(map(len, kept)) + 1
-        [index] = sent([torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])], states.device)
-        moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
-        for row, nodes, run in zip(self._rows, kept, moved, strict=True):
-            stamp = self.target.writes[row]
-            by_row[row].resume = Resume(boundary=self.config.exit_layer, states=run[: len(nodes) + 1], stamp=stamp)
+        by_row, states = dict(zip(context.rows, trees, strict=True)), torch.cat(self._states, dim=1)
+        self._states = []
+        drafts = [(row, by_row[row], self._drafted[row]) for row in self._rows]
+        leave(self.target, self.config.exit_layer, drafts, states)
         return trees
+
+
+def leave(target: Target, boundary: int, drafts: Sequence[tuple[int, TokenTree, Submitted]], states: Tensor) -> None:
+    """Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted, so
+    that scoring runs the other layers alone.
+
+    Args:
+        drafts: (B,) row, its tree, and what of it was submitted, as it was numbered when it was run.
+        states: (B, F, H) at the `boundary` of the nodes that were run, the root first.
+    """
+    rows = [row for row, _, _ in drafts]
+    kept = [[node for node in submitted.evidence if node < states.shape[1]] for _, _, submitted in drafts]
+    # Where a distribution had too few tokens for all children, the nodes behind the gap have moved up.
+    renumber(target, rows, kept)
+    size = max(map(len, kept)) + 1
+    [index] = sent([torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])], states.device)
+    moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
+    for (row, tree, _), nodes, run in zip(drafts, kept, moved, strict=True):
+        tree.resume = Resume(boundary=boundary, states=run[: len(nodes) + 1], stamp=target.writes[row])
 
 
 class ExitHead:

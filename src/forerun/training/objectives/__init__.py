@@ -16,6 +16,7 @@ OBJECTIVES: dict[str, str] = {
     "mlp_speculator": "forerun.training.objectives.recurrent:RecurrentObjective",
     "dflash": "forerun.training.objectives.dflash:DFlashObjective",
     "dspark": "forerun.training.objectives.dspark:DSparkObjective",
+    "kangaroo": "forerun.training.objectives.kangaroo:KangarooObjective",
     "mtp": "forerun.training.objectives.mtp:MtpObjective",
     "layerskip": "forerun.training.objectives.layerskip:LayerSkipObjective",
     "distill": "forerun.training.objectives.distill:DistillObjective",

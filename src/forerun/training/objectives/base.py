@@ -45,6 +45,15 @@ class FrozenTarget:
             softcap=getattr(config, "final_logit_softcapping", None),
         )
 
+    def linear(self, states: Tensor, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
+        """States (R, H') and weight (V', H') whose product are the logits after `states` (.., H), of the first
+        `vocabulary` tokens at most: a scale and a bias have become a part of them. A soft cap is not in it."""
+        states, weight = states.flatten(0, -2) * self.scale, self.lm_head[:vocabulary]
+        if self.bias is None:
+            return states, weight
+        ones = states.new_full((len(states), 1), self.scale)
+        return torch.cat([states, ones], 1), torch.cat([weight, self.bias[:vocabulary, None]], 1)
+
     def teacher(self, states: Tensor, token_ids: Tensor | None) -> Teacher:
         """The target's probabilities after `states` (.., Ht); `token_ids` (Vd,): what the head knows, None: all."""
         return Teacher(

@@ -70,14 +70,8 @@ class DraftStates:
         return found
 
     def linear(self, states: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """States (R, H') and weight (V', H') whose product are the logits of the first `vocabulary` tokens at most: a
-        scale and a bias have become a part of them."""
-        head = FrozenTarget.of(self.model)
-        states, weight = states.flatten(0, -2) * head.scale, head.lm_head[:vocabulary]
-        if head.bias is None:
-            return states, weight
-        ones = states.new_full((len(states), 1), head.scale)
-        return torch.cat([states, ones], 1), torch.cat([weight, head.bias[:vocabulary, None]], 1)
+        """`FrozenTarget.linear` of the model's own output head as it is now."""
+        return FrozenTarget.of(self.model).linear(states, vocabulary)
 
     @torch.no_grad()
     def _check(self) -> None:
