@@ -1,4 +1,5 @@
-"""The public formats of Hydra heads and MLP speculators: written and read bit for bit, others refused by name."""
+"""The public formats of Hydra heads, MLP speculators and Kangaroo's adapters: written and read bit for bit, others
+refused by name."""
 
 from __future__ import annotations
 
@@ -14,10 +15,14 @@ from forerun.checkpoints import TargetFacts, differences, read_head, write_head
 from forerun.checkpoints.base import HeadCheckpoint
 from forerun.checkpoints.engines import ENGINES, diagnose, export_head
 from forerun.errors import ArgumentError, CheckpointError
-from training.ttt import HIDDEN, VOCABULARY, hydra, mlp_speculator
+from training.ttt import HIDDEN, VOCABULARY, hydra, kangaroo, mlp_speculator
 
-FILES = {"hydra": "hydra_lm_head.safetensors", "mlp_speculator": "model.safetensors"}
-MAKE: dict[str, Any] = {"hydra": hydra, "mlp_speculator": mlp_speculator}
+FILES = {
+    "hydra": "hydra_lm_head.safetensors",
+    "mlp_speculator": "model.safetensors",
+    "kangaroo": "model.safetensors",
+}
+MAKE: dict[str, Any] = {"hydra": hydra, "mlp_speculator": mlp_speculator, "kangaroo": kangaroo}
 FACTS = TargetFacts(
     name_or_path="owner/target",
     architectures=("LlamaForCausalLM",),
@@ -149,6 +154,33 @@ def test_a_width_of_0_is_the_targets_and_the_tree_is_kept(tmp_path: Path) -> Non
     assert {name: stored[name] for name in keys} == keys | {"inner_dim": HIDDEN}
 
 
+@pytest.mark.parametrize("options", [{}, {"boundaries": [3], "rope_theta": 5e5}], ids=str)
+def test_kangaroos_adapters(options: dict[str, Any], tmp_path: Path) -> None:
+    """By ``AdapterModel`` and ``data/vicuna_7B_config.json``."""
+    before, stored, keys = written("kangaroo", tmp_path / "head", **options)
+    attention = [f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+    assert set(stored) == {"norm.weight", "layers.0.input_layernorm.weight", *attention}
+    assert keys["architectures"] == ["LlamaForCausalLM"] and keys["model_type"] == "llama"
+    assert (keys["num_hidden_layers"], keys["hidden_size"], keys["vocab_size"]) == (1, HIDDEN, VOCABULARY)
+    assert keys["exit_layer"] == options.get("boundaries", [2])[0]
+    published = {"bos_token_id": 1, "pad_token_id": 0, "use_cache": True, "transformers_version": "4.28.1"}
+    frequencies = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    after = read_head(change(tmp_path / "head", "kangaroo", published, frequencies))
+    assert not after.unknown and after.config.extra == published
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+
+
+def test_kangaroos_published_files_are_told_apart_by_what_they_lack(tmp_path: Path) -> None:
+    """They do not say where the adapter stands, and are pickled."""
+    written("kangaroo", tmp_path / "head")
+    change(tmp_path / "head", "kangaroo", {"exit_layer": None}, {})
+    with pytest.raises(CheckpointError, match=r'a Kangaroo adapter, .* config\.json, as "exit_layer": 2'):
+        read_head(tmp_path / "head", num_layers=4)
+    (tmp_path / "head" / "model.safetensors").rename(tmp_path / "head" / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: a pickle can run any code"):
+        read_head(tmp_path / "head", num_layers=4)
+
+
 OTHER = torch.ones(HIDDEN, HIDDEN)
 
 
@@ -166,6 +198,12 @@ OTHER = torch.ones(HIDDEN, HIDDEN)
         ("hydra", {}, {"hydra_mlp.0.5.linear.weight": OTHER}, r"0\.5\.linear\.weight is not what another block"),
         ("hydra", {}, {"medusa_head.0.weight": OTHER}, "the tensor medusa_head.0.weight is none of a Hydra head"),
         ("hydra", {}, {"hydra_lm_head.0.1.weight": None}, r"no output head hydra_lm_head\.0"),
+        ("kangaroo", {"num_hidden_layers": 2}, {}, "an adapter has one layer, got num_hidden_layers 2"),
+        ("kangaroo", {"exit_layer": 0}, {}, r"boundaries is the one after the layers that draft, .* got \(0,\)"),
+        ("kangaroo", {"exit_layer": "2"}, {}, "exit_layer of config.json must be a whole number"),
+        ("kangaroo", {"logit_scale": 2.0}, {}, "logit_scale 2.0, which changes what a head computes"),
+        ("kangaroo", {}, {"norm.weight": None}, r"missing: norm\.weight"),
+        ("kangaroo", {}, {"layers.0.mlp.up_proj.weight": OTHER}, r"unknown: layers\.0\.mlp\.up_proj\.weight"),
         ("mlp_speculator", {"n_predict": 4, "top_k_tokens_per_head": None}, {}, r"missing: emb\.3\.weight"),
         ("mlp_speculator", {"n_predict": 0}, {}, "n_predict must be at least 1"),
         ("mlp_speculator", {"num_lookahead_tokens": 5}, {}, "num_lookahead_tokens of config.json must be n_predict, 3"),
@@ -202,7 +240,9 @@ def _modules() -> dict[str, Any]:
     return {"torch": torch, "safetensors": safetensors}
 
 
-@pytest.mark.parametrize(("kind", "title"), [("hydra", "Hydra"), ("mlp_speculator", "MLP speculator")])
+@pytest.mark.parametrize(
+    ("kind", "title"), [("hydra", "Hydra"), ("mlp_speculator", "MLP speculator"), ("kangaroo", "Kangaroo")]
+)
 def test_no_engine_loads_one_and_doctor_says_so_of_each(kind: str, title: str, tmp_path: Path) -> None:
     before, _, _ = written(kind, tmp_path / "head")
     findings = diagnose(before, FACTS)
@@ -211,5 +251,8 @@ def test_no_engine_loads_one_and_doctor_says_so_of_each(kind: str, title: str, t
     exported = export_head(tmp_path / "head", FACTS, "hf", tmp_path / "out")
     assert exported.format_name == kind and f"--drafter {kind}" in exported.command
     assert f"# {title} head for owner/target" in (tmp_path / "out" / "README.md").read_text()
+    if kind == "kangaroo":
+        with pytest.raises(CheckpointError, match=r"exit_layer of config.json is 2: expected 1\.\.1 for a target of 2"):
+            read_head(tmp_path / "head", num_layers=2)
     with pytest.raises(ArgumentError, match=f"heads of the kind {kind} go to hf"):
         export_head(tmp_path / "head", FACTS, "vllm", tmp_path / "vllm")

@@ -29,6 +29,7 @@ from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
+from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
 from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -166,6 +167,13 @@ def _mtp(modules: int) -> MtpHead:
     return MtpHead(config).eval().to(torch.float64)
 
 
+@functools.cache
+def _kangaroo() -> KangarooHead:
+    torch.manual_seed(9)
+    given = {"boundaries": (1,), "initializer_range": 0.5}
+    return KangarooHead(KangarooConfig.for_target("kangaroo", toy(), options=given)).eval().to(torch.float64)
+
+
 CHAIN = {"num_speculative_tokens": 3}
 NOVEL = (3,)
 """Nothing to copy."""
@@ -210,6 +218,8 @@ SAMPLING = [
     Variant("mtp", "two-modules-tree", {"model": _mtp(2), "shape": (2, 1, 1), "draw": "without_replacement"}),
     Variant("peagle", "chain", {"model": _peagle(), "shape": (1, 1, 1)}),
     Variant("peagle", "tree", {"model": _peagle(), "shape": (2, 1, 1), "draw": "without_replacement"}),
+    Variant("kangaroo", "chain", {"model": _kangaroo(), "exit_below": 0.5, **CHAIN}),
+    Variant("kangaroo", "tree", {"model": _kangaroo(), "shape": (2, 1, 1), "exit_below": 0.4}),
     Variant("cascade", "chain", {"model": _relative(), "inner": COPIES, **CHAIN}),
     Variant("cascade", "tail", {"model": _relative(), "inner": COPIES, "num_speculative_tokens": 2, "tail": 3}),
     Variant("cascade", "three-levels", {"model": _relative(), "inner": _member("cascade", inner=COPIES), **CHAIN}),

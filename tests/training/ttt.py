@@ -12,6 +12,7 @@ from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
+from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
 from forerun.drafters.heads.layers import DecoderHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -95,6 +96,15 @@ def mlp_speculator(**options: Any) -> MlpSpeculatorHead:
     for norm in made.ln:
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
         torch.nn.init.normal_(norm.bias, std=0.3)
+    return made
+
+
+def kangaroo(**options: Any) -> KangarooHead:
+    """A random adapter for `model()`, after two layers unless the options say otherwise."""
+    torch.manual_seed(1)
+    given = {"boundaries": [2], "initializer_range": 0.2, **options}
+    made = KangarooHead(KangarooConfig.for_target("kangaroo", model(), options=given)).eval()
+    _vary(made)
     return made
 
 

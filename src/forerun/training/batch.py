@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 import torch
@@ -32,11 +32,12 @@ class FeatureBatch:
     batch: TokenBatch
     features: Mapping[Boundary, Tensor]  # boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm
     number: int = 0  # Of the batch in its run, from 0
+    done: float = 0.0  # Share of the run's steps that lie before it, in [0, 1)
 
     def to(self, device: torch.device | str) -> FeatureBatch:
         """The same on another device."""
         features = {boundary: states.to(device) for boundary, states in self.features.items()}
-        return FeatureBatch(batch=self.batch.to(device), features=features, number=self.number)
+        return replace(self, batch=self.batch.to(device), features=features)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,11 @@ class Objective(Protocol):
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The loss of a micro-batch; must read parameters from the module each time, never from a stored tensor."""
+
+    def rates(self, done: float) -> Mapping[str, float]:
+        """How names of parameters begin -> factor on the learning rate of these in a step before which the share `done`
+        of the run lies; others have the factor 1. The beginnings are always the same, and none is another's."""
+        return {}
 
 
 class Batches(Protocol):

@@ -78,7 +78,7 @@ class Run:
         outcome = {name: value for name, value in dataclasses.asdict(result).items() if name != "checkpoint"}
         return outcome | {
             "interrupted": result.interrupted,
-            self.trained.folder: parallel.on_first(lambda: str(self.export(weights))),
+            **parallel.on_first(lambda: {name: str(output / name) for name in self.export(weights)}),
         }
 
     def evaluate(self, _step: int) -> dict[str, float]:
@@ -129,14 +129,15 @@ class Run:
         found["windows.rows x processes"] = found.pop("windows.rows") * self.parallel.world
         return found
 
-    def export(self, weights: Path) -> Path:
-        """Write the weights of a checkpoint to a folder of ``output`` as what drafts, which most engines read."""
+    def export(self, weights: Path) -> tuple[str, ...]:
+        """Write the weights of a checkpoint to folders of ``output`` as what drafts, which most engines read; their
+        names."""
         module = self.trained.blank()
         checkpoint.load_weights(weights, module)
         module.to(self.model.dtype)
-        folder = Path(self.recipe.output) / self.trained.folder
-        self.trained.write(module, folder, TargetFacts.of(self.model.config, self.recipe.target))
-        return folder
+        output, facts = Path(self.recipe.output), TargetFacts.of(self.model.config, self.recipe.target)
+        self.trained.write(module, output / self.trained.folder, facts)
+        return (self.trained.folder, *self.trained.beside)
 
 
 class RunBatches(Batches):
@@ -150,6 +151,8 @@ class RunBatches(Batches):
         self.rewrite = trained.rewrite(run.model, run.parallel)
         self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
         self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
+        self.accumulation = recipe.training.accumulation
+        self.steps = recipe.training.total_steps(self.steps_per_epoch)
         self.source: OnlineFeatures | FeatureStore
         if recipe.features is None:
             self.source = OnlineFeatures(run.model, trained.boundaries)
@@ -160,9 +163,10 @@ class RunBatches(Batches):
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
+        done = min(1.0, step // self.accumulation / self.steps)
         if isinstance(self.source, FeatureStore):
             mine = self.source.features(self.windows, step, rank, world).to(self.device)
-            return dataclasses.replace(mine, number=step)
+            return dataclasses.replace(mine, number=step, done=done)
         for member in range(world) if self.together else (rank,):
             tokens = self.windows.batch(step, member, world).to(self.device)
             if self.rewrite is not None:
@@ -170,7 +174,7 @@ class RunBatches(Batches):
             found = self.source.features(tokens)
             if member == rank:
                 mine = found
-        return dataclasses.replace(mine, number=step)
+        return dataclasses.replace(mine, number=step, done=done)
 
 
 def evaluate(

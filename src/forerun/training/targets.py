@@ -1,7 +1,8 @@
-"""Training of the target itself, so that its first layers draft better for the others."""
+"""Training of the target itself: alone, so that its first layers draft better, or together with a head."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,8 +12,9 @@ from forerun.checkpoints import TargetFacts
 from forerun.errors import ArgumentError
 from forerun.training.data.store import PreparedData
 from forerun.training.draft_models import blank_model, load_trainable, write_model
+from forerun.training.objectives.medusa2 import TargetAndHead
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
-from forerun.training.trained import Trained, drafting_copy
+from forerun.training.trained import Trained, TrainedHead, drafting_copy
 from forerun.types import Boundary
 
 
@@ -30,8 +32,7 @@ class TrainedTarget(Trained):
             raise ArgumentError(
                 "the target itself is trained; leave draft.vocab_size, draft.options and draft.start away"
             )
-        if recipe.target_parallel != "none":
-            raise ArgumentError("the target is trained from its whole weights: target_parallel=none")
+        check_whole(recipe)
 
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         self.tokenizer = tokenizer
@@ -53,3 +54,42 @@ class TrainedTarget(Trained):
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
         """As transformers writes it; ``{"method": "early_exit"}`` drafts with it."""
         write_model(module, self.module.generation_config, self.tokenizer, folder)
+
+
+class TrainedTargetAndHead(Trained):
+    """A copy of the target and a head for it, which learn together; the target as it was stands beside them."""
+
+    folder: ClassVar[str] = "model"
+    beside: ClassVar[tuple[str, ...]] = ("head",)
+    module: TargetAndHead
+    boundaries: tuple[Boundary, ...] = ()
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        super().__init__(recipe)
+        check_whole(recipe)
+        self.head = TrainedHead(recipe)
+
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        self.tokenizer = tokenizer
+        self.head.start(model, tokenizer, data)
+        self.module = TargetAndHead(load_trainable(self.recipe.target), self.head.module)
+
+    def blank(self) -> nn.Module:
+        return TargetAndHead(blank_model(self.module.model), self.head.blank())
+
+    def target(self, model: Any) -> Any:
+        return drafting_copy(self.module.model, model)
+
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        return self.head.shapes(model, settings)
+
+    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
+        """The target as transformers writes it, and beside it the head, which drafts for that one."""
+        write_model(module.model, self.module.model.generation_config, self.tokenizer, folder)
+        self.head.write(module.head, folder.parent / self.beside[0], replace(facts, name_or_path=str(folder)))
+
+
+def check_whole(recipe: TrainRecipe[Any]) -> None:
+    """Raise ArgumentError where the target, which is trained, would be spread over processes."""
+    if recipe.target_parallel != "none":
+        raise ArgumentError("the target is trained from its whole weights: target_parallel=none")

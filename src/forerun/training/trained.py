@@ -26,6 +26,7 @@ TRAINED: dict[Role, str] = {
     "head": "forerun.training.trained:TrainedHead",
     "draft_model": "forerun.training.draft_models:TrainedModel",
     "target": "forerun.training.targets:TrainedTarget",
+    "target_and_head": "forerun.training.targets:TrainedTargetAndHead",
 }
 """Role of a kind -> ``module:Class``, a `Trained`."""
 Rewrite = Callable[[TokenBatch, int, int], TokenBatch]
@@ -42,6 +43,7 @@ class Trained(ABC):
     """Something that drafts for a target, before and after it was trained."""
 
     folder: ClassVar[str]  # Of the finished thing, in the output of the recipe
+    beside: ClassVar[tuple[str, ...]] = ()  # What else is written there
     module: nn.Module
     boundaries: tuple[Boundary, ...]  # Where the target is read, besides its last state
 

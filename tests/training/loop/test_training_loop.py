@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from forerun.errors import ArgumentError, NumericError
-from forerun.training.batch import FeatureBatch, LossReport
+from forerun.training.batch import FeatureBatch, LossReport, Objective
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import build_optimizers, moved_by_muon
@@ -249,6 +249,8 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 
 def test_an_objective_that_is_a_module_does_not_make_the_target_ours(tmp_path: Path) -> None:
     class Owner(nn.Module):
+        rates = Objective.rates
+
         def __init__(self) -> None:
             super().__init__()
             self.target = nn.Linear(3, 3)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forerun.training.batch import FeatureBatch, LossReport, TokenBatch
+from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trainer import Training, TrainResult
 
@@ -43,7 +43,7 @@ class Head(nn.Module):
 
 
 @dataclass
-class Toy:
+class Toy(Objective):
     """Cross-entropy of the next token."""
 
     head: Head = field(default_factory=Head)

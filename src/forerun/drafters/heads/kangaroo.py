@@ -24,7 +24,7 @@ from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadAttention, RMSNorm
 from forerun.drafters.heads.runner import AdapterRunner
 from forerun.drafters.self_drafting.early_exit import leave
-from forerun.drafters.trees import FixedTree, Submitted
+from forerun.drafters.trees import FixedTree
 from forerun.errors import ArgumentError
 from forerun.model.partial import prove
 from forerun.types import Budget
@@ -154,6 +154,7 @@ class KangarooDrafter(HeadDrafter):
         super()._fixed(tree, context, budget, trees)
         runner.shape = None
         if runner.ran:
-            by_row = {row: (tree, self._rows[row].submitted) for row, tree in zip(context.rows, trees, strict=True)}
-            drafts = [(row, *by_row[row]) for row in runner.rows]
+            by_row = dict(zip(context.rows, trees, strict=True))
+            submitted = [(row, self._rows[row].submitted) for row in runner.rows]
+            drafts = [(row, by_row[row], draft) for row, draft in submitted if draft is not None]
             leave(runner.target, self.boundary, drafts, torch.cat(runner.ran, dim=1))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forerun.drafters.heads.base import Head
 
 Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
-Role = Literal["head", "draft_model", "target"]
+Role = Literal["head", "draft_model", "target", "target_and_head"]
 READ_HEAD = "forerun.checkpoints.formats:read_head"
 """Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not the reverse."""
 
@@ -35,7 +35,8 @@ class HeadKind:
     """``sequential``: level by level, each reading the one before by layers. ``recurrent``: level by level, each by
     weights of its own. ``parallel``: all depths from one state. ``block``: all depths from one pass over a block.
     ``adapter``: level by level, through the target's first layers."""
-    trains: Role = "head"  # What training changes: a head on a frozen target, a draft model, or the target itself
+    trains: Role = "head"
+    """What training changes: a head on a frozen target, a draft model, the target itself, or the target and a head."""
     in_target: str | None = None
     """``module:function`` that reads such a head out of the target's own checkpoint, where targets bring one."""
     same_head_as: str | None = None  # The kind whose heads these are, where two kinds differ in how they draft alone
@@ -98,6 +99,16 @@ KINDS: dict[str, HeadKind] = {
             drafts="parallel",
         ),
         HeadKind(
+            name="medusa2",
+            title="Medusa-2",
+            summary="Medusa's output heads and the target itself, which learn together (Medusa-2)",
+            module="forerun.drafters.heads.medusa:MedusaHead",
+            drafter="forerun.drafters.heads.medusa:MedusaDrafter",
+            drafts="parallel",
+            trains="target_and_head",
+            same_head_as="medusa",
+        ),
+        HeadKind(
             name="hydra",
             title="Hydra",
             summary="Medusa's heads in a row: each reads the tokens drafted above it (Hydra, Hydra++)",
@@ -141,7 +152,7 @@ KINDS: dict[str, HeadKind] = {
         HeadKind(
             name="kangaroo",
             title="Kangaroo",
-            summary="the target's first layers and an adapter of one attention layer draft, its others verify (Kangaroo)",
+            summary="the target's first layers and a trained layer of attention draft, its others verify (Kangaroo)",
             module="forerun.drafters.heads.kangaroo:KangarooHead",
             drafter="forerun.drafters.heads.kangaroo:KangarooDrafter",
             drafts="adapter",

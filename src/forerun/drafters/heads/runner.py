@@ -472,8 +472,8 @@ class AdapterRunner(AttendingRunner):
         none = index.new_zeros(len(rows), 0)
         self._cache.begin(rows, none, size, index=index)
         self.rows, self.ran = rows, []
-        fits = [0] * len(rows)
-        self._frontier = _Exited(lengths=lengths, ids=none, parents=[[-1] for _ in rows], fits=fits, depth=0, width=size)
+        roots, fits = [[-1]] * len(rows), [0] * len(rows)
+        self._frontier = _Exited(lengths=lengths, ids=none, parents=roots, fits=fits, depth=0, width=size)
         return self._level(self._frontier, 0)
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -487,10 +487,10 @@ class AdapterRunner(AttendingRunner):
             room = min(ids.shape[1], target.slots - held)
             fits.append(room if count == start - 1 and held + depth <= target.max_length else count)
         if self.shape is None:
-            above = start - last.size
-            new = [[*old, *(above + one for one in row)] for old, row in zip(last.parents, parents.tolist(), strict=True)]
+            above = (parents + (start - last.size)).tolist()
+            new: list[Sequence[int]] = [[*old, *row] for old, row in zip(last.parents, above, strict=True)]
         else:
-            new = [self.shape.parents] * len(last.parents)
+            new = [self.shape.parents for _ in last.parents]
         self._frontier = replace(last, ids=ids, parents=new, fits=fits, depth=depth, size=tokens.shape[1])
         return self._level(self._frontier, start)
 

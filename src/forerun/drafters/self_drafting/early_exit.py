@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import linear
 
+from forerun.core.acceptance import Proposal
 from forerun.core.tree import Resume, TokenTree
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting.base import SelfDrafter
-from forerun.drafters.trees import Submitted, TreeOptions
+from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model.inputs import Nodes
 from forerun.model.layers import Plan, base_of, norm_after_layers
@@ -92,7 +93,7 @@ class EarlyExitDrafter(SelfDrafter):
         return trees
 
 
-def leave(target: Target, boundary: int, drafts: Sequence[tuple[int, TokenTree, Submitted]], states: Tensor) -> None:
+def leave(target: Target, boundary: int, drafts: Sequence[tuple[int, TokenTree, Proposal]], states: Tensor) -> None:
     """Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted, so
     that scoring runs the other layers alone.
 

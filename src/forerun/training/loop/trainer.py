@@ -101,7 +101,7 @@ class Training:
         if path:
             parallel.on_first(lambda: checkpoint.load_weights(path, module))
         self.model = spread(objective, parallel)
-        self.optimizers = build_optimizers(module, settings)
+        self.rates, self.optimizers = objective.rates, build_optimizers(module, settings, objective.rates(0.0))
         if path:
             checkpoint.load_optimizers(path, module, self.optimizers, parallel)
         self.total = settings.total_steps(batches.steps_per_epoch)
@@ -187,7 +187,7 @@ class Training:
                 first, ranks = self.progress.position, range(self.parallel.world)
                 positions = range(first, first + self.settings.accumulation)
                 raise NumericError(self._not_finite("gradient", [(p, rank) for p in positions for rank in ranks]))
-            set_rate(self.optimizers, factor)
+            set_rate(self.optimizers, factor, self.rates(self.progress.step / self.total))
             for optimizer in self.optimizers:
                 optimizer.step()
             self.loss = sums.loss / sums.weight

@@ -4,7 +4,7 @@ their numbers change nothing but rounding; and the optimizers that apply it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,22 +101,25 @@ def moved_by_muon(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and not embeds(name) and not {"lm_head", "output_head"} & set(name.split("."))
 
 
-def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """The optimizers of the trainable parameters of `module`; each group keeps its peak rate under "peak". Sharded
-    parameters (FSDP2) are taken as they are, so call this after sharding."""
+def build_optimizers(
+    module: nn.Module, settings: TrainSettings, parts: Iterable[str] = ()
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of the trainable parameters of `module`; each group keeps its peak rate under "peak", and under
+    "part" which of the `parts` the names of its parameters begin with. Sharded parameters (FSDP2) are taken as they
+    are, so call this after sharding."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon":
-        matrices = [parameter for name, parameter in named if moved_by_muon(name, parameter)]
-        named = [(name, parameter) for name, parameter in named if not moved_by_muon(name, parameter)]
+        matrices = _by_part([pair for pair in named if moved_by_muon(*pair)], parts)
+        named = [pair for pair in named if not moved_by_muon(*pair)]
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
         options |= {"lr": settings.muon_learning_rate, "adjust_lr_fn": "match_rms_adamw"}
         optimizers += [WholeMatrixMuon(matrices, **options)] if matrices else []
     groups = []
     # Embeddings, norms and biases are not pulled to zero; output heads are.
     for pulled, decay in ((True, settings.weight_decay), (False, 0.0)):
-        members = [parameter for name, parameter in named if (parameter.ndim >= 2 and not embeds(name)) == pulled]
-        groups += [{"params": members, "weight_decay": decay}] if members else []
+        members = [pair for pair in named if (pair[1].ndim >= 2 and not embeds(pair[0])) == pulled]
+        groups += [{**group, "weight_decay": decay} for group in _by_part(members, parts)]
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True))
     for optimizer in optimizers:
@@ -125,11 +128,19 @@ def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.o
     return optimizers
 
 
-def set_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None:
-    """Set every group's learning rate to `factor` times its peak."""
+def _by_part(named: Sequence[tuple[str, Tensor]], parts: Iterable[str]) -> list[dict[str, Any]]:
+    """A group for each part that there is, and one of the others."""
+    groups: dict[str | None, list[Tensor]] = {}
+    for name, parameter in named:
+        groups.setdefault(next((part for part in parts if name.startswith(part)), None), []).append(parameter)
+    return [{"params": members, "part": part} for part, members in groups.items()]
+
+
+def set_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float, rates: Mapping[str, float]) -> None:
+    """Set every group's learning rate to `factor` times its peak, and times what `rates` has for its part."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * factor
+            group["lr"] = group["peak"] * factor * rates.get(group["part"], 1.0)
 
 
 class WholeMatrixMuon(torch.optim.Muon):

@@ -12,6 +12,7 @@ OBJECTIVES: dict[str, str] = {
     "eagle": "forerun.training.objectives.eagle:EagleObjective",
     "peagle": "forerun.training.objectives.peagle:PEagleObjective",
     "medusa": "forerun.training.objectives.medusa:MedusaObjective",
+    "medusa2": "forerun.training.objectives.medusa2:Medusa2Objective",
     "hydra": "forerun.training.objectives.recurrent:RecurrentObjective",
     "mlp_speculator": "forerun.training.objectives.recurrent:RecurrentObjective",
     "dflash": "forerun.training.objectives.dflash:DFlashObjective",
@@ -21,12 +22,13 @@ OBJECTIVES: dict[str, str] = {
     "layerskip": "forerun.training.objectives.layerskip:LayerSkipObjective",
     "distill": "forerun.training.objectives.distill:DistillObjective",
 }
-"""Kind of head -> ``module:Class``, a `batch.Objective`."""
+"""Kind of head, or the one that it is stored as -> ``module:Class``, a `batch.Objective`."""
 
 
 def objective_for(kind: HeadKind) -> Any:
     """The class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are the recipe's. ArgumentError
     for heads that cannot be trained here."""
-    if kind.stored_as not in OBJECTIVES:
+    found = OBJECTIVES.get(kind.name) or OBJECTIVES.get(kind.stored_as)
+    if found is None:
         raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {', '.join(OBJECTIVES)} can")
-    return named(OBJECTIVES[kind.stored_as])
+    return named(found)

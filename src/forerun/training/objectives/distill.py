@@ -52,11 +52,15 @@ class DistillSettings(ObjectiveSettings):
 class DraftStates:
     """A causal LM over packed windows: its last states, and its output head as one matrix."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, gradient_checkpointing: bool = False) -> None:
         """UnsupportedModelError for recurrent state, unknown attention, or logits that are no linear map of states."""
         refuse_stateful(type(model), model.config.model_type)
         self.model, self._base, self._style = model, base_of(model), MaskStyle.of(text_config(model))
         self._check()
+        if gradient_checkpointing:
+            # transformers has renamed it.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
 
     def states(self, batch: TokenBatch) -> Tensor:
         """(B, S, H) after the final norm; each document sees itself alone."""
@@ -98,11 +102,8 @@ class DistillObjective(Objective):
 
     def __init__(self, draft: Any, target: FrozenTarget, settings: DistillSettings | None = None) -> None:
         """`draft` is a transformers causal LM; the reference is loaded beside it."""
-        self.draft, self.target, self.settings = DraftStates(draft), target, settings or DistillSettings()
-        if self.settings.gradient_checkpointing:
-            # transformers has renamed it.
-            enable = getattr(draft, "activation_checkpointing_enable", None) or draft.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+        self.target, self.settings = target, settings or DistillSettings()
+        self.draft = DraftStates(draft, gradient_checkpointing=self.settings.gradient_checkpointing)
         self.reference: DraftStates | None = None
         if self.settings.reference is not None:
             path = demo.resolve(self.settings.reference)

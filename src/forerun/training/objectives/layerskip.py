@@ -46,11 +46,10 @@ class LayerSkipObjective(Objective):
 
     def __init__(self, model: Any, target: FrozenTarget, settings: LayerSkipSettings | None = None) -> None:
         """`model` is what is trained, a transformers causal LM; `target` the same one as it was."""
-        self.reader, self.target, self.settings = DraftStates(model), target, settings or LayerSkipSettings()
+        self.target, self.settings = target, settings or LayerSkipSettings()
+        self.reader = DraftStates(model, gradient_checkpointing=self.settings.gradient_checkpointing)
         base, count = base_of(model), text_config(model).num_hidden_layers
         self._layers, self._norm = layers_of(base, count)[1], norm_after_layers(base, count)[1]
-        if self.settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def parameters_module(self) -> nn.Module:
         module: nn.Module = self.reader.model

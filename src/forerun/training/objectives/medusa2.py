@@ -1,0 +1,112 @@
+"""Medusa-2's objective (arXiv 2401.10774): the target and its Medusa heads learn together, the heads alone first.
+
+``L_LM + w * sum_k decay^k L_k``: the target's own loss beside the heads' (`objectives.medusa`). Heads that know nothing
+would spoil the target, so that it stands still until they have learnt something; then its learning rate and the weight
+w of the heads' loss rise from 0. The heads' learning rate is larger than the target's. By default L_LM is the distance
+to the target as it was, the paper's self-distillation; the paper has that target as a LoRA that is switched off, here
+its frozen copy stands beside the one that learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from forerun.drafters.heads.medusa import MedusaHead
+from forerun.training.batch import FeatureBatch, LossReport, Objective
+from forerun.training.chunked_loss import VocabularyLoss, hard_loss, soft_loss
+from forerun.training.objectives.base import FrozenTarget, counted
+from forerun.training.objectives.distill import DraftStates
+from forerun.training.objectives.medusa import MedusaObjective, MedusaSettings
+from forerun.types import LAST_HIDDEN
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Medusa2Settings(MedusaSettings):
+    """The two stages, and how heads and target weigh."""
+
+    learn_from: Literal["target", "data"] = "target"
+    """What keeps the target: its distributions as they were, which keeps its answers; or the data's tokens."""
+    heads_first: Share = 0.5
+    """Share of the run in which the heads learn alone; 0 with a `draft.start` that has learnt already."""
+    warmup: Share = 0.1
+    """Share of the run, after that, in which the target's learning rate and the heads' weight rise from 0."""
+    head_weight: Annotated[float, Field(gt=0)] = 0.2
+    """Of the heads' loss beside the target's own."""
+    head_rate: Annotated[float, Field(gt=0)] = 4.0
+    """The heads' learning rate, in those of the target (`training.learning_rate`)."""
+
+
+class TargetAndHead(nn.Module):
+    """A causal LM and a head for it."""
+
+    model: Any
+    head: MedusaHead
+
+    def __init__(self, model: Any, head: Any) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+
+class Medusa2Objective(Objective):
+    """The loss of a target and its Medusa heads on a batch of features of the target as it was."""
+
+    Settings: ClassVar[type[Medusa2Settings]] = Medusa2Settings
+
+    def __init__(self, module: TargetAndHead, target: FrozenTarget, settings: Medusa2Settings | None = None) -> None:
+        """`module` is what is trained; `target` the model in it as it was. Errors as `DraftStates`."""
+        self.module, self.target, self.settings = module, target, settings or Medusa2Settings()
+        self.reader = DraftStates(module.model, gradient_checkpointing=self.settings.gradient_checkpointing)
+        self.heads = MedusaObjective(module.head, target, self.settings)
+
+    def parameters_module(self) -> nn.Module:
+        return self.module
+
+    def joint(self, done: float) -> float | None:
+        """How far the target has joined in, in 0..1, where the share `done` of the run is over; None: not at all."""
+        since = done - self.settings.heads_first
+        if since < 0:
+            return None
+        return min(1.0, since / self.settings.warmup) if self.settings.warmup else 1.0
+
+    def rates(self, done: float) -> Mapping[str, float]:
+        return {"model.": self.joint(done) or 0.0, "head.": self.settings.head_rate}
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """How often a chain got to each depth; once the target has joined in, ``target_loss``, its own loss, and, if it
+        learns from itself as it was, ``target_agrees`` and ``target_overlap`` with that."""
+        counts, joint = counted(batch.batch, -1), self.joint(batch.done)
+        seen = counts.sum().float()
+        target: dict[str, tuple[Tensor, Tensor]] = {}
+        if joint is None:
+            heads = self.heads(batch)
+            # Every parameter has a gradient, so that other processes need not wait for it.
+            untouched = torch.stack([weight.sum() for weight in self.module.model.parameters()]).sum()
+            loss = self.settings.head_weight * heads.loss + 0.0 * untouched
+            nothing = torch.zeros_like(seen)
+            target = dict.fromkeys(("loss", "agrees", "overlap"), (nothing, nothing))
+        else:
+            states = self.reader.states(batch.batch)
+            heads = self.heads(replace(batch, features={LAST_HIDDEN: states}))
+            own = self._own(states, counts, batch)
+            loss = own.loss + joint * self.settings.head_weight * heads.loss
+            known = seen if self.settings.learn_from == "target" else torch.zeros_like(seen)
+            target = {"loss": (own.loss.detach(), seen), "agrees": (own.agrees.sum(), known)}
+            target["overlap"] = (own.overlap.sum(), known)
+        metrics = {**heads.metrics, **{f"target_{name}": pair for name, pair in target.items()}}
+        return LossReport(loss=loss, weight=seen, metrics=metrics)
+
+    def _own(self, states: Tensor, counts: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+        """The target's own loss, from its states (B, S, H) as they are now."""
+        hidden, weight = self.reader.linear(states, len(self.target.lm_head))
+        shares = counts.flatten().float()
+        if self.settings.learn_from == "data":
+            return hard_loss(hidden, weight, shares, batch.batch.tokens.roll(-1, 1).flatten())
+        return soft_loss(hidden, weight, shares, self.target.teacher(batch.features[LAST_HIDDEN], None))
