@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from cli.conftest import Ran
 from forerun import LLM, SamplingParams, SpeculativeConfig
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.cli import serve, session
 from forerun.drafters import methods
+from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.errors import ArgumentError
 
 Forerun = Callable[..., Ran]
@@ -99,6 +102,18 @@ def test_generate_reads_a_pipe_and_the_chat_template(
     llm = LLM(checkpoint, max_num_seqs=1)
     talk = llm.chat([{"role": "user", "content": PROMPT}], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0]
     assert json.loads(chat.out)["token_ids"] == talk.token_ids != json.loads(plain.out)["token_ids"]
+
+
+def test_a_lossy_rule_is_called_lossy(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
+    """Medusa's typical acceptance, which nobody gets who does not ask for it."""
+    lm = AutoModelForCausalLM.from_pretrained(checkpoint)
+    head = MedusaHead.initial(lm, MedusaConfig.for_target("medusa", lm, options={"num_heads": 2}))
+    write_head(HeadCheckpoint.of(head), tmp_path / "head", "medusa", TargetFacts.of(lm.config, checkpoint))
+    drafter = ("--drafter", "medusa", "--drafter-model", tmp_path / "head", "-t", 0.8, "--max-tokens", 8, "--seed", 1)
+    for rule, told in (("typical", True), ("sample_walk", False)):
+        ran = forerun("generate", checkpoint, "-p", PROMPT, *drafter, "--no-adaptive", "--rule", rule)
+        assert ran.code == 0, ran.err
+        assert ("the rule typical is LOSSY" in ran.err, "LOSSY rule typical" in ran.err) == (told, told)
 
 
 @pytest.mark.parametrize(

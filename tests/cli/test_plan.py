@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from cli.conftest import Ran
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
+from forerun.drafters.heads.kinds import kind_named
 from forerun.engine import measuring
 
 Forerun = Callable[..., Ran]
@@ -119,6 +122,29 @@ def test_the_best_tree_for_a_drafter_as_measured(
     assert 1 <= len(parents) <= 5 and found["tree"]["depth"] <= 2
     again = record(forerun(*common, *drafter, "--drafter-option", f"tree={parents}"))
     assert again["measured"]["drafted_nodes"] == pytest.approx(len(parents), abs=0.5)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_the_best_tree_for_a_head_as_measured(
+    kind: str, forerun: Forerun, checkpoint: Path, tmp_path: Path, instant: list[Any]
+) -> None:
+    """A fresh head, from the ranks of Medusa's product tree; the planned tree and the published one are drafted."""
+    lm = AutoModelForCausalLM.from_pretrained(checkpoint)
+    made = kind_named(kind).head
+    head = made.initial(lm, made.Config.for_target(kind, lm, options={"num_heads": 4}))
+    write_head(HeadCheckpoint.of(head), tmp_path / "head", kind, TargetFacts.of(lm.config, checkpoint))
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    common = ("plan", checkpoint, "--prompts", tmp_path / "prompts.txt", "-t", 0, "--max-tokens", 32, "--json")
+    drafter = (*common, "--drafter", kind, "--drafter-model", tmp_path / "head", "--drafter-option")
+    found = record(forerun(*drafter, "shape=[3,2]", "--tree-nodes", 5))
+    ranks = found["measured"]["rank_acceptance"]
+    assert len(ranks[0]) == 3 and ranks[0] == sorted(ranks[0], reverse=True)
+    parents = found["tree"]["parents"]
+    assert 1 <= len(parents) <= 5
+    planned = record(forerun(*drafter, f"tree={parents}"))
+    assert planned["measured"]["drafted_nodes"] == pytest.approx(len(parents), abs=0.5)
+    published = record(forerun(*drafter, "tree=mc_sim_7b_63"))
+    assert 50 < published["measured"]["drafted_nodes"] <= 63, "fewer at the end of an answer"
 
 
 def test_candidates_are_ranked_and_those_that_cannot_draft_are_named(

@@ -405,6 +405,7 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("hydra", "tree", {"model": hydra_head(), "shape": (3, 2, 1)}),
         Variant("hydra", "chain", {"model": hydra_head(num_hidden_layers=0), "num_speculative_tokens": 3}),
         Variant("hydra", "dynamic", {"model": hydra_head(), "top_k": 3, "nodes": 8}),
+        Variant("hydra", "sparse-tree", {"model": hydra_head(), "tree": (0, 0, 0, 1, 1, 2, 4)}),
     ],
     "mlp_speculator": [
         Variant("mlp_speculator", "chain", {"model": mlp_head(), "num_speculative_tokens": 3}),

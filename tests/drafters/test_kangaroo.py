@@ -46,7 +46,7 @@ def engine(weights: Any, **options: Any) -> LLM:
 @pytest.mark.parametrize(("options", "length", "run"), [
     ({"num_speculative_tokens": 3}, 4, 1 + 2),
     ({"shape": (2, 2, 1)}, 4, 1 + 2 + 4),
-    ({"num_speculative_tokens": 3, "top_k": 2, "nodes": 6, "draw": "deterministic"}, None, None),
+    ({"num_speculative_tokens": 3, "top_k": 2, "nodes": 10, "draw": "deterministic"}, None, None),
 ])  # fmt: skip
 def test_an_adapter_that_is_always_right_is_kept_and_no_layer_runs_twice(
     options: dict[str, Any], length: float | None, run: int | None, temperature: float

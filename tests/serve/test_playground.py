@@ -32,6 +32,7 @@ def test_what_the_page_reads_is_there(live: Live) -> None:
     assert [token["step"] in numbers for token in trace["tokens"]] == [False] + [True] * 7
     for step in trace["steps"]:
         assert len(step["path"]) == sum(node["accepted"] for node in step["nodes"])
+        assert step["lossless"], "no rule is lossy unless it is asked for"
         assert all(0 < node["draft_prob"] <= 1 and node["text"] and not node["probe"] for node in step["nodes"])
 
 

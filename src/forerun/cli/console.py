@@ -30,8 +30,8 @@ def report_error(message: str) -> None:
     log().print(Text("error: ", style="bold red").append(message, style="red"), soft_wrap=True)
 
 
-def warn(message: str) -> None:
-    log().print(Text(message, style="yellow"), soft_wrap=True)
+def warn(message: str, style: str = "yellow") -> None:
+    log().print(Text(message, style=style), soft_wrap=True)
 
 
 def table(*titles: str, title: str | None = None, numbers_from: int | None = None) -> Table:

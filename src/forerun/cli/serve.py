@@ -122,9 +122,10 @@ def serve(
 
 def _load(model: str, loading: LoadOptions, options: dict[str, Any]) -> AsyncLLM:
     from forerun import AsyncLLM
-    from forerun.cli.session import loading_arguments, quiet_libraries
+    from forerun.cli.session import check_rule, loading_arguments, quiet_libraries
 
     quiet_libraries()
+    check_rule((options["speculative_config"] or {}).get("rule"))
     engine = AsyncLLM(model, **options, **loading_arguments(loading))
     # What is loaded stays. Python looks for circles of garbage once a quarter of all objects is new: of those that
     # requests made, no longer of the half a million that torch and transformers hold.

@@ -54,7 +54,9 @@ def tokens_per_second(output: RequestOutput) -> float | None:
 
 
 def statistics_line(output: RequestOutput) -> Text:
-    """Tokens, speed and acceptance of one finished request."""
+    """Tokens, speed and acceptance of one finished request; in red a rule that is lossy."""
+    from forerun.core.rules import rule_named
+
     answer, speed, first = output.outputs[0], tokens_per_second(output), output.time_to_first_token_s
     stats, parts = answer.speculation, [f"{len(answer.token_ids)} tokens"]
     parts += [] if speed is None else [f"{speed:.1f} tokens/s"]
@@ -63,7 +65,9 @@ def statistics_line(output: RequestOutput) -> Text:
         parts.append(f"{stats.mean_acceptance_length:.2f} tokens per target pass")
         parts.append(f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted")
     parts.append(f"ended by {answer.finish_reason}")
-    return Text(" · ".join(parts), "dim")
+    lossy = [rule for rule in stats.steps_per_rule if not rule_named(rule).lossless]
+    told = Text(" · ".join(parts), "dim")
+    return told.append(f" · LOSSY rule {', '.join(lossy)}", "bold red") if lossy else told
 
 
 def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]:
@@ -119,13 +123,19 @@ def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | 
     with console.telling(f"loading {model}"):
         quiet_libraries()
         from forerun import LLM, SpeculativeConfig
-        from forerun.core.rules import rule_named
 
         config = SpeculativeConfig.parse(speculative_config)
-        if config is not None and config.rule is not None:
-            rule_named(config.rule)
-
+        check_rule(None if config is None else config.rule)
         return LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
+
+
+def check_rule(name: str | None) -> None:
+    """Refuse an unknown verification rule, and say of one that is lossy what it does; None is the default one."""
+    from forerun.core.rules import rule_named
+
+    if name is not None and not rule_named(name).lossless:
+        what = "above temperature 0 answers have another distribution than the target's"
+        console.warn(f"the rule {name} is LOSSY: {what}. Leave --rule away for a lossless one.", "bold red")
 
 
 def loading_arguments(options: LoadOptions) -> dict[str, Any]:

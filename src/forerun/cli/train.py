@@ -45,8 +45,8 @@ def train(
     Parameters
     ----------
     kind
-        Of a head, a drafter that needs training (see: forerun drafters), such as eagle3; distill, a draft model; or
-        layerskip, the target.
+        Of a head, a drafter that needs training (see: forerun drafters), such as eagle3; distill, a draft model;
+        layerskip, the target; or medusa2, the target with a head.
     words
         A recipe file (YAML), then key=value for anything in it: training.learning_rate=1e-3 draft.vocab_size=32000.
     target

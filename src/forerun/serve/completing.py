@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.core.rules import rule_named
 from forerun.engine.completion import Detokenizer
 from forerun.serve.chat_format import ChatFormat, reasoning_tokens
 from forerun.serve.handling import Tagged
@@ -160,7 +161,7 @@ class Writer(ABC):
         steps = []
         for step in answer.trace:
             nodes = [{**asdict(node), "text": self.tokenizer.decode([node.token])} for node in step.nodes]
-            steps.append({**asdict(step), "nodes": nodes})
+            steps.append({**asdict(step), "nodes": nodes, "lossless": rule_named(step.rule).lossless})
         tokens = [{"id": one.id, "text": one.text, "source": one.source, "step": one.step} for one in answer.tokens]
         return {"first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0), "tokens": tokens, "steps": steps}
 

@@ -148,6 +148,7 @@ function show(found) {
 function summarise(found) {
   const { plain, fast, temperature } = found;
   const same = plain.text === fast.text;
+  const lossy = fast.moments.find((moment) => moment.step && !moment.step.lossless);
   const cards = [
     [`${(fast.perSecond / plain.perSecond).toFixed(2)} x`, "speed-up of decoding", fast.perSecond >= plain.perSecond ? "good" : "bad"],
     [fast.counts.mean_acceptance_length.toFixed(2), "tokens per drafted pass", ""],
@@ -155,7 +156,9 @@ function summarise(found) {
     [`${fast.moments.length - 1} / ${plain.moments.length - 1}`, "passes, speculative / plain", ""],
     temperature === 0
       ? [same ? "identical" : "different", "output, checked", same ? "good" : "bad"]
-      : ["same distribution", "sampled: the rule is lossless, texts may differ", ""],
+      : lossy
+        ? ["another distribution", `sampled: the rule ${lossy.step.rule} is lossy`, "bad"]
+        : ["same distribution", "sampled: the rule is lossless, texts may differ", ""],
   ];
   at("summary").replaceChildren(
     ...cards.map(([value, name, kind]) => made("div", { class: kind }, made("b", {}, value), made("small", {}, name))));
