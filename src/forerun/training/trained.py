@@ -133,6 +133,8 @@ def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[st
     """How a copy of a head drafts for the target `model` in evaluation; as `Trained.shapes`."""
     depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
     base = {"method": head.config.kind, "model": drafting_copy(head, model), "num_speculative_tokens": depth}
+    if kind_named(head.config.kind).drafts == "adapter":
+        base["exit_below"] = 0.0  # measured as far as the chain goes
     return {
         "chain": {**base, "shape": (1,) * depth},
         "tree": {**base, "top_k": settings.top_k, "nodes": settings.nodes},
