@@ -85,6 +85,7 @@ def test_every_trainable_kind_can_be_asked_for() -> None:
     found = {kind.name: _read_by(kind, config, "") for kind in KINDS.values() if kind.in_target is None}
     assert found["eagle3"] == found["peagle"] == (2, 16, 29)
     assert found["medusa"] == found["distill"] == found["layerskip"] == (LAST_HIDDEN,)
+    assert found["kangaroo"] == (2,) and found["medusa2"] == (LAST_HIDDEN,)
     assert found["dflash"] == found["dspark"] == spread_boundaries(32, 5) == (2, 9, 16, 23, 30)
 
 

@@ -124,15 +124,17 @@ def test_the_best_tree_for_a_drafter_as_measured(
     assert again["measured"]["drafted_nodes"] == pytest.approx(len(parents), abs=0.5)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("medusa", {"num_heads": 4}), ("hydra", {"num_heads": 4}), ("kangaroo", {})], ids=str
+)
 def test_the_best_tree_for_a_head_as_measured(
-    kind: str, forerun: Forerun, checkpoint: Path, tmp_path: Path, instant: list[Any]
+    kind: str, options: dict[str, Any], forerun: Forerun, checkpoint: Path, tmp_path: Path, instant: list[Any]
 ) -> None:
     """Of a fresh head the ranks of Medusa's product tree are measured; the tree that is planned from them, for a head
     that costs next to nothing, and the published one are drafted."""
     lm = AutoModelForCausalLM.from_pretrained(checkpoint)
     made = kind_named(kind).head
-    head = made.initial(lm, made.Config.for_target(kind, lm, options={"num_heads": 4}))
+    head = made.initial(lm, made.Config.for_target(kind, lm, options=options))
     write_head(HeadCheckpoint.of(head), tmp_path / "head", kind, TargetFacts.of(lm.config, checkpoint))
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     common = ("plan", checkpoint, "--prompts", tmp_path / "prompts.txt", "-t", 0, "--max-tokens", 32, "--json")

@@ -14,15 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.checkpoints import read_head
 from forerun.cli import main
-from forerun.drafters.heads.medusa import MedusaHead
 from forerun.errors import ArgumentError
 from forerun.training.loop.distributed import Parallel
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.medusa2 import Medusa2Objective, Medusa2Settings, TargetAndHead
 from forerun.training.recipe import read_recipe
 from forerun.training.run import Run
+from forerun.types import SpeculationStats
 from llamas import tiny_llama
 from training.test_distill import batch, windows
 from training.ttt import VOCABULARY, medusa, model
@@ -135,39 +134,49 @@ def held_out_loss(folder: Path | str, texts: list[list[int]]) -> float:
     return float(torch.stack(losses).mean())
 
 
+def accepted(folder: str, head: str) -> float:
+    """Tokens of a pass with chains of three, whose text is plain decoding's."""
+    llm = LLM(folder, speculative_config={"method": "medusa", "model": head, "shape": (1, 1, 1), "adaptive": False})
+    params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
+    prompts, total = [{"prompt_token_ids": [first]} for first in range(0, VOCABULARY, 4)], SpeculationStats()
+    plain = llm.generate(prompts, params, speculative=False)
+    for one, other in zip(llm.generate(prompts, params), plain, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        total.add(one.outputs[0].speculation)
+    return total.mean_acceptance_length
+
+
 @pytest.mark.thorough
-def test_more_is_accepted_and_the_target_stays_what_it_was(
+def test_more_is_accepted_than_of_heads_alone_and_the_target_stays_what_it_was(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In 80 steps a chain of three gets half a token further, and the target's loss on texts of its own that are not in
-    the data is within five percent; both checkpoints are read by others, and draft losslessly."""
-    texts = [
-        [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        for output in LLM(str(target)).generate(
-            [{"prompt_token_ids": [first, 7]} for first in range(0, VOCABULARY, 4)],
-            SamplingParams(temperature=1, max_tokens=40, seed=3, detokenize=False),
-        )
-    ]
+    """In 160 steps the first depth is right more often by 0.1, and by 0.03 more often than that of heads which learnt
+    alone as long; the target's loss on texts of its own that are not in the data is within five percent. Both
+    checkpoints are read by others, and draft losslessly."""
+
+    def trained(name: str, *more: str) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        assert main(words(target, prepared, tmp_path / name, 160, "training.learning_rate=3e-3", *more)) == 0
+        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        return json.loads(capsys.readouterr().out), [line for line in lines if "acceptance_0" in line]
+
+    def right(lines: list[dict[str, float]]) -> float:
+        return sum(line["acceptance_0"] for line in lines) / len(lines)
+
     evaluation = (f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4")
-    more = (*evaluation, "evaluation.settings={max_tokens: 16, nodes: 6}", "training.learning_rate=3e-3")
-    assert main(words(target, prepared, tmp_path / "run", 80, *more)) == 0
-    outcome = json.loads(capsys.readouterr().out)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    joined = [line for line in lines if "target_overlap" in line]
-    assert len(joined) == 40 and joined[0]["target_overlap"] > 0.999
-    assert outcome["best"] > 1.5
+    outcome, together = trained("run", *evaluation, "evaluation.settings={max_tokens: 16, nodes: 6}")
+    _, alone = trained("alone", "objective.heads_first=1")
+    assert right(together[-12:]) > right(together[:6]) + 0.1
+    assert right(together[-12:]) > right(alone[-12:]) + 0.03
+    joined = [line["target_overlap"] for line in together if "target_overlap" in line]
+    assert len(joined) == 80 and joined[0] > 0.999 and not any("target_overlap" in line for line in alone)
+    params = SamplingParams(temperature=1, max_tokens=40, seed=3, detokenize=False)
+    prompts = [{"prompt_token_ids": [first, 7]} for first in range(0, VOCABULARY, 4)]
+    written = LLM(str(target)).generate(prompts, params)
+    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in written]
     assert held_out_loss(outcome["model"], texts) < 1.05 * held_out_loss(target, texts)
     stored = json.loads((Path(outcome["head"]) / "config.json").read_text())
     assert stored["base_model_name_or_path"] == outcome["model"] and stored["medusa_num_heads"] == 3
-    head = read_head(outcome["head"]).build()
-    assert isinstance(head, MedusaHead)
-    config = {"method": "medusa", "model": outcome["head"], "shape": (1, 1, 1), "adaptive": False}
-    llm = LLM(outcome["model"], speculative_config=config)
-    params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
-    prompts = [{"prompt_token_ids": [first]} for first in range(0, VOCABULARY, 8)]
-    drafted = llm.generate(prompts, params)
-    plain = llm.generate(prompts, params, speculative=False)
-    assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids for one in plain]
+    assert outcome["best"] > 1.2 and accepted(outcome["model"], outcome["head"]) > 1.2
 
 
 @pytest.mark.parametrize(

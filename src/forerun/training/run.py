@@ -97,7 +97,8 @@ class Run:
         steps = settings.total_steps(self.batches.steps_per_epoch)
         model = spread(self.objective, self.parallel)
         began = time.perf_counter()
-        backward(model, self.batches, 0, settings, self.parallel)
+        # The last step: where a run has stages it is the dearest.
+        backward(model, self.batches, (steps - 1) * settings.accumulation, settings, self.parallel)
         seconds = time.perf_counter() - began
         self.module.zero_grad()
         moments = 2 if settings.optimizer == "adamw" else 1

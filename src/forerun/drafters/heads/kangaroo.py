@@ -154,7 +154,9 @@ class KangarooDrafter(HeadDrafter):
         super()._fixed(tree, context, budget, trees)
         runner.shape = None
         if runner.ran:
-            by_row = dict(zip(context.rows, trees, strict=True))
-            submitted = [(row, self._rows[row].submitted) for row in runner.rows]
-            drafts = [(row, by_row[row], draft) for row, draft in submitted if draft is not None]
+            by_row, drafts = dict(zip(context.rows, trees, strict=True)), []
+            for row in runner.rows:
+                submitted = self._rows[row].submitted
+                assert submitted is not None, "it was drafted just now"
+                drafts.append((row, by_row[row], submitted))
             leave(runner.target, self.boundary, drafts, torch.cat(runner.ran, dim=1))
