@@ -138,7 +138,8 @@ def test_the_best_tree_for_a_head_as_measured(
     write_head(HeadCheckpoint.of(head), tmp_path / "head", kind, TargetFacts.of(lm.config, checkpoint))
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     common = ("plan", checkpoint, "--prompts", tmp_path / "prompts.txt", "-t", 0, "--max-tokens", 32, "--json")
-    drafter = (*common, "--drafter", kind, "--drafter-model", tmp_path / "head", "--drafter-option")
+    whole = ("--drafter-option", "exit_below=0") if kind == "kangaroo" else ()
+    drafter = (*common, "--drafter", kind, "--drafter-model", tmp_path / "head", *whole, "--drafter-option")
     found = record(forerun(*drafter, "shape=[3,2]", "--tree-nodes", 5))
     ranks = found["measured"]["rank_acceptance"]
     assert len(ranks[0]) == 3 and ranks[0] == sorted(ranks[0], reverse=True)
