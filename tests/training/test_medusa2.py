@@ -23,6 +23,7 @@ from forerun.training.recipe import read_recipe
 from forerun.training.run import Run
 from forerun.types import SpeculationStats
 from llamas import tiny_llama
+from training.conftest import in_two_processes
 from training.test_distill import batch, windows
 from training.ttt import VOCABULARY, medusa, model
 
@@ -132,6 +133,23 @@ def held_out_loss(folder: Path | str, texts: list[list[int]]) -> float:
     lm = AutoModelForCausalLM.from_pretrained(folder)
     losses = [lm(torch.tensor([text]), labels=torch.tensor([text])).loss for text in texts]
     return float(torch.stack(losses).mean())
+
+
+@pytest.mark.thorough
+def test_two_processes_train_what_one_trains_across_both_stages(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("objective.warmup=0.2",)
+    assert main(words(target, prepared, tmp_path / "one", 4, *more)) == 0
+    half = (*more, "windows.rows=2", "--parallel")
+    in_two_processes([words(target, prepared, tmp_path / way, 4, *half, way) for way in ("ddp", "fsdp")])
+    one = load_file(tmp_path / "one" / "checkpoint-4" / "model.safetensors")
+    for way in ("ddp", "fsdp"):
+        two = load_file(tmp_path / way / "checkpoint-4" / "model.safetensors")
+        assert one.keys() == two.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, atol=2e-5, rtol=1e-4, msg=f"{way}: {name}")
+    capsys.readouterr()
 
 
 def accepted(folder: str, head: str) -> float:
