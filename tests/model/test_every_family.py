@@ -28,8 +28,8 @@ SERVED = """
     internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe llama llama4 llama4_text mellum
     mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder
     moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal
-    phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma whisper
-    xglm youtu
+    phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma whisper xglm youtu
 """
 UNBUILT = """
     blt cohere_compass_text dbrx dots3_note dots3_note_text gemma3n gemma4_assistant gemma4_unified_assistant
