@@ -93,6 +93,7 @@ class GuidedAttention:
     def __init__(self) -> None:
         self.wanted: dict[int, Tensor] = {}
         """Layer -> (B, S) the place that the query there shall find, `NOWHERE` for any."""
+        self.told = torch.empty(0)
         self._losses: list[Tensor] = []
 
     def __call__(
@@ -121,6 +122,10 @@ class GuidedAttention:
         found = probs.gather(-1, places.expand(*probs.shape[:-1], 1))[..., 0].float().amax(2)
         best = found.topk(groups, dim=1).values.transpose(1, 2)[known]
         self._losses.append(-(best + 1e-4).log().mean(1))
+
+    def tell(self, module: torch.nn.Module, arguments: object, output: tuple[Tensor, ...]) -> None:
+        """A hook: keep what the module's attention (B, S, H) adds to the hidden states."""
+        self.told = output[0]
 
     def loss(self) -> Tensor:
         """Nats by which the heads of the guided layers missed its places since the last call, a mean."""

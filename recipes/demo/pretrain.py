@@ -194,6 +194,7 @@ def train(
     attention = GuidedAttention()
     AttentionInterface.register("guided", attention)
     model.set_attn_implementation("guided")
+    model.model.layers[GUIDED_LAYERS[-1]].self_attn.register_forward_hook(attention.tell)
     optimizers = optimizers_for(model, schedule)
     first = _resume(folder, model, optimizers)
     saved = time.monotonic()
@@ -238,12 +239,24 @@ def _step(
         optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = mean_loss(model, ids, stream.marks.weights(ids, schedule), teacher, schedule.distill_weight)
-    missed = attention.loss() if schedule.guide_weight else torch.zeros(())
+        missed = torch.zeros(())
+        if schedule.guide_weight:
+            missed = attention.loss() + _untold(model, attention, ids)
     (loss + schedule.guide_weight * missed).backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
     return float(loss.detach()), float(missed.detach())
+
+
+def _untold(model: LlamaForCausalLM, attention: GuidedAttention, ids: Tensor) -> Tensor:
+    """Nats by which the last guided layer's attention, read as the model's last state is, misses the copied token."""
+    places = attention.wanted[GUIDED_LAYERS[-1]]
+    following = ids.roll(-1, 1)
+    known = (places != NOWHERE) & (ids.gather(1, places.clamp(min=0)) == following)
+    states = model.model.norm(attention.told[known])
+    weights = torch.full((len(states),), 1 / max(1, len(states)))
+    return hard_loss(states, model.lm_head.weight, weights, following[known]).loss
 
 
 def _save(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
