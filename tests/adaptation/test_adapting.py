@@ -41,8 +41,9 @@ from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool
 from forerun.model import Target
 from forerun.model.kernels.packing import Weights, exchange, ready
-from forerun.types import Budget
+from forerun.types import LAST_HIDDEN, Budget
 
+LAST = frozenset({LAST_HIDDEN})
 WORDS = ["the cat", "the dog sat on", "a log and", "mat mat mat", "on the", "dog"]
 
 
@@ -76,7 +77,7 @@ def engine(drafts: Any, cls: type[AdaptedDrafter], *, rows: int = 8, **options: 
     made = list[AdaptedDrafter]()
 
     def around(drafter: Drafter) -> Drafter:
-        collector = Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12)
+        collector = Collector(ReplayBuffer(2**20), boundaries=LAST, context=False, held_every=8)
         made.append(cls(drafter, collector, Throttle(1.0, threading.Event())))
         return made[0]
 
@@ -139,9 +140,9 @@ class Prompt(AdaptedDrafter):
 def background(folder: Path, drafts: LlamaForCausalLM) -> tuple[Background, Prompt, ReplayBuffer]:
     config, ending = AdaptConfig(learning_rate=3e-3, fresh_pieces=8, round_pieces=16), threading.Event()
     buffer, throttle = ReplayBuffer(2**20), Throttle(1.0, ending)
-    drafter = Prompt(Drafter(), Collector(buffer, top_k=4, held_every=8, readable=12), throttle)
+    drafter = Prompt(Drafter(), Collector(buffer, boundaries=LAST, context=False, held_every=8), throttle)
     snapshots = Snapshots(folder, Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
-    made = Background(drafter, drafts, Learner(drafts, config), buffer, throttle, ending, snapshots)
+    made = Background(drafter, drafts, Learner(drafts, model(), config), buffer, throttle, ending, snapshots)
     return made, drafter, buffer
 
 
@@ -280,7 +281,7 @@ class Noting(Drafter):
 
 def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> None:
     inner = Noting()
-    collector = Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12)
+    collector = Collector(ReplayBuffer(2**20), boundaries=LAST, context=False, held_every=8)
     drafter = Prompt(inner, collector, Throttle(1.0, threading.Event()))
     shown = DraftContext(
         rows=[0, 1], tokens=[[1], [2]], prompt_lengths=[1, 1], fresh=[1, 1], samplers=[], rng=[], hidden_states={}
@@ -304,7 +305,7 @@ def test_the_policys_drafters_adapt_inside() -> None:
         seen.append(drafter)
         return Fickle(
             drafter,
-            Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12),
+            Collector(ReplayBuffer(2**20), boundaries=LAST, context=False, held_every=8),
             Throttle(1.0, threading.Event()),
         )
 
