@@ -29,8 +29,10 @@ from contract.harness import (
     word_tokenizer,
 )
 from forerun import LLM, SamplingParams
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.engine.adapting import AdaptConfig
 from forerun.engine.adapting.adaptation import Background, Snapshots
 from forerun.engine.adapting.drafter import AdaptedDrafter
@@ -191,16 +193,33 @@ def test_a_worse_candidate_is_thrown_away(
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
 
-def adapting(target: Path, drafts: Path | str, folder: Path) -> LLM:
-    drafter = {"method": "draft_model", "model": str(drafts), "num_speculative_tokens": 4, "adaptive": False}
+def adapting(target: Path, drafts: Path | str, folder: Path, method: str = "draft_model") -> LLM:
+    drafter = {"method": method, "model": str(drafts), "num_speculative_tokens": 4, "adaptive": False}
     adapt = {"share": 1.0, "learning_rate": 1e-3, "fresh_pieces": 2, "round_pieces": 8, "directory": folder}
     return LLM(str(target), dtype="float32", speculative_config=drafter, max_num_seqs=4, max_model_len=200, adapt=adapt)
 
 
+@pytest.fixture
+def head_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
+    """An untrained EAGLE-3 head."""
+    target = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = EagleConfig.for_target("eagle3", target, options={"boundaries": [0, 1, 2]})
+    facts = TargetFacts.of(target.config, checkpoint)
+    return write_head(HeadCheckpoint.of(EagleHead.initial(target, config)), tmp_path / "head", "flat", facts)
+
+
+def stored_weights(method: str, folder: Path) -> dict[str, torch.Tensor]:
+    if method == "draft_model":
+        return AutoModelForCausalLM.from_pretrained(folder).state_dict()  # type: ignore[no-any-return]
+    return read_head(folder).build(torch.float32).state_dict()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_it_learns_while_it_serves_and_goes_on_after_a_restart(
-    checkpoint: Path, draft_checkpoint: Path, tmp_path: Path
+    method: str, checkpoint: Path, draft_checkpoint: Path, head_checkpoint: Path, tmp_path: Path
 ) -> None:
-    llm = adapting(checkpoint, draft_checkpoint, tmp_path)
+    begun = head_checkpoint if method == "eagle3" else draft_checkpoint
+    llm = adapting(checkpoint, begun, tmp_path / "kept", method)
     assert llm.adaptation is not None
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     plain = tokens_of(llm.generate(WORDS, params, speculative=False))
@@ -212,17 +231,17 @@ def test_it_learns_while_it_serves_and_goes_on_after_a_restart(
     stats = llm.adaptation.stats()
     assert stats.version >= 1 and stats.swaps >= 2 and stats.examples > stats.rejected_examples > 0
     assert stats.candidate_acceptance > 0 and stats.updates > 0 and 0 < stats.share <= 1 and not stats.running
-    record = json.loads((tmp_path / "latest" / "adaptation.json").read_text())
+    latest = tmp_path / "kept" / "latest"
+    record = json.loads((latest / "adaptation.json").read_text())
     assert tokens_of(llm.generate(WORDS, params)) == plain, "drafting goes on without it"
 
-    again = adapting(checkpoint, draft_checkpoint, tmp_path)
+    again = adapting(checkpoint, begun, tmp_path / "kept", method)
     assert again.adaptation is not None and again.adaptation.drafter is not None
     assert again.adaptation.stats().version >= record["version"]
     again.adaptation.close()
-    served = again.adaptation.drafter.drafter.trainable.state_dict()
-    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest").state_dict()
+    served, stored = again.adaptation.drafter.drafter.trainable.state_dict(), stored_weights(method, latest)
     assert all(torch.equal(value, stored[name]) for name, value in served.items())
-    drafter = {"method": "draft_model", "model": str(tmp_path / "latest"), "num_speculative_tokens": 4}
+    drafter = {"method": method, "model": str(latest), "num_speculative_tokens": 4}
     elsewhere = LLM(str(checkpoint), dtype="float32", speculative_config=drafter, max_model_len=200)
     assert tokens_of(elsewhere.generate(WORDS, params)) == plain
 

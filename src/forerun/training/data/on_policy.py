@@ -1,9 +1,9 @@
 """Train with decode: answers in packed windows, written anew while training goes on, by the engine.
 
-The target writes with what is trained drafting for it, so the text is the target's own at the temperature that is
-asked for, plain decoding's for the same seed (`core.rules`), and it is known where drafts were rejected; or a draft
-model writes alone (on-policy, DistillSpec, arXiv 2310.08461). Text is a function of the weights, the seed and the
-number of the batch, and what shall be seen again is on disk: a run that is resumed sees what it would have seen.
+The target writes with what is trained drafting for it: the text is the target's own at the temperature that is asked
+for, and it is known where drafts were rejected. Or a draft model writes alone (on-policy, DistillSpec, arXiv
+2310.08461). Text is a function of the weights, the seed and the number of the batch, and what shall be seen again is on
+disk: a run that is resumed sees what it would have seen.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Writer:
     ) -> None:
         self.settings, self.folder = settings, folder
         self._model, self._seed, self._length, self._refresh = model, seed, length, refresh
-        self._drafting = None if drafting is None else {**drafting, "adaptive": False}
+        # Drafts that are not drawn: what is written is then plain decoding's text, whatever drafts.
+        self._drafting = None if drafting is None else {**drafting, "adaptive": False, "draw": "deterministic"}
         self._allowed = None if vocabulary is None else range(vocabulary)
         self._llm: Any = None
 
