@@ -265,6 +265,9 @@ def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
     overlaps = logged(tmp_path / "run", "overlap_0")
     assert sum(overlaps[-10:]) / 10 > sum(overlaps[:3]) / 3 + 0.1, (overlaps[:3], overlaps[-10:])
     assert len(logged(tmp_path / "run", "eval/chain_t0")) == 2 and outcome["best"] > 1.2
+    assert all(
+        len(logged(tmp_path / "run", f"eval/acceptance_{of}_1")) == 2 for of in ("tree_t0", "chain_t1", "tree_t1")
+    )
     assert drafts(target, Path(outcome["draft"])) > drafts(target, start) + 0.05
     assert type(AutoModelForCausalLM.from_pretrained(outcome["draft"])) is LlamaForCausalLM
 

@@ -234,13 +234,14 @@ class Deferred(Guarded):
 
     def extend(self, context: DraftContext) -> None:
         now = list[int]()
+        reads = {boundary: states for boundary, states in context.hidden_states.items() if boundary in self.requires}
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
-            at_once = row.asked or (bool(context.hidden_states) and fresh + row.held() > _MOST_STATES)
+            at_once = row.asked or (bool(reads) and fresh + row.held() > _MOST_STATES)
             if at_once and row.shown == len(tokens) - fresh and not row.states:
                 now.append(index)
                 continue
-            for boundary, states in context.hidden_states.items():
+            for boundary, states in reads.items():
                 row.states.setdefault(boundary, []).append(states[index, : min(fresh, len(tokens) - 1)])
             if at_once:
                 self._show([index], context)

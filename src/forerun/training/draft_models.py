@@ -18,7 +18,7 @@ from forerun.model.support import text_config
 from forerun.training.data.store import PreparedData
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
 from forerun.training.shrink import shrunk
-from forerun.training.trained import Trained, drafting_copy, hashes
+from forerun.training.trained import Trained, branches, drafting_copy, hashes
 from forerun.types import Boundary
 from forerun.writing import written_folder
 
@@ -69,8 +69,8 @@ class TrainedModel(Trained):
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
         depth = settings.num_speculative_tokens
         base = {"method": "draft_model", "model": drafting_copy(self.module, model)}
-        branches = max(1, min(settings.top_k, settings.nodes // depth))
-        return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, "shape": (branches, *(1,) * (depth - 1))}}
+        tree = (branches(settings), *(1,) * (depth - 1))
+        return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, "shape": tree}}
 
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
         """As ``{"method": "draft_model", "model": folder}`` takes it."""

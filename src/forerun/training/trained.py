@@ -144,6 +144,11 @@ def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[st
     }
 
 
+def branches(settings: EvaluationSettings) -> int:
+    """Chains below the root of a tree of fixed shape that has no more nodes than evaluation allows."""
+    return max(1, min(settings.top_k, settings.nodes // settings.num_speculative_tokens))
+
+
 def drafting_copy(module: nn.Module, model: Any) -> nn.Module:
     """A copy that drafts beside the target `model`."""
     return copy.deepcopy(module).to(model.device, model.dtype).eval()
