@@ -107,7 +107,10 @@ def test_a_head_of_every_kind_learns_from_what_its_steps_left(variant: Variant, 
     engine.engine.drafting.wrap(engine.engine.drafting.ensure(engine.speculative) or "", around)
     prompts = [[first, second] for first in range(12) for second in (3, 7)]
     params = SamplingParams(temperature=0, max_tokens=24)
-    before = tokens_of(engine.generate(as_prompts(prompts), params))
+    before = tokens_of(engine.generate(as_prompts(prompts[:8]), params))
+    heat = 0 if variant.method in ("medusa", "mtp") else 1  # these know no overlap, and so no fine measure of it
+    drawn = [SamplingParams(temperature=heat, max_tokens=24, seed=seed) for seed in range(len(prompts))]
+    engine.generate(as_prompts(prompts), drawn)
     assert not made[0].failed and buffer.rejected > 20
     served = made[0].drafter.trainable
     learner = Learner(served, engine.target.model, CONFIG)
@@ -115,7 +118,7 @@ def test_a_head_of_every_kind_learns_from_what_its_steps_left(variant: Variant, 
     assert grown(learner, buffer.training(), held, 6) > 0.01
     with torch.inference_mode():
         made[0].offer(ready(served, learner.state()))
-        assert tokens_of(engine.generate(as_prompts(prompts), params)) == before
+        assert tokens_of(engine.generate(as_prompts(prompts[:8]), params)) == before
     assert made[0].swaps == 1 and learner.acceptance(held, never) is not None
     former = {name: value.clone() for name, value in served.state_dict().items()}
     assert all(torch.equal(value, learner.twin.state_dict()[name]) for name, value in former.items())

@@ -166,10 +166,10 @@ class Collector:
 
     @torch.inference_mode(False)
     def extend(self, context: DraftContext) -> None:
-        """Note what a drafter that reads states is shown, as `Drafter.extend` is."""
+        """Note what a drafter that reads states is shown, as `Drafter.extend` is: what no step has noted already."""
         if not self._context:
             return
-        states = self._on_host(context)
+        states = {key: part for key, part in context.hidden_states.items() if key in self.boundaries}
         for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
             count = min(fresh, len(tokens) - 1)
             first = max(0, count - CONTEXT)
@@ -179,7 +179,7 @@ class Collector:
     @torch.inference_mode(False)
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict]) -> None:
         """Note a step, as `Drafter.observe` is shown it."""
-        states = self._on_host(context)
+        states = {key: part.cpu() for key, part in context.hidden_states.items() if key in self.boundaries}
         for index, verdict in enumerate(verdicts):
             count = len(verdict.path) + 1
             first = len(context.tokens[index]) - context.fresh[index] - 1
@@ -196,9 +196,6 @@ class Collector:
             answer = self._answers.pop(row, None)
             if answer is not None:
                 self._keep(answer)
-
-    def _on_host(self, context: DraftContext) -> dict[Boundary, Tensor]:
-        return {key: states.cpu() for key, states in context.hidden_states.items() if key in self.boundaries}
 
     def _add(
         self,
@@ -217,13 +214,13 @@ class Collector:
             self._keep(answer)
             lacking = 0 if self._context else min(first, CONTEXT)
             answer.start, answer.states, answer.noted, answer.rejected = first - lacking, {}, [], []
-            nothing = {key: part.new_zeros(lacking, part.shape[1]) for key, part in states.items()}
+            nothing = {key: torch.zeros(lacking, part.shape[1], dtype=part.dtype) for key, part in states.items()}
             if lacking:
                 answer.add(self._whole(nothing, lacking), [False] * lacking, noted=False)
             end = first
         known = end - first
         if known < len(rejected):
-            fresh = {key: part[known:].clone() for key, part in states.items()}
+            fresh = {key: part[known:].to("cpu", copy=True) for key, part in states.items()}
             answer.add(self._whole(fresh, len(rejected) - known), rejected[known:], noted=noted)
         if len(answer.noted) > CONTEXT + 2 * PIECE:
             self._keep(answer)

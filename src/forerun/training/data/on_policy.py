@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import DataError
+from forerun.model.support import context_length, text_config
 from forerun.training.batch import TokenBatch
 from forerun.training.features.online import evaluating
 from forerun.training.objectives.base import ObjectiveSettings, picked
@@ -118,7 +119,7 @@ class Writer:
                 tokenizer=False,
                 speculative_config=self._drafting,
                 max_num_seqs=ROWS,
-                max_model_len=self._length,
+                max_model_len=min(self._length, context_length(text_config(self._model))),
                 enable_prefix_caching=False,
                 self_check=False,
             )
