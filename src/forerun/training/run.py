@@ -187,12 +187,12 @@ class RunBatches(Batches):
 
 def writer_for(run: Run) -> Writer | None:
     """Who writes what is trained on; None where the data stay. The target is drafted for by a copy of what is trained,
-    as evaluation's chain is; one that is trained itself writes plainly, as it was."""
+    as evaluation's chain is; one that learns, too, writes plainly, as it was."""
     recipe, settings, trained, drafting = run.recipe, run.recipe.objective, run.trained, None
     if settings.writer == "data" or not settings.written:
         return None
     module, writes, vocabulary = run.module, run.model, None
-    if kind_named(recipe.kind).trains != "target":
+    if kind_named(recipe.kind).trains in ("head", "draft_model"):
         if run.parallel.mode == "fsdp":
             raise ArgumentError(
                 f"objective.writer={settings.writer} needs the whole of what is trained on each process: --parallel ddp"
