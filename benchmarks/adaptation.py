@@ -21,6 +21,7 @@ from forerun import LLM, SamplingParams
 from forerun.demo import prompts
 
 say = Console(highlight=False, soft_wrap=True).print
+MODELS = {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}
 PART = 16
 """Prompts between two lines."""
 
@@ -49,7 +50,12 @@ def stream(llm: LLM, kind: str, count: int, context: int) -> list[list[int]]:
 
 def run(options: argparse.Namespace, adapt: dict[str, Any] | None) -> Ran:
     """Answer the whole stream."""
-    drafter = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4, "adaptive": False}
+    drafter = {
+        "method": options.drafter,
+        "model": MODELS[options.drafter],
+        "num_speculative_tokens": 4,
+        "adaptive": False,
+    }
     llm = LLM("demo", speculative_config=drafter, adapt=adapt, max_num_seqs=4, max_model_len=512, dtype=options.dtype)
     params = SamplingParams(temperature=options.temperature, max_tokens=options.tokens, seed=0, ignore_eos=True)
     ran, began = Ran(), time.perf_counter()
@@ -76,6 +82,7 @@ def run(options: argparse.Namespace, adapt: dict[str, Any] | None) -> Ran:
 def main() -> None:
     """Print both runs side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", choices=MODELS, default="draft_model")
     parser.add_argument("--kind", default="test/", help="part of the names of the files that prompts are cut from")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64, help="of one answer")

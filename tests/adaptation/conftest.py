@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from contract.harness import model, relative
 from engine.conftest import checkpoint, draft_checkpoint
 from forerun.engine.adapting.replay import Piece
+from forerun.types import LAST_HIDDEN
 
 __all__ = ["checkpoint", "draft_checkpoint"]
 
@@ -34,30 +35,25 @@ def distribution_of(weights: Any, tokens: list[int], temperature: float = 1.0) -
         return torch.softmax(weights(torch.tensor([tokens])).logits[0].float() / temperature, -1)
 
 
-def piece(
-    weights: Any,
-    tokens: list[int],
-    positions: list[int],
-    *,
-    temperature: float = 1.0,
-    top_k: int = 4,
-    held: bool = False,
-) -> Piece:
-    """What a collector would have noted of these tokens; every other position was rejected."""
-    probs, ids = distribution_of(weights, tokens, temperature or 1.0)[positions].topk(top_k)
+@torch.no_grad()
+def piece(weights: Any, tokens: list[int], positions: list[int], *, greedy: bool = False, held: bool = False) -> Piece:
+    """What a collector would have noted of these tokens: a draft model drafted after `positions`, and every other one
+    of its drafts was rejected."""
+    counted, rejected = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=bool)
+    counted[np.array(positions) + 1] = True
+    rejected[np.array(positions[::2]) + 1] = True
     return Piece(
         tokens=np.array(tokens, dtype=np.int32),
-        positions=np.array(positions, dtype=np.int32),
-        ids=ids.numpy().astype(np.int32),
-        probs=probs.numpy().astype(np.float16),
-        rejected=np.arange(len(positions)) % 2 == 0,
-        temperature=temperature,
+        states={LAST_HIDDEN: weights.model(torch.tensor([tokens])).last_hidden_state[0, :-1].clone()},
+        counted=counted,
+        rejected=rejected,
+        greedy=greedy,
         held=held,
     )
 
 
-def pieces(weights: Any, count: int, *, temperature: float = 1.0, seed: int = 0, held: bool = False) -> list[Piece]:
-    """Random texts of 24 tokens, the distributions of their last 20."""
+def pieces(weights: Any, count: int, *, greedy: bool = False, seed: int = 0, held: bool = False) -> list[Piece]:
+    """Random texts of 24 tokens, of which the last 20 count."""
     rng = np.random.default_rng(seed)
     texts = rng.integers(0, weights.config.vocab_size, (count, 24)).tolist()
-    return [piece(weights, text, list(range(4, 24)), temperature=temperature, held=held) for text in texts]
+    return [piece(weights, text, list(range(3, 23)), greedy=greedy, held=held) for text in texts]

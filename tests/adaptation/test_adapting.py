@@ -29,8 +29,10 @@ from contract.harness import (
     word_tokenizer,
 )
 from forerun import LLM, SamplingParams
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.engine.adapting import AdaptConfig
 from forerun.engine.adapting.adaptation import Background, Snapshots
 from forerun.engine.adapting.drafter import AdaptedDrafter
@@ -41,8 +43,9 @@ from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool
 from forerun.model import Target
 from forerun.model.kernels.packing import Weights, exchange, ready
-from forerun.types import Budget
+from forerun.types import LAST_HIDDEN, Budget
 
+LAST = frozenset({LAST_HIDDEN})
 WORDS = ["the cat", "the dog sat on", "a log and", "mat mat mat", "on the", "dog"]
 
 
@@ -76,7 +79,7 @@ def engine(drafts: Any, cls: type[AdaptedDrafter], *, rows: int = 8, **options: 
     made = list[AdaptedDrafter]()
 
     def around(drafter: Drafter) -> Drafter:
-        collector = Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12)
+        collector = Collector(ReplayBuffer(2**20), boundaries=LAST, context=False, held_every=8)
         made.append(cls(drafter, collector, Throttle(1.0, threading.Event())))
         return made[0]
 
@@ -139,9 +142,9 @@ class Prompt(AdaptedDrafter):
 def background(folder: Path, drafts: LlamaForCausalLM) -> tuple[Background, Prompt, ReplayBuffer]:
     config, ending = AdaptConfig(learning_rate=3e-3, fresh_pieces=8, round_pieces=16), threading.Event()
     buffer, throttle = ReplayBuffer(2**20), Throttle(1.0, ending)
-    drafter = Prompt(Drafter(), Collector(buffer, top_k=4, held_every=8, readable=12), throttle)
+    drafter = Prompt(Drafter(), Collector(buffer, boundaries=LAST, context=False, held_every=8), throttle)
     snapshots = Snapshots(folder, Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
-    made = Background(drafter, drafts, Learner(drafts, config), buffer, throttle, ending, snapshots)
+    made = Background(drafter, drafts, Learner(drafts, model(), config), buffer, throttle, ending, snapshots)
     return made, drafter, buffer
 
 
@@ -190,16 +193,33 @@ def test_a_worse_candidate_is_thrown_away(
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
 
-def adapting(target: Path, drafts: Path | str, folder: Path) -> LLM:
-    drafter = {"method": "draft_model", "model": str(drafts), "num_speculative_tokens": 4, "adaptive": False}
+def adapting(target: Path, drafts: Path | str, folder: Path, method: str = "draft_model") -> LLM:
+    drafter = {"method": method, "model": str(drafts), "num_speculative_tokens": 4, "adaptive": False}
     adapt = {"share": 1.0, "learning_rate": 1e-3, "fresh_pieces": 2, "round_pieces": 8, "directory": folder}
     return LLM(str(target), dtype="float32", speculative_config=drafter, max_num_seqs=4, max_model_len=200, adapt=adapt)
 
 
+@pytest.fixture
+def head_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
+    """An untrained EAGLE-3 head."""
+    target = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = EagleConfig.for_target("eagle3", target, options={"boundaries": [0, 1, 2]})
+    facts = TargetFacts.of(target.config, checkpoint)
+    return write_head(HeadCheckpoint.of(EagleHead.initial(target, config)), tmp_path / "head", "flat", facts)
+
+
+def stored_weights(method: str, folder: Path) -> dict[str, torch.Tensor]:
+    if method == "draft_model":
+        return AutoModelForCausalLM.from_pretrained(folder).state_dict()  # type: ignore[no-any-return]
+    return read_head(folder).build(torch.float32).state_dict()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_it_learns_while_it_serves_and_goes_on_after_a_restart(
-    checkpoint: Path, draft_checkpoint: Path, tmp_path: Path
+    method: str, checkpoint: Path, draft_checkpoint: Path, head_checkpoint: Path, tmp_path: Path
 ) -> None:
-    llm = adapting(checkpoint, draft_checkpoint, tmp_path)
+    begun = head_checkpoint if method == "eagle3" else draft_checkpoint
+    llm = adapting(checkpoint, begun, tmp_path / "kept", method)
     assert llm.adaptation is not None
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     plain = tokens_of(llm.generate(WORDS, params, speculative=False))
@@ -211,17 +231,17 @@ def test_it_learns_while_it_serves_and_goes_on_after_a_restart(
     stats = llm.adaptation.stats()
     assert stats.version >= 1 and stats.swaps >= 2 and stats.examples > stats.rejected_examples > 0
     assert stats.candidate_acceptance > 0 and stats.updates > 0 and 0 < stats.share <= 1 and not stats.running
-    record = json.loads((tmp_path / "latest" / "adaptation.json").read_text())
+    latest = tmp_path / "kept" / "latest"
+    record = json.loads((latest / "adaptation.json").read_text())
     assert tokens_of(llm.generate(WORDS, params)) == plain, "drafting goes on without it"
 
-    again = adapting(checkpoint, draft_checkpoint, tmp_path)
+    again = adapting(checkpoint, begun, tmp_path / "kept", method)
     assert again.adaptation is not None and again.adaptation.drafter is not None
     assert again.adaptation.stats().version >= record["version"]
     again.adaptation.close()
-    served = again.adaptation.drafter.drafter.trainable.state_dict()
-    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest").state_dict()
+    served, stored = again.adaptation.drafter.drafter.trainable.state_dict(), stored_weights(method, latest)
     assert all(torch.equal(value, stored[name]) for name, value in served.items())
-    drafter = {"method": "draft_model", "model": str(tmp_path / "latest"), "num_speculative_tokens": 4}
+    drafter = {"method": method, "model": str(latest), "num_speculative_tokens": 4}
     elsewhere = LLM(str(checkpoint), dtype="float32", speculative_config=drafter, max_model_len=200)
     assert tokens_of(elsewhere.generate(WORDS, params)) == plain
 
@@ -280,7 +300,7 @@ class Noting(Drafter):
 
 def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> None:
     inner = Noting()
-    collector = Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12)
+    collector = Collector(ReplayBuffer(2**20), boundaries=LAST, context=False, held_every=8)
     drafter = Prompt(inner, collector, Throttle(1.0, threading.Event()))
     shown = DraftContext(
         rows=[0, 1], tokens=[[1], [2]], prompt_lengths=[1, 1], fresh=[1, 1], samplers=[], rng=[], hidden_states={}
@@ -304,7 +324,7 @@ def test_the_policys_drafters_adapt_inside() -> None:
         seen.append(drafter)
         return Fickle(
             drafter,
-            Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12),
+            Collector(ReplayBuffer(2**20), boundaries=LAST, context=False, held_every=8),
             Throttle(1.0, threading.Event()),
         )
 

@@ -12,20 +12,23 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from adaptation.conftest import distribution_of, pieces
+from adaptation.conftest import pieces
 from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, llm
 from forerun import LLM, SamplingParams
 from forerun.engine.adapting import replay as module
 from forerun.engine.adapting.drafter import AdaptedDrafter
 from forerun.engine.adapting.learning import Throttle
 from forerun.engine.adapting.replay import Collector, Piece, ReplayBuffer
-from forerun.types import Source
+from forerun.training.features.online import OnlineFeatures
+from forerun.types import LAST_HIDDEN, Source
 
 
 def collecting(variant: Variant, buffer: ReplayBuffer, **options: Any) -> tuple[LLM, Collector]:
     """An engine whose drafter's steps are noted; it learns nothing. A row's last answer is open until it is closed."""
     engine = llm(variant, rows=3)
-    collector = Collector(buffer, **{"top_k": 5, "held_every": 3, "readable": 12, **options})
+    collector = Collector(
+        buffer, **{"boundaries": frozenset({LAST_HIDDEN}), "context": False, "held_every": 3, **options}
+    )
     throttle = Throttle(1.0, threading.Event())
     around: Callable[[Any], Any] = lambda drafter: AdaptedDrafter(drafter, collector, throttle)  # noqa: E731
     engine.engine.drafting.wrap(engine.engine.drafting.ensure(engine.speculative) or "", around)
@@ -36,31 +39,35 @@ def everything(buffer: ReplayBuffer) -> list[Piece]:
     return [*buffer.training(), *buffer.held(1000)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, None])
-@pytest.mark.parametrize("label", ["chain", "tree"])
-def test_the_distributions_are_the_targets_and_every_answered_position_is_there(
-    label: str, temperature: float | None, target: LlamaForCausalLM
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["draft_model chain", "draft_model tree", "eagle3 chain"])
+def test_the_states_are_the_targets_and_every_answered_position_is_there(
+    name: str, temperature: float, target: LlamaForCausalLM
 ) -> None:
-    variant = next(one for one in VARIANTS["draft_model"] if one.label == label)
-    buffer = ReplayBuffer(2**20)
+    """Of a head those of its boundaries, context included."""
+    method, label = name.split()
+    variant = next(one for one in VARIANTS[method] if one.label == label)
+    buffer, own = ReplayBuffer(2**22), frozenset({0, 1, 2}) if method == "eagle3" else frozenset[int]()
     params = [SamplingParams(temperature=temperature, top_k=0, max_tokens=30, seed=seed) for seed in range(5)]
-    engine, collector = collecting(variant, buffer)
+    options = {"boundaries": own | {LAST_HIDDEN}, "context": bool(own)}
+    engine, collector = collecting(variant, buffer, **options)
     outputs = engine.generate(as_prompts(PROMPTS), params, trace=True)
     collector.close(range(3))
     found = everything(buffer)
-    heat = 1.0 if temperature is None else temperature
     for one in found:
         text = one.tokens.tolist()
-        wanted = distribution_of(target, text, heat or 1.0)[one.positions.tolist()]
-        probs, ids = wanted.topk(5)
-        assert one.temperature == heat
-        assert np.array_equal(one.ids, ids.numpy())
-        assert np.allclose(one.probs, probs.numpy(), atol=2e-3)
-        assert one.positions[-1] == len(text) - 1
+        [wanted] = OnlineFeatures(target, sorted(own)).documents([text])
+        assert set(one.states) == set(wanted) and one.greedy == (temperature == 0)
+        places = (np.flatnonzero(one.counted) - 1).tolist()
+        assert places[-1] == len(text) - 2
+        torch.testing.assert_close(one.states[LAST_HIDDEN][places], wanted[LAST_HIDDEN][places], atol=1e-4, rtol=1e-3)
+        for boundary in own:
+            torch.testing.assert_close(one.states[boundary], wanted[boundary][:-1], atol=1e-4, rtol=1e-3)
+        assert all(len(states) == len(text) - 1 and not states.is_inference() for states in one.states.values())
     kinds = [trace.kind for output in outputs for trace in output.outputs[0].trace]
     assert buffer.rejected == sum(int(one.rejected.sum()) for one in found) == kinds.count(Source.RECOVERED) > 0
     # The first token of an answer comes before any drafter has spoken.
-    assert buffer.positions == sum(len(one.positions) for one in found) == sum(29 for _ in outputs)
+    assert buffer.positions == sum(one.positions for one in found) == sum(29 for _ in outputs)
 
 
 def test_the_rejected_position_is_the_one_where_the_draft_was_wrong() -> None:
@@ -73,7 +80,7 @@ def test_the_rejected_position_is_the_one_where_the_draft_was_wrong() -> None:
     for trace in output.outputs[0].trace:
         expected += [False] * len(trace.path) + [trace.kind is Source.RECOVERED]
         ends += trace.emitted
-    assert one.rejected.tolist() == expected and ends == len(expected) == 19
+    assert one.rejected[one.counted].tolist() == expected and ends == len(expected) == 19
 
 
 def test_answers_are_held_back_whole_and_in_turn() -> None:
@@ -82,8 +89,8 @@ def test_answers_are_held_back_whole_and_in_turn() -> None:
     for _ in range(3):  # one after the other: the first of three is held back, on all its pieces
         engine.generate(as_prompts(PROMPTS[:1]), SamplingParams(temperature=0, max_tokens=50))
     collector.close(range(3))
-    assert [len(one.positions) for one in buffer.held(9)] == [49]
-    assert [len(one.positions) for one in buffer.training()] == [49, 49]
+    assert [one.positions for one in buffer.held(9)] == [49]
+    assert [one.positions for one in buffer.training()] == [49, 49]
     assert buffer.added == 2 and buffer.positions == 3 * 49
 
 
@@ -97,10 +104,10 @@ def test_long_answers_come_in_pieces_with_their_context(monkeypatch: pytest.Monk
     text = PROMPTS[0] + output.outputs[0].token_ids
     at = len(PROMPTS[0])
     for one in buffer.held(100):
-        size = len(one.positions)
-        assert one.positions.tolist() == list(range(3, 3 + size))
+        size, before = one.positions, min(4, at)
+        assert np.flatnonzero(one.counted).tolist() == list(range(before + 1, before + 1 + size))
         assert size < 12, "a step adds at most 4"
-        assert one.tokens.tolist() == text[at - 3 : at + size]
+        assert one.tokens.tolist() == text[at - before : at + size + 1]
         at += size
     assert at == len(text) - 1
 

@@ -13,6 +13,7 @@ from forerun import AsyncLLM, SamplingParams
 from forerun.cli.serve import AdaptOptions
 from forerun.drafters import DRAFTERS, drafter_class
 from forerun.drafters.base import Drafter
+from forerun.drafters.heads.kinds import KINDS
 from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
@@ -26,8 +27,11 @@ __all__ = ["forerun"]
     ("config", "message"),
     [
         (None, "none is configured"),
-        ({"method": "ngram"}, "'ngram' has nothing to train; drafters that can adapt: draft_model"),
-        ({"method": "eagle3", "model": "x"}, "'eagle3' has weights, but cannot train them yet"),
+        (
+            {"method": "ngram"},
+            "'ngram' has nothing that could be trained.* that can adapt: draft_model, eagle3",
+        ),
+        ({"method": "tli", "model": "x"}, "'tli' has nothing that could be trained"),
         ({"method": "auto"}, "give it one as its model"),
     ],
 )
@@ -38,13 +42,13 @@ def test_drafters_that_cannot_learn_are_refused(config: dict[str, Any] | None, m
 
 
 def test_drafters_that_can_learn_are_taken() -> None:
-    for config in ({"method": "draft_model", "model": "x"}, {"method": "auto", "model": "x"}):
+    for config in [{"method": method, "model": "x"} for method in ("draft_model", "eagle3", "medusa", "auto")]:
         assert adapt_config(True, SpeculativeConfig.parse(config)) == AdaptConfig()
 
 
 def test_the_registry_says_which_can_learn() -> None:
     able = {name for name, entry in DRAFTERS.items() if entry.adapts}
-    assert able == {"draft_model"}
+    assert able == {"draft_model", *(name for name, kind in KINDS.items() if kind.trains == "head")}
     assert all(drafter_class(name).trainable is not Drafter.trainable for name in able)
 
 
@@ -56,7 +60,7 @@ def test_the_registry_says_which_can_learn() -> None:
         ({"learning_rate": float("nan")}, "learning_rate must be above 0"),
         ({"memory_bytes": 10}, "memory_bytes must be at least"),
         ({"held_every": 1}, "held_every must be at least 2"),
-        ({"kept_weight": 2}, "kept_weight must be from 0 to 1"),
+        ({"accepted_share": 2}, "accepted_share must be from 0 to 1"),
         ({"shares": 0.1}, "no field 'shares'.*Did you mean 'share'"),
         ({"share": "much"}, "wrong type"),
     ],
@@ -77,7 +81,7 @@ def test_flags() -> None:
 
 def test_the_command_says_so_before_anything_is_loaded(forerun: Any) -> None:
     ran = forerun("serve", "no/such/model", "--drafter", "ngram", "--adapt")
-    assert ran.code == 2 and "'ngram' has nothing to train" in ran.err
+    assert ran.code == 2 and "'ngram' has nothing that could be trained" in ran.err
 
 
 @pytest.mark.parametrize("keys", [[], ["--api-key", "a", "--api-key", "b"]])

@@ -9,16 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from contract.harness import model, relative, word_tokenizer
+from contract.harness import VARIANTS, model, relative, word_tokenizer
+from forerun.checkpoints import read_head
+from forerun.drafters.heads.kinds import KINDS
 from forerun.engine.adapting.adaptation import Snapshots, fingerprint
 from forerun.errors import CheckpointError
 from forerun.model import Target
+from forerun.model.kernels.packing import exchange, ready
 
 KILLS = 6
 
@@ -42,6 +46,20 @@ def test_an_ordinary_checkpoint_and_what_it_came_from(tmp_path: Path, draft: Lla
     record = json.loads((tmp_path / "latest" / "adaptation.json").read_text())
     assert record["version"] == 3 and record["updates"] == 7 and record["expected_acceptance"] == 0.5
     assert record["target"] == fingerprint(Target(model(), rows=1, slots=32)) and record["tokenizer"]["vocabulary"]
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.trains == "head"])
+def test_a_head_is_kept_in_its_public_format(tmp_path: Path, kind: str) -> None:
+    head = VARIANTS[kind][0].options["model"]
+    held = Target(model(), rows=1, slots=32)
+    kept = Snapshots(tmp_path, held, word_tokenizer(), torch.float32, head=True)
+    if kind == "mtp":  # written under the names of the target's family
+        kept._facts = replace(kept._facts, architectures=("MiMoForCausalLM",))
+    kept.save(head, 1, {"updates": 2})
+    stored, found = read_head(tmp_path / "latest", num_layers=held.num_layers), kept.resume()
+    assert stored.config.kind == head.config.kind and found is not None and found.version == 1
+    assert all(torch.equal(value, found.state[name]) for name, value in head.state_dict().items())
+    exchange(ready(head, found.state))
 
 
 def test_the_last_two_are_kept_and_a_start_goes_on_from_the_newest(tmp_path: Path, draft: LlamaForCausalLM) -> None:

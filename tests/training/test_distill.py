@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ from forerun.training.data.on_policy import Writer
 from forerun.training.draft_models import TrainedModel
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop.distributed import Parallel
-from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings
 from forerun.training.objectives.distill import DistillObjective, DistillSettings, DraftStates, most_to_gain
 from forerun.training.recipe import make_recipe
+from forerun.training.run import writer_for
 from forerun.types import SpeculationStats
 from llamas import tiny_llama
 from training.conftest import in_two_processes
@@ -161,9 +163,13 @@ def test_logits_that_are_no_linear_map_are_refused() -> None:
         DraftStates(other)
 
 
+def writing(lm: Any, *, seed: int = 0, **settings: Any) -> Writer:
+    return Writer(lm, ObjectiveSettings(**settings), seed=seed, length=18)
+
+
 def test_a_writer_goes_on_from_each_prompt_as_the_model_alone_would() -> None:
     tokens, lm = windows(), draft()
-    writer = Writer(model=lm, seed=0, vocabulary=VOCABULARY, temperature=0, prompt_tokens=2)
+    writer = writing(lm, temperature=0.0, prompt_tokens=2)
     found = writer(tokens, 0, 0)
     for row, first, end, begin in ((0, 3, 9, 0), (0, 12, 15, 9), (1, 3, 18, 0)):
         text = tokens.tokens[row, begin:first].tolist()
@@ -176,11 +182,11 @@ def test_a_writer_goes_on_from_each_prompt_as_the_model_alone_would() -> None:
 
 def test_an_answer_that_ends_leaves_padding_and_longer_prompts_do_not_count() -> None:
     tokens, lm = windows(), draft()
-    written = Writer(model=lm, seed=0, vocabulary=VOCABULARY, temperature=0, prompt_tokens=8)(tokens, 0, 0)
+    written = writing(lm, temperature=0.0, prompt_tokens=8)(tokens, 0, 0)
     assert not written.loss_mask[1, :8].any() and written.loss_mask[1, 8:].all()
     assert torch.equal(written.tokens[0, 9:15], tokens.tokens[0, 9:15]), "a document of six tokens is all prompt"
     lm.generation_config.eos_token_id = [int(written.tokens[1, 9])]
-    ended = Writer(model=lm, seed=0, vocabulary=VOCABULARY, temperature=0, prompt_tokens=8)(tokens, 0, 0)
+    ended = writing(lm, temperature=0.0, prompt_tokens=8)(tokens, 0, 0)
     stop = 9 if written.tokens[1, 8] == written.tokens[1, 9] else 10
     assert ended.loss_mask[1].nonzero().flatten().tolist() == list(range(8, stop))
     assert (ended.documents[1, stop:] == -1).all() and not ended.positions[1, stop:].any()
@@ -188,18 +194,19 @@ def test_an_answer_that_ends_leaves_padding_and_longer_prompts_do_not_count() ->
 
 def test_what_is_drawn_follows_seed_batch_and_row_and_the_models_distribution() -> None:
     tokens, lm = windows(), draft()
-    writer = Writer(model=lm, seed=5, vocabulary=VOCABULARY, prompt_tokens=2)
+    writer = writing(lm, seed=5, prompt_tokens=2)
     one = writer(tokens, 3, 0).tokens
     assert torch.equal(one, writer(tokens, 3, 0).tokens) and not torch.equal(one, writer(tokens, 4, 0).tokens)
     second = TokenBatch(**{f.name: getattr(tokens, f.name)[1:] for f in dataclasses.fields(tokens)})
     assert torch.equal(writer(second, 3, 1).tokens[0], one[1]), "a process with the second row alone draws the same"
-    firsts = torch.cat([writer(tokens, number, 0).tokens[1, 3:4] for number in range(600)])
+    many = TokenBatch(**{f.name: getattr(tokens, f.name)[1:, :4].repeat(600, 1) for f in dataclasses.fields(tokens)})
     expected = lm(tokens.tokens[1:, :3]).logits[0, -1].softmax(-1).detach()
-    found = firsts.bincount(minlength=VOCABULARY) / 600
+    found = writer(many, 0, 0).tokens[:, 3].bincount(minlength=VOCABULARY) / 600
     assert float((found - expected).abs().sum() / 2) < 0.12
-    some = dataclasses.replace(writer, share=0.5)
-    changed = [not torch.equal(some(tokens, number, 0).tokens[1], tokens.tokens[1]) for number in range(60)]
-    assert 15 < sum(changed) < 45
+    some = writing(lm, seed=5, prompt_tokens=2, written=0.5)
+    changed = some(many, 0, 0).tokens[:, 3] != many.tokens[:, 3]
+    assert 0.3 < float(changed.float().mean()) < 0.7
+    assert int(writing(lm, prompt_tokens=2, accepted=0.5)(many, 0, 0).loss_mask.sum()) in range(240, 360)
 
 
 def words(target: Path, prepared: Path, output: Path, steps: int, *more: str) -> list[str]:
@@ -258,6 +265,9 @@ def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
     overlaps = logged(tmp_path / "run", "overlap_0")
     assert sum(overlaps[-10:]) / 10 > sum(overlaps[:3]) / 3 + 0.1, (overlaps[:3], overlaps[-10:])
     assert len(logged(tmp_path / "run", "eval/chain_t0")) == 2 and outcome["best"] > 1.2
+    assert all(
+        len(logged(tmp_path / "run", f"eval/acceptance_{of}_1")) == 2 for of in ("tree_t0", "chain_t1", "tree_t1")
+    )
     assert drafts(target, Path(outcome["draft"])) > drafts(target, start) + 0.05
     assert type(AutoModelForCausalLM.from_pretrained(outcome["draft"])) is LlamaForCausalLM
 
@@ -330,10 +340,12 @@ def test_another_tokenizer_is_refused(start: Path, target: Path, tmp_path: Path)
 
 
 def test_a_spread_draft_model_does_not_write() -> None:
-    given = {"draft": {"start": "x"}, "objective": {"writer": "draft"}}
-    trained = TrainedModel(make_recipe("distill", {"target": "a", "data": "b", "output": "c", **given}))
-    with pytest.raises(ArgumentError, match=r"objective\.writer=draft needs the whole draft model .*--parallel ddp"):
-        trained.rewrite(model(), Parallel(mode="fsdp"))
+    for kind, writer in (("distill", "draft"), ("eagle3", "target")):
+        given = {"target": "a", "data": "b", "output": "c", "objective": {"writer": writer}}
+        run = SimpleNamespace(recipe=make_recipe(kind, given), parallel=Parallel(mode="fsdp"), trained=None)
+        run.module = run.model = None
+        with pytest.raises(ArgumentError, match=rf"objective\.writer={writer} needs the whole .*--parallel ddp"):
+            writer_for(run)  # type: ignore[arg-type]
 
 
 @pytest.mark.thorough

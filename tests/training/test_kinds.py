@@ -60,6 +60,10 @@ def test_a_trained_head_drafts(
     # Batches differ in how hard they are: the first and the last two passes over the data.
     assert sum(losses[-12:]) / 12 < FALLS.get(kind, 0.9) * sum(losses[:6]) / 6
     assert late["best"] > 1.3
+    measured = {name for line in lines for name in line if name.startswith("eval/")}
+    shapes = {f"{shape}_t{temperature}" for shape in ("chain", "tree") for temperature in (0, 1)}
+    assert {f"eval/{shape}" for shape in shapes} | {"eval/acceptance_0", "eval/acceptance_1"} <= measured
+    assert {f"eval/acceptance_{shape}_0" for shape in shapes - {"chain_t0"}} <= measured
     params, prompt = SamplingParams(temperature=0, max_tokens=24, detokenize=False), {"prompt_token_ids": [3]}
     for way in WAYS.get(kind, [{"method": kind}]):
         llm = LLM(str(target), speculative_config={**way, "model": late["head"], "adaptive": False})

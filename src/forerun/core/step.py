@@ -93,7 +93,7 @@ def step(
     names = {index: group.name for group in groups for index in group.members}
     trees = _without_impossible(trees, rows, names)
     marks.append(time.perf_counter())
-    boundaries = frozenset[Boundary]().union(*(group.drafter.requires for group in groups))
+    boundaries = frozenset[Boundary]().union(*(group.drafter.requires | group.drafter.observes for group in groups))
     scored = target.score([row.cache_row for row in rows], trees, boundaries=boundaries)
     top = max((group.drafter.top_ids for group in groups), default=0)
     scores = Scores(scored.logits, rows, trees, rules, top=top)
@@ -231,7 +231,8 @@ def _lesson(
 ) -> DraftContext:
     """What a drafter is shown of these rows after a step."""
     chosen = [verdicts[index] for index in members]
-    wanted = {boundary: _kept_states(hidden_states[boundary], members, chosen) for boundary in drafter.requires}
+    boundaries = drafter.requires | drafter.observes
+    wanted = {boundary: _kept_states(hidden_states[boundary], members, chosen) for boundary in boundaries}
     return context_for(rows, members, [len(verdict.path) + 1 for verdict in chosen], wanted)
 
 

@@ -102,7 +102,7 @@ DRAFTERS: dict[str, Entry] = {
         summary="pipelined early exits, only for decoders whose layers share their weights (SPEED)",
     ),
     **{
-        kind.name: Entry(path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None)
+        kind.name: Entry(path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None, adapts=True)
         for kind in KINDS.values()
         if kind.trains == "head"
     },

@@ -164,6 +164,12 @@ class Drafter:
         return False
 
     @property
+    def observes(self) -> frozenset[Boundary]:
+        """Layer boundaries whose hidden states `observe` is shown besides those that the drafter reads: of the tokens
+        that a step committed, as `extend` has them, and of no prompt."""
+        return frozenset()
+
+    @property
     def top_ids(self) -> int:
         """How many ids a node `observe` asks `scores.top_ids` for: read from the device with all else, if said here."""
         return 0
@@ -177,8 +183,9 @@ class Drafter:
 
     @property
     def trainable(self) -> Any:
-        """The causal LM whose weights online adaptation may exchange between steps; None: there is nothing to train.
-        Such a drafter computes a row anew that is truncated to 0 and then extended by less than the whole text."""
+        """The causal LM or head whose weights online adaptation may exchange between steps; None: nothing to train. One
+        that reads no hidden states computes a row anew that is truncated to 0 and then extended by less than the whole
+        text."""
         return None
 
     def extend(self, context: DraftContext) -> None:

@@ -43,6 +43,7 @@ class Guarded(Drafter):
     name = "guarded"
     depth: int | None = None
     requires: frozenset[Boundary] = frozenset()
+    observes: frozenset[Boundary] = frozenset()
     top_ids: int = 0
     remembers: bool = False
 
@@ -55,6 +56,7 @@ class Guarded(Drafter):
         self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
         self.depth = self._told("depth", _DEPTH, None)
         self.requires = self._told("requires", self._boundaries, frozenset[Boundary]())
+        self.observes = self._told("observes", self._boundaries, frozenset[Boundary]())
         self._watches = self._told("watches", _FLAG, otherwise=False)
         self.top_ids = self._told("top_ids", int, 0)
         self.remembers = self._told("remembers", _FLAG, otherwise=False)
@@ -67,6 +69,11 @@ class Guarded(Drafter):
     @property
     def watches(self) -> bool:
         return self._watches
+
+    def wrap(self, around: Callable[[Drafter], Drafter]) -> None:
+        """Put something around the drafter inside, which may observe more states than that."""
+        self.drafter = around(self.drafter)
+        self.observes = self._told("observes", self._boundaries, frozenset[Boundary]())
 
     def extend(self, context: DraftContext) -> None:
         """Show it committed tokens, with the hidden states that it reads and no others. A closed row may begin anew."""
@@ -101,7 +108,7 @@ class Guarded(Drafter):
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         if places := self._open(context):
-            part = self._seen(context, places)
+            part = self._seen(context, places, self.requires | self.observes)
             with self._guarding(part.rows, "to learn from a step"):
                 self.drafter.observe(part, [verdicts[place] for place in places], scores.of(places))
 
@@ -134,9 +141,11 @@ class Guarded(Drafter):
             return []
         return places
 
-    def _seen(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
-        part = context.of(places)
-        hidden_states = {key: states for key, states in part.hidden_states.items() if key in self.requires}
+    def _seen(
+        self, context: DraftContext, places: Sequence[int], boundaries: frozenset[Boundary] | None = None
+    ) -> DraftContext:
+        part, wanted = context.of(places), self.requires if boundaries is None else boundaries
+        hidden_states = {key: states for key, states in part.hidden_states.items() if key in wanted}
         return replace(part, hidden_states=hidden_states, failures={})
 
     @contextmanager
@@ -225,13 +234,14 @@ class Deferred(Guarded):
 
     def extend(self, context: DraftContext) -> None:
         now = list[int]()
+        reads = {boundary: states for boundary, states in context.hidden_states.items() if boundary in self.requires}
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
-            at_once = row.asked or (bool(context.hidden_states) and fresh + row.held() > _MOST_STATES)
+            at_once = row.asked or (bool(reads) and fresh + row.held() > _MOST_STATES)
             if at_once and row.shown == len(tokens) - fresh and not row.states:
                 now.append(index)
                 continue
-            for boundary, states in context.hidden_states.items():
+            for boundary, states in reads.items():
                 row.states.setdefault(boundary, []).append(states[index, : min(fresh, len(tokens) - 1)])
             if at_once:
                 self._show([index], context)

@@ -81,6 +81,13 @@ class Engine:
         if request is not None:
             request.release()
 
+    def forget(self) -> None:
+        """With nothing running: free rows hold nothing afterwards, and are taken in the order of a new engine."""
+        for row, drafter in self._prefixes.drop(0):
+            self.drafting.forget(drafter, [row], [0])
+        self._prefixes = PrefixCache(self.target, enabled=self.scheduling.enable_prefix_caching)
+        self._prefilled_last = False
+
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
         """One pass: over prompts, or over the next tokens of all that have been read; one chunk an answer. While there

@@ -154,7 +154,7 @@ class DrafterPool:
     def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
         """Put something around the drafters of a configuration; what they propose and are shown then passes through."""
         for _, guarded in self._active[key].drafters:
-            guarded.drafter = around(guarded.drafter)
+            guarded.wrap(around)
 
     @contextmanager
     def free_of_charge(self) -> Iterator[None]:

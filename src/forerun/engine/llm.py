@@ -71,7 +71,7 @@ class LLM:
             repeats and its answers differ. None draws one for each.
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
             compute the same bits for a chain (drafts are limited to 15 nodes); no prefix is reused then.
-        adapt: let the drafter learn while it serves (`draft_model` alone): True, or fields of `AdaptConfig`.
+        adapt: let the drafter, a draft model or a head, learn while it serves: True, or fields of `AdaptConfig`.
         check: verify the step's invariants while running (slow).
         loading: passed to `Target.load`: device_map, tp_plan, adapter, revision, trust_remote_code, token, self_check,
             repack, compile. The older keywords ``speculative_model``, ``num_speculative_tokens``,

@@ -15,12 +15,10 @@ from forerun.drafters.vocabulary import check_tokenizers, tokenizer_beside
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.support import text_config
-from forerun.training.data.on_policy import Writer
 from forerun.training.data.store import PreparedData
-from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
 from forerun.training.shrink import shrunk
-from forerun.training.trained import Rewrite, Trained, drafting_copy, hashes
+from forerun.training.trained import Trained, branches, drafting_copy, hashes
 from forerun.types import Boundary
 from forerun.writing import written_folder
 
@@ -29,12 +27,13 @@ class TrainedModel(Trained):
     """A draft model with the target's tokenizer; a transformers causal LM of any architecture that forerun serves."""
 
     folder: ClassVar[str] = "draft"
+    writes: ClassVar[bool] = True
     module: Any
     boundaries: tuple[Boundary, ...] = ()
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         super().__init__(recipe)
-        draft, writer = recipe.draft, recipe.objective.writer
+        draft = recipe.draft
         if draft.vocab_size is not None:
             raise ArgumentError("a draft model has its tokenizer's vocabulary; leave draft.vocab_size away")
         if draft.start is not None and draft.options:
@@ -44,12 +43,6 @@ class TrainedModel(Trained):
                 "there is no draft model: name one with --draft DIRECTORY, or say what the target shall be shrunk to, "
                 "for example draft.options={layers: 4}"
             )
-        if writer != "data" and recipe.mode == "offline":
-            raise ArgumentError(
-                f"mode=offline has features of the data's own text: objective.writer={writer} is online"
-            )
-        if writer == "target" and recipe.target_parallel != "none":
-            raise ArgumentError("objective.writer=target needs the whole target on each process: target_parallel=none")
         if draft.start is None and recipe.target_parallel != "none":
             raise ArgumentError("the target is shrunk from its whole weights: target_parallel=none, or name a --draft")
 
@@ -76,8 +69,8 @@ class TrainedModel(Trained):
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
         depth = settings.num_speculative_tokens
         base = {"method": "draft_model", "model": drafting_copy(self.module, model)}
-        branches = max(1, min(settings.top_k, settings.nodes // depth))
-        return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, "shape": (branches, *(1,) * (depth - 1))}}
+        tree = (branches(settings), *(1,) * (depth - 1))
+        return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, "shape": tree}}
 
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
         """As ``{"method": "draft_model", "model": folder}`` takes it."""
@@ -85,23 +78,6 @@ class TrainedModel(Trained):
 
     def contents(self) -> dict[str, str]:
         return hashes({"draft.start": self.recipe.draft.start, "objective.reference": self.recipe.objective.reference})
-
-    def rewrite(self, model: Any, parallel: Parallel) -> Rewrite | None:
-        settings, training = self.recipe.objective, self.recipe.training
-        if settings.writer == "data" or not settings.written:
-            return None
-        own = settings.writer == "draft"
-        if own and parallel.mode == "fsdp":
-            raise ArgumentError("objective.writer=draft needs the whole draft model on each process: --parallel ddp")
-        return Writer(
-            model=self.module if own else model,
-            seed=training.seed,
-            vocabulary=min(text_config(one).vocab_size for one in (self.module, model)),
-            share=settings.written,
-            temperature=settings.temperature,
-            prompt_tokens=settings.prompt_tokens,
-            half=own and training.dtype == "bfloat16",
-        )
 
 
 def load_trainable(name: str) -> Any:

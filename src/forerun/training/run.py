@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from forerun.errors import ArgumentError
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.support import text_config
-from forerun.training.batch import Batches, FeatureBatch, Objective
+from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
+from forerun.training.data.on_policy import Writer
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore, checkpoint_directory, describe
@@ -95,6 +97,8 @@ class Run:
         settings, windows = self.recipe.training, self.recipe.windows
         weights = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
         steps = settings.total_steps(self.batches.steps_per_epoch)
+        if self.batches.writer is not None:
+            self.batches.writer.folder = None
         model = spread(self.objective, self.parallel)
         began = time.perf_counter()
         # The last step: where a run has stages it is the dearest.
@@ -149,7 +153,7 @@ class RunBatches(Batches):
         self.device: torch.device = run.model.device
         # Whether a pass of the target needs all processes, with the same tokens.
         self.together = recipe.target_parallel == "tp"
-        self.rewrite = trained.rewrite(run.model, run.parallel)
+        self.writer = writer_for(run)
         self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
         self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
         self.accumulation = recipe.training.accumulation
@@ -169,13 +173,51 @@ class RunBatches(Batches):
             mine = self.source.features(self.windows, step, rank, world).to(self.device)
             return dataclasses.replace(mine, number=step, done=done)
         for member in range(world) if self.together else (rank,):
-            tokens = self.windows.batch(step, member, world).to(self.device)
-            if self.rewrite is not None:
-                tokens = self.rewrite(tokens, step, member * self.windows.rows)
+            windows = partial(self._windows, member, world)
+            first_row = member * self.windows.rows
+            tokens = windows(step) if self.writer is None else self.writer.batch(windows, step, first_row)
             found = self.source.features(tokens)
             if member == rank:
                 mine = found
         return dataclasses.replace(mine, number=step, done=done)
+
+    def _windows(self, rank: int, world: int, number: int) -> TokenBatch:
+        return self.windows.batch(number, rank, world).to(self.device)
+
+
+def writer_for(run: Run) -> Writer | None:
+    """Who writes what is trained on; None where the data stay. The target is drafted for by a copy of what is trained,
+    as evaluation's chain is; one that learns, too, writes plainly, as it was."""
+    recipe, settings, trained, drafting = run.recipe, run.recipe.objective, run.trained, None
+    if settings.writer == "data" or not settings.written:
+        return None
+    module, writes, vocabulary = run.module, run.model, None
+    if kind_named(recipe.kind).trains in ("head", "draft_model"):
+        if run.parallel.mode == "fsdp":
+            raise ArgumentError(
+                f"objective.writer={settings.writer} needs the whole of what is trained on each process: --parallel ddp"
+            )
+        drafting = trained.shapes(run.model, recipe.evaluation.settings)["chain"]
+        if settings.writer == "draft":
+            writes, drafting = drafting["model"], None
+            sizes = [text_config(one).vocab_size for one in (run.model, writes)]
+            vocabulary = sizes[0] if sizes[0] < sizes[1] else None
+    copied = writes if settings.writer == "draft" else (drafting or {}).get("model")
+
+    def refresh() -> None:
+        if copied is not None:
+            copied.load_state_dict(module.state_dict())
+
+    return Writer(
+        writes,
+        settings,
+        seed=recipe.training.seed,
+        length=recipe.windows.length,
+        drafting=drafting,
+        vocabulary=vocabulary,
+        refresh=refresh,
+        folder=Path(recipe.output) / "written",
+    )
 
 
 def evaluate(

@@ -14,7 +14,7 @@ from forerun.training.data.store import PreparedData
 from forerun.training.draft_models import blank_model, load_trainable, write_model
 from forerun.training.objectives.medusa2 import TargetAndHead
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
-from forerun.training.trained import Trained, TrainedHead, drafting_copy
+from forerun.training.trained import Trained, TrainedHead, branches, drafting_copy
 from forerun.types import Boundary
 
 
@@ -45,11 +45,13 @@ class TrainedTarget(Trained):
         return drafting_copy(self.module, model)
 
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
-        """Chains of exits after a quarter, half and three quarters of the layers: ``chain``, ``chain_half``, ..."""
+        """Chains of exits after a quarter, half and three quarters of the layers: ``chain``, ``chain_half``, ...; and a
+        ``tree`` of the first."""
         layers, chain = self.module.config.get_text_config().num_hidden_layers, (1,) * settings.num_speculative_tokens
         names = {"chain": 1, "chain_half": 2, "chain_three_quarters": 3}
         exits = {name: max(1, min(layers - 1, layers * quarters // 4)) for name, quarters in names.items()}
-        return {name: {"method": "early_exit", "exit_layer": one, "shape": chain} for name, one in exits.items()}
+        shapes = {name: {"method": "early_exit", "exit_layer": one, "shape": chain} for name, one in exits.items()}
+        return shapes | {"tree": {**shapes["chain"], "shape": (branches(settings), *chain[1:])}}
 
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
         """As transformers writes it; ``{"method": "early_exit"}`` drafts with it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,10 +15,8 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_he
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.kinds import HeadKind, Role, kind_named, named
 from forerun.errors import ArgumentError
-from forerun.training.batch import TokenBatch
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.store import loaded_from, target_hash
-from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
 from forerun.types import Boundary
 
@@ -29,8 +27,6 @@ TRAINED: dict[Role, str] = {
     "target_and_head": "forerun.training.targets:TrainedTargetAndHead",
 }
 """Role of a kind -> ``module:Class``, a `Trained`."""
-Rewrite = Callable[[TokenBatch, int, int], TokenBatch]
-"""(windows, number of the batch, number of its first row in the batches of all processes) -> what is trained on."""
 
 
 def trained_by(kind: HeadKind) -> type[Trained]:
@@ -44,12 +40,24 @@ class Trained(ABC):
 
     folder: ClassVar[str]  # Of the finished thing, in the output of the recipe
     beside: ClassVar[tuple[str, ...]] = ()  # What else is written there
+    writes: ClassVar[bool] = False  # Whether it can write an answer alone
     module: nn.Module
     boundaries: tuple[Boundary, ...]  # Where the target is read, besides its last state
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         """ArgumentError for what cannot be; nothing is loaded yet."""
-        self.recipe = recipe
+        self.recipe, writer = recipe, recipe.objective.writer
+        if writer != "data" and recipe.mode == "offline":
+            raise ArgumentError(
+                f"mode=offline has features of the data's own text: objective.writer={writer} is online"
+            )
+        if writer == "draft" and not self.writes:
+            raise ArgumentError(
+                f"what forerun train {recipe.kind} trains does not write alone: objective.writer=target lets the "
+                "target write while it is drafted for"
+            )
+        if writer == "target" and recipe.target_parallel != "none":
+            raise ArgumentError("objective.writer=target needs the whole target on each process: target_parallel=none")
 
     @abstractmethod
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
@@ -75,11 +83,6 @@ class Trained(ABC):
     def contents(self) -> dict[str, str]:
         """Key of the recipe -> hash of what the directory holds that it names."""
         return {}
-
-    def rewrite(self, model: Any, parallel: Parallel) -> Rewrite | None:
-        """What makes other windows of the data's before they are trained on; None: nothing does. `model` is the
-        target."""
-        return None
 
 
 class TrainedHead(Trained):
@@ -139,6 +142,11 @@ def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[st
         "chain": {**base, "shape": (1,) * depth},
         "tree": {**base, "top_k": settings.top_k, "nodes": settings.nodes},
     }
+
+
+def branches(settings: EvaluationSettings) -> int:
+    """Chains below the root of a tree of fixed shape that has no more nodes than evaluation allows."""
+    return max(1, min(settings.top_k, settings.nodes // settings.num_speculative_tokens))
 
 
 def drafting_copy(module: nn.Module, model: Any) -> nn.Module:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS
-from forerun.drafters.heads.kinds import KINDS
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.errors import ArgumentError, nearest
 
@@ -30,9 +29,8 @@ class AdaptConfig:
     directory: Path | None = None
     """Where accepted weights are kept, and where a later start goes on; None: they end with the process."""
     learning_rate: float = 1.0e-4  # Of AdamW, per step. A worse candidate halves it, those kept let it recover
-    memory_bytes: int = 64 * 2**20  # Most bytes of collected positions, oldest dropped; weights, optimizer on top
-    top_k: int = 32  # Tokens of the target's distribution that are kept at each position; the rest is one number
-    kept_weight: float = 0.3  # What a position counts in the loss where no draft was rejected; a rejected one: 1
+    memory_bytes: int = 256 * 2**20  # Most bytes of collected states, oldest dropped; weights, optimizer on top
+    accepted_share: float = 0.3  # Of the positions where no draft was rejected, the share that is trained on
     held_every: int = 8  # One of so many answers is held back: not trained on, candidates are compared on it
     round_pieces: int = 32  # Pieces of answers, of at most `PIECE` positions, that a candidate is trained on
     fresh_pieces: int = 8  # New pieces that must have come in before a candidate is trained
@@ -42,11 +40,11 @@ class AdaptConfig:
         if isinstance(self.directory, str):
             object.__setattr__(self, "directory", Path(self.directory))
         least = {"memory_bytes": 2**20, "held_every": 2}
-        least |= dict.fromkeys(("top_k", "round_pieces", "fresh_pieces", "batch_pieces"), 1)
+        least |= dict.fromkeys(("round_pieces", "fresh_pieces", "batch_pieces"), 1)
         allowed = {name: (getattr(self, name) >= low, f"at least {low}") for name, low in least.items()}
         allowed["share"] = 0 < self.share <= 1, "above 0 and at most 1"
         allowed["learning_rate"] = 0 < self.learning_rate < math.inf, "above 0"
-        allowed["kept_weight"] = 0 <= self.kept_weight <= 1, "from 0 to 1"
+        allowed["accepted_share"] = 0 <= self.accepted_share <= 1, "from 0 to 1"
         for name, (fits, wanted) in allowed.items():
             if not fits:
                 raise ArgumentError(f"adapt: {name} must be {wanted}, got {getattr(self, name)!r}")
@@ -86,9 +84,7 @@ def adapt_config(
     method = speculative.method
     if method == AUTO:
         raise ArgumentError(f"{AUTO} has no drafter here that can adapt; give it one as its model. {advice}")
-    trained = method in KINDS or DRAFTERS[method].needs_training
-    has = "has weights, but cannot train them yet" if trained else "has nothing to train"
-    raise ArgumentError(f"drafter {method!r} {has}; {advice}")
+    raise ArgumentError(f"drafter {method!r} has nothing that could be trained while it serves; {advice}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,10 @@
 """One drafter that learns while it serves: put around it, trained in a thread, its snapshots on disk.
 
 The thread has one intra-op thread of torch's and a share of wall time: it waits for enough that is new, trains a
-candidate, compares it, offers it, and saves it once it serves. Snapshots are ordinary transformers checkpoints,
-``DIR/checkpoint-<version>`` with ``adaptation.json`` in it, the last two of them, and ``DIR/latest``, a link to the
-newest that serves. A directory is written under a hidden name and renamed, the link likewise, so whoever is killed
-leaves the last one whole.
+candidate, compares it, offers it, and saves it once it serves. Snapshots are ordinary checkpoints, transformers' or of
+a head's public format, ``DIR/checkpoint-<version>`` with ``adaptation.json`` in it, the last two of them, and
+``DIR/latest``, a link to the newest that serves. A directory is written under a hidden name and renamed, the link
+likewise, so whoever is killed leaves the last one whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.drafters.base import Drafter
+from forerun.drafters.heads.base import Head
 from forerun.engine.adapting import AdaptationStats, AdaptConfig
 from forerun.engine.adapting.drafter import AdaptedDrafter
 from forerun.engine.adapting.learning import HELD_PIECES, LEAST_HELD, Learner, Throttle, Trial
@@ -68,14 +70,17 @@ class Adaptation:
             return drafter
         config, snapshots = self._config, None
         if config.directory is not None:
-            snapshots = Snapshots(config.directory, self._target, self._tokenizer, model.dtype)
+            head = isinstance(model, Head)
+            dtype = model.weight.dtype if head else model.dtype
+            snapshots = Snapshots(config.directory, self._target, self._tokenizer, dtype, head=head)
         kept = snapshots.resume() if snapshots is not None else None
         if kept is not None:
             exchange(ready(model, kept.state))
             log.info("adaptation: going on from %s", kept.path)
-        learner = Learner(model, config, state=None if kept is None else kept.state)
-        readable = min(self._target.vocab_size, learner.vocabulary)
-        collector = Collector(self._buffer, top_k=config.top_k, held_every=config.held_every, readable=readable)
+        learner = Learner(model, self._target.model, config, state=None if kept is None else kept.state)
+        collector = Collector(
+            self._buffer, boundaries=learner.boundaries, context=learner.context, held_every=config.held_every
+        )
         self.drafter = AdaptedDrafter(drafter, collector, self._throttle)
         version = 0 if kept is None else kept.version
         self.background = Background(
@@ -146,7 +151,7 @@ class Background:
     """Trains for one drafter until it is told to end."""
 
     drafter: AdaptedDrafter
-    model: Any  # The causal LM that serves, for which weights are made ready
+    model: Any  # The causal LM or head that serves, for which weights are made ready
     learner: Learner
     buffer: ReplayBuffer
     throttle: Throttle
@@ -164,7 +169,7 @@ class Background:
     def run(self) -> None:
         """Work until the end; an error ends it earlier, never the serving."""
         try:
-            with _own_stream(self.model.device):
+            with _own_stream(self.learner.device):
                 while not self.ending.is_set():
                     if not self.turn():
                         self.ending.wait(_LOOK_S)
@@ -180,7 +185,7 @@ class Background:
             self._roll_back()
             return True
         held = self.buffer.held(HELD_PIECES)
-        enough = sum(len(piece.positions) for piece in held) >= LEAST_HELD
+        enough = sum(piece.positions for piece in held) >= LEAST_HELD
         if not enough or self.buffer.added - self._used < self.learner.config.fresh_pieces:
             return False
         self._used = self.buffer.added
@@ -194,8 +199,8 @@ class Background:
                 self.discarded += 1
                 return True
             weights = ready(self.model, self.learner.twin.state_dict())
-            if self.model.device.type == "cuda":
-                torch.cuda.current_stream(self.model.device).synchronize()
+            if self.learner.device.type == "cuda":
+                torch.cuda.current_stream(self.learner.device).synchronize()
         while not self.drafter.settled:
             if self.ending.wait(_LOOK_S):
                 return False
@@ -270,12 +275,20 @@ class Snapshots:
         target: whose distributions it learns; a checkpoint for another one is refused.
         tokenizer: saved with every checkpoint, so that it can be drafted with as it stands.
         dtype: of the weights on disk: that of the drafter as it was loaded.
+        head: whether the drafter is a head, and not a causal LM.
     """
 
     def __init__(
-        self, directory: Path, target: Target, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
+        self,
+        directory: Path,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase | None,
+        dtype: torch.dtype,
+        *,
+        head: bool = False,
     ) -> None:
-        self.directory, self._tokenizer, self._dtype = directory, tokenizer, dtype
+        self.directory, self._tokenizer, self._dtype, self._head = directory, tokenizer, dtype, head
+        self._facts = TargetFacts.of(target.model.config, target.name_or_path)
         self._target = fingerprint(target)
         self._described: dict[str, Any] = {"target": self._target, "target_name": Path(target.name_or_path).name}
         if tokenizer is not None:
@@ -295,7 +308,7 @@ class Snapshots:
                 f"{path} holds a drafter that was adapted to another target ({record.get('target_name')}); "
                 "give another directory, or remove this one"
             )
-        return Snapshot(path=path, version=int(record["version"]), state=_weights(path))
+        return Snapshot(path=path, version=int(record["version"]), state=self._weights(path))
 
     def save(self, twin: Any, version: int, facts: Mapping[str, Any]) -> Path:
         """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it. A CheckpointError
@@ -305,9 +318,12 @@ class Snapshots:
         with checkpoint.new_directory(path) as fresh:
             with torch.no_grad():
                 stored = copy.deepcopy(twin).to(self._dtype)
-            stored.save_pretrained(fresh)
-            if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(fresh)
+            if isinstance(stored, Head):
+                write_head(HeadCheckpoint.of(stored), fresh, format_for(stored.config.kind), self._facts)
+            else:
+                stored.save_pretrained(fresh)
+                if self._tokenizer is not None:
+                    self._tokenizer.save_pretrained(fresh)
             record = {"version": version, **self._described, **facts}
             (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         self._link(path)
@@ -325,6 +341,20 @@ class Snapshots:
         remove_folder(bad)
         if not before:  # only now: whoever is killed in between must not begin with the newest there is
             self._link(None)
+
+    def _weights(self, path: Path) -> dict[str, Tensor]:
+        from transformers import AutoModelForCausalLM
+
+        module: Any
+        try:
+            if self._head:
+                module = read_head(path, num_layers=self._facts.num_layers).build(torch.float32)
+            else:
+                module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); remove it") from error
+        state: dict[str, Tensor] = module.state_dict()
+        return state
 
     def _link(self, path: Path | None) -> None:
         link = self.directory / LATEST
@@ -361,13 +391,3 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({error!r}); --adapt-dir wants a directory of its own, written by forerun"
         ) from error
     return record
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        state: dict[str, Tensor] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); remove it") from error
-    return state

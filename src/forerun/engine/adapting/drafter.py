@@ -3,8 +3,9 @@
 All of it runs in the engine's thread but `offer`. Key-value caches are left as they are when weights change: the keys
 of running rows are then those of the former weights, which can cost a little acceptance until the answer ends, where
 running all contexts again would cost every running answer a pause at once. What is drafted from them is recorded with
-the law that it was drawn from like any draft, so answers cannot tell. A row that outlives its answer, as a reused
-prefix does, is computed anew when it is cut: one that serves for weeks would else stay what the first weights made.
+the distribution that it was drawn from like any draft, so answers cannot tell. A draft model's row that outlives its
+answer, as a reused prefix does, is computed anew when it is cut: one that serves for weeks would else stay what the
+first weights made. A head, which lacks the target's states of it, goes on from what it has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from forerun.core.sampling import Sampler
 from forerun.core.scores import Scores
@@ -21,7 +22,7 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.engine.adapting.learning import Throttle
 from forerun.engine.adapting.replay import Collector
 from forerun.model.kernels.packing import Weights, exchange
-from forerun.types import Budget, DraftKind, Source, Verdict
+from forerun.types import Boundary, Budget, DraftKind, Source, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ class AdaptedDrafter(Drafter):
         self._changes = 0
         self._read_under: dict[int, int] = {}
 
+    @property
+    def observes(self) -> frozenset[Boundary]:
+        return self._collector.boundaries
+
     def kind(self, sampler: Sampler) -> DraftKind:
         return self.drafter.kind(sampler)
 
@@ -73,6 +78,7 @@ class AdaptedDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         for row in context.rows:
             self._read_under.setdefault(row, self._changes)
+        self._collecting(context, self._collector.extend)
         self.drafter.extend(context)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
@@ -84,15 +90,17 @@ class AdaptedDrafter(Drafter):
         self.drafter.observe(context, verdicts, scores)
         if self.watch.saw(verdicts):
             self._roll_back()
-        if self.failed:
-            return
+        chosen = dict(zip(context.rows, verdicts, strict=True))
+        self._collecting(context, lambda part: self._collector.observe(part, [chosen[row] for row in part.rows]))
+
+    def _collecting(self, context: DraftContext, collect: Callable[[DraftContext], None]) -> None:
+        """Of the rows that may be learned from; an error ends collecting."""
         indices = [index for index, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
-        if not indices:
+        if self.failed or not indices:
             return
         try:
             with self._throttle.paced():
-                kept = [verdicts[index] for index in indices]
-                self._collector.observe(context.of(indices), kept, scores.of(indices))
+                collect(context.of(indices))
         except Exception as error:
             self.failed = True
             log.warning("adaptation stopped, drafting goes on: what a step taught could not be written down: %r", error)
@@ -100,7 +108,8 @@ class AdaptedDrafter(Drafter):
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self._collector.close(rows)
-        current = [self._read_under.get(row, self._changes) == self._changes for row in rows]
+        anew = not self.drafter.requires  # without the target's states a head could not read the row again
+        current = [not anew or self._read_under.get(row, self._changes) == self._changes for row in rows]
         kept = [length if fresh else 0 for length, fresh in zip(lengths, current, strict=True)]
         for row, length in zip(rows, kept, strict=True):
             if length == 0:

@@ -1,8 +1,8 @@
-"""Trains a float32 copy of the draft model on the replay buffer and compares what came out; and the throttle for it.
+"""Trains a float32 copy of what drafts on the replay buffer and compares what came out; and the throttle for it.
 
-The loss is the forward divergence KL(target, draft) over the tokens that were kept and one event for all others, at
-the request's temperature; positions where a draft was rejected weigh most. Candidates are compared by expected
-acceptance, sum over x of min(target(x), draft(x)), on pieces that were held back, before and after. No thread, no file.
+The loss is that of ``forerun train`` for this kind of drafter (`training.objectives`): of a draft model DistillSpec's,
+of a head its own; positions where a draft was rejected enter more often. Candidates are compared by the acceptance that
+the objective measures, on pieces that were held back, before and after. No thread, no file.
 Source: Online Speculative Decoding (arXiv 2310.07177).
 """
 
@@ -19,13 +19,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.kinds import kind_named
 from forerun.engine.adapting import AdaptConfig
 from forerun.engine.adapting.replay import Piece
 from forerun.errors import UnsupportedModelError
 from forerun.model.kernels.attention import NAME as FOLDED
-from forerun.model.layers import OutputHead, base_of, is_quantised
+from forerun.model.layers import is_quantised
+from forerun.training.batch import LossReport, Objective
+from forerun.training.loop.update import scale
+from forerun.training.objectives import objective_for
+from forerun.training.objectives.base import FrozenTarget, picked
+from forerun.types import LAST_HIDDEN, Boundary
 
 
 class Throttle:
@@ -77,7 +84,6 @@ class Throttle:
 
 HELD_PIECES = 32  # Most held back pieces that a candidate is compared on
 LEAST_HELD = 64  # Fewest held back positions that can tell
-_TINY = 1.0e-6
 _CLIP = 1.0
 _RECOVERY, _LEAST_RATE = 1.25, 64
 """What a kept candidate multiplies a lowered rate by; the rate given is never divided by more than this."""
@@ -99,18 +105,31 @@ class Trial:
 
 
 class Learner:
-    """One draft model's float32 twin: always the served weights, except while a candidate is made.
+    """A float32 twin of what drafts, and what `forerun train` trains such a drafter to do: always the served weights,
+    except while a candidate is made.
 
     Args:
-        model: the causal LM that serves; read once, its modules may be repacked.
-        state: weights to begin with instead of its own, names as in the plain model.
+        served: the causal LM or head that serves; read once, its modules may be repacked.
+        target: the causal LM that it drafts for, of which embedding and output head are read.
+        state: weights to begin with instead of its own, names as in the plain module.
     """
 
-    def __init__(self, model: Any, config: AdaptConfig, *, state: dict[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, served: Any, target: Any, config: AdaptConfig, *, state: dict[str, Tensor] | None = None
+    ) -> None:
         self.config = config
-        self.twin = plain_twin(model, state)
-        self._base, self._head = base_of(self.twin), OutputHead(self.twin)
-        self.vocabulary = int(self.twin.config.get_text_config(decoder=True).vocab_size)
+        self.twin = plain_twin(served, state)
+        own = isinstance(served, Head)
+        if len(set((getattr(target, "hf_device_map", None) or {}).values())) > 1 or getattr(target, "_tp_size", None):
+            raise UnsupportedModelError(
+                "the target is spread over devices, and adaptation reads its output head on one; leave adaptation off"
+            )
+        make = objective_for(kind_named(served.config.kind if own else "distill"))
+        self._objective: Objective = make(self.twin, FrozenTarget.of(target), make.Settings())
+        self.context = own
+        self.boundaries = frozenset[Boundary]((*served.config.boundaries, LAST_HIDDEN) if own else (LAST_HIDDEN,))
+        text = served.config if own else self.twin.config.get_text_config(decoder=True)
+        self._vocabulary, self.device = int(text.vocab_size), next(self.twin.parameters()).device
         self._rng = np.random.default_rng(0)
         self._trained = 0
         self._served = self.state()
@@ -151,62 +170,47 @@ class Learner:
         self.discard()
 
     def acceptance(self, pieces: Sequence[Piece], pause: Pause) -> float | None:
-        """Expected share of this model's drafts that the target keeps, over the positions of `pieces`: 1 at temperature
-        0 where the likeliest tokens agree; elsewhere a lower bound, for what lies outside the kept tokens counts as
-        rejected."""
-        total, count = 0.0, 0
+        """Expected share of this drafter's drafts that the target keeps, over the positions of `pieces`, as the
+        objective measures it; the mean over the depths that it drafts: how often the likeliest tokens agree down to
+        there at temperature 0, elsewhere the overlap of the distributions, where the objective knows it."""
+        sums: dict[str, tuple[float, float]] = {}
         for piece in pieces:
             with torch.no_grad():
-                total += float(self._accepted(piece).sum())
-            count += len(piece.positions)
+                metrics = self._objective(piece.batch(piece.counted, self._vocabulary, self.device)).metrics
+            sampled = not piece.greedy and any(name.startswith("overlap_") for name in metrics)
+            for name, (value, count) in metrics.items():
+                word, _, depth = name.rpartition("_")
+                if word == ("overlap" if sampled else "acceptance"):
+                    former = sums.get(depth, (0.0, 0.0))
+                    sums[depth] = former[0] + float(value), former[1] + float(count)
             if pause():
                 return None
-        return total / count if count else math.nan
+        shares = [value / count for value, count in sums.values() if count]
+        return sum(shares) / len(shares) if shares else math.nan
 
-    def loss(self, piece: Piece) -> Tensor:
-        """Weighted sum over the positions divided by the sum of weights, nats; carries gradients."""
-        logs = self._log_probs(piece)
-        ids = torch.from_numpy(piece.ids).long()
-        probs = torch.from_numpy(piece.probs).float().to(logs.device)
-        known = logs.gather(1, ids.to(logs.device))
-        rest = (1 - known.exp().sum(1)).clamp_min(_TINY).log()
-        mass = (1 - probs.sum(1)).clamp_min(0)
-        entropy = torch.special.entr(probs).sum(1) + torch.special.entr(mass)
-        divergence = -(probs * known).sum(1) - mass * rest - entropy
-        weights = torch.where(torch.from_numpy(piece.rejected), 1.0, self.config.kept_weight).to(logs.device)
-        loss: Tensor = (divergence * weights).sum() / weights.sum().clamp_min(_TINY)
-        return loss
-
-    def _accepted(self, piece: Piece) -> Tensor:
-        """(M,) probability that a draft at each position is accepted."""
-        logs = self._log_probs(piece)
-        ids = torch.from_numpy(piece.ids).long().to(logs.device)
-        if piece.temperature == 0:
-            return (logs.argmax(-1) == ids[:, 0]).float()
-        probs = torch.from_numpy(piece.probs).float().to(logs.device)
-        return torch.minimum(probs, logs.gather(1, ids).exp()).sum(1)
-
-    def _log_probs(self, piece: Piece) -> Tensor:
-        """(M, V) log-probabilities of the twin at the piece's positions, at its temperature."""
-        tokens = torch.from_numpy(np.where(piece.tokens < self.vocabulary, piece.tokens, 0)).long()
-        states = self._base(input_ids=tokens.unsqueeze(0).to(self.twin.device), use_cache=False).last_hidden_state
-        logits = self._head(states[:, torch.from_numpy(piece.positions).long().to(states.device)])
-        heat = piece.temperature or 1.0
-        return torch.log_softmax(logits[0].float() / heat, dim=-1)
+    def loss(self, piece: Piece) -> LossReport:
+        """The objective's, over the positions where a draft was rejected and a share of the others; with gradients."""
+        counted = piece.counted & picked(
+            piece.rejected, self._rng.random(len(piece.tokens)), self.config.accepted_share
+        )
+        return self._objective(piece.batch(counted, self._vocabulary, self.device))
 
     def _train(self, pieces: Sequence[Piece], pause: Pause) -> bool:
         """One pass over the pieces; False where it was cut short."""
         size = self.config.batch_pieces
         for start in range(0, len(pieces), size):
-            batch = pieces[start : start + size]
-            for piece in batch:
-                (self.loss(piece) / len(batch)).backward()  # type: ignore[no-untyped-call]
+            weight = 0.0
+            for piece in pieces[start : start + size]:
+                report = self.loss(piece)
+                report.loss.backward()  # type: ignore[no-untyped-call]
+                weight += float(report.weight)
                 if pause():
                     return False
-            nn.utils.clip_grad_norm_(self.twin.parameters(), _CLIP)
-            self._optimizer.step()
+            if weight:
+                scale(self.twin, 1 / weight, _CLIP)
+                self._optimizer.step()
+                self.updates += 1
             self._optimizer.zero_grad(set_to_none=True)
-            self.updates += 1
         return True
 
     def _chosen(self, pieces: Sequence[Piece], added: int) -> list[Piece]:
@@ -221,22 +225,25 @@ class Learner:
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         self.twin.zero_grad(set_to_none=True)
-        return torch.optim.AdamW(self.twin.parameters(), lr=self._rate, weight_decay=0.0)
+        learning = [weight for weight in self.twin.parameters() if weight.requires_grad]
+        return torch.optim.AdamW(learning, lr=self._rate, weight_decay=0.0)
 
 
-def plain_twin(model: Any, state: dict[str, Tensor] | None = None) -> Any:
-    """A float32 causal LM of plain modules on the same device, with the weights of `model`, or those of `state`.
-    UnsupportedModelError: quantised, spread over devices, or with an adapter: there are no plain weights to train."""
-    spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
-    if is_quantised(model) or getattr(model, "peft_config", None) or spread or getattr(model, "_tp_size", None):
+def plain_twin(served: Any, state: dict[str, Tensor] | None = None) -> Any:
+    """A float32 module of plain ones on the same device, with the weights of `served`, a head or a causal LM, or those
+    of `state`. UnsupportedModelError: quantised, spread over devices, or with an adapter: there are no plain weights to
+    train."""
+    spread = len(set((getattr(served, "hf_device_map", None) or {}).values())) > 1
+    if is_quantised(served) or getattr(served, "peft_config", None) or spread or getattr(served, "_tp_size", None):
         raise UnsupportedModelError(
-            "this draft model is quantised, spread over devices or has an adapter, so that there are no plain weights "
+            "this drafter is quantised, spread over devices or has an adapter, so that there are no plain weights "
             "to train; serve a plain checkpoint of it, or leave adaptation off"
         )
-    config = copy.deepcopy(model.config)
-    if config._attn_implementation == FOLDED:
+    config = copy.deepcopy(served.config)
+    device = served.weight.device if isinstance(served, Head) else served.device
+    if getattr(config, "_attn_implementation", None) == FOLDED:
         config._attn_implementation = "sdpa"  # the one that it stands for
     with torch.random.fork_rng(devices=[]):
-        twin = type(model)(config).to(dtype=torch.float32, device=model.device)
-    twin.load_state_dict(model.state_dict() if state is None else state)
-    return twin.train(False).requires_grad_(True)
+        twin = type(served)(config).to(dtype=torch.float32, device=device)
+    twin.load_state_dict(served.state_dict() if state is None else state)
+    return twin.train(False)

@@ -1,26 +1,28 @@
-"""The replay buffer: stretches of answers with the target's distributions at their positions, and who fills it.
+"""The replay buffer: stretches of answers with the target's hidden states, and who fills it.
 
-The collector runs in the engine's thread. Of every row it looks at the committed path: the root and the accepted nodes,
-the last of which is where the draft was rejected, if it was. One selection, one softmax, one top-k and one transfer to
-the host for the whole batch and step. Arrays are numpy's on purpose: what the engine computes in inference mode could
-not be trained on, and arrays tell their bytes.
+The collector runs in the engine's thread. A step has just computed the states of the root and of every accepted node,
+and they are all that a training objective asks of the target: nothing is run again. What comes after a stretch's
+beginning counts where a step verified drafts; what stands before it is context. Tensors are copied to the host outside
+of inference mode, in which nothing could be trained on.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from forerun.core.sampling import Sampler
-from forerun.core.scores import Scores
 from forerun.drafters.base import DraftContext
-from forerun.types import Source, Verdict
+from forerun.training.batch import FeatureBatch, TokenBatch
+from forerun.types import Boundary, Source, Verdict
 
 PIECE = 64  # Most positions of a piece
 CONTEXT = 192  # Most tokens before a piece's first position that are kept with it
@@ -29,23 +31,37 @@ HELD_SHARE = 0.125  # Of the buffer's bytes, for what is held back
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A stretch of one answer, and the target's distributions at M of its positions."""
+    """A stretch of one answer: S tokens, and the target's states at all but the last."""
 
-    tokens: npt.NDArray[np.int32]  # (S,) what was read, context first
-    positions: npt.NDArray[np.int32]  # (M,) after which of the tokens each distribution stands
-    ids: npt.NDArray[np.int32]  # (M, k) the likeliest tokens, best first
-    probs: npt.NDArray[np.float16]
-    """(M, k) their probabilities at `temperature`, before any other processing; what is missing to 1 is the rest's."""
-    rejected: npt.NDArray[np.bool_]  # (M,) where a draft was rejected
-    temperature: float
-    """Of the request. At 0 the probabilities are of temperature 1, and a draft is right if it is the likeliest."""
+    tokens: npt.NDArray[np.int32]  # (S,) context first
+    states: Mapping[Boundary, Tensor]  # (S - 1, H) after each token; zeros where nobody reads them
+    counted: npt.NDArray[np.bool_]  # (S,) a step that drafted said what the token is
+    rejected: npt.NDArray[np.bool_]  # (S,) of these, a draft was rejected there
+    greedy: bool  # Whether the request took the likeliest tokens
     held: bool  # Held back for comparing candidates; never trained on
+
+    @property
+    def positions(self) -> int:
+        """Tokens that count."""
+        return int(self.counted.sum())
 
     @property
     def nbytes(self) -> int:
         """Of its arrays."""
-        arrays = (self.tokens, self.positions, self.ids, self.probs, self.rejected)
-        return sum(array.nbytes for array in arrays)
+        arrays = (self.tokens, self.counted, self.rejected)
+        return sum(array.nbytes for array in arrays) + sum(states.nbytes for states in self.states.values())
+
+    def batch(self, counted: npt.NDArray[np.bool_], vocabulary: int, device: torch.device) -> FeatureBatch:
+        """One row, as training packs them; `counted` (S,) says which tokens do, ids from `vocabulary` on are 0."""
+        ids = torch.from_numpy(np.where(self.tokens < vocabulary, self.tokens, 0)).long().unsqueeze(0)
+        batch = TokenBatch(
+            tokens=ids,
+            loss_mask=torch.from_numpy(counted).unsqueeze(0),
+            documents=torch.zeros_like(ids),
+            positions=torch.arange(ids.shape[1]).unsqueeze(0),
+        )
+        features = {boundary: pad(states, (0, 0, 0, 1)).unsqueeze(0) for boundary, states in self.states.items()}
+        return FeatureBatch(batch=batch, features=features).to(device)
 
 
 class ReplayBuffer:
@@ -70,7 +86,7 @@ class ReplayBuffer:
             while self._sizes[piece.held] > self._limits[piece.held]:
                 self._sizes[piece.held] -= ring.popleft().nbytes
             self.added += not piece.held
-            self.positions += len(piece.positions)
+            self.positions += piece.positions
             self.rejected += int(piece.rejected.sum())
 
     def training(self) -> list[Piece]:
@@ -91,32 +107,41 @@ class ReplayBuffer:
 
 @dataclass(kw_only=True, slots=True)
 class _Answer:
-    """An answer that is being written."""
+    """An answer that is being written: entries from token `start` on, one for each state that is known."""
 
     tokens: Sequence[int]  # The row's live list
     held: bool
-    temperature: float
-    positions: list[int] = field(default_factory=list)  # Absolute: the distribution after token ``tokens[position]``
-    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    probs: list[npt.NDArray[np.float16]] = field(default_factory=list)
+    greedy: bool
+    start: int = 0
+    states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # (n, H) each
+    noted: list[bool] = field(default_factory=list)  # A step said what follows the entry's token
     rejected: list[bool] = field(default_factory=list)
 
+    def add(self, states: Mapping[Boundary, Tensor], rejected: Sequence[bool], *, noted: bool) -> None:
+        """Entries behind those that are here."""
+        for boundary, part in states.items():
+            self.states.setdefault(boundary, []).append(part)
+        self.noted += [noted] * len(rejected)
+        self.rejected += rejected
+
+    def trim(self) -> None:
+        """All is context from now on, and no more of it is kept than that needs."""
+        left = max(0, len(self.noted) - CONTEXT)
+        self.states = {boundary: [torch.cat(parts)[left:].clone()] for boundary, parts in self.states.items()}
+        self.start, self.noted = self.start + left, [False] * (len(self.noted) - left)
+        self.rejected = list(self.noted)
+
     def piece(self) -> Piece | None:
-        """What was noted, which is then forgotten; None where that is nothing. A list that shrank loses its end."""
-        count = sum(position < len(self.tokens) for position in self.positions)
-        positions, rejected = self.positions[:count], self.rejected[:count]
-        ids, probs = self.ids, self.probs
-        self.positions, self.rejected, self.ids, self.probs = [], [], [], []
-        if not positions:
+        """What was noted; None where that is nothing. A list that shrank loses its end."""
+        count = max(0, min(len(self.noted), len(self.tokens) - 1 - self.start))
+        if not any(self.noted[:count]):
             return None
-        start = max(0, positions[0] + 1 - CONTEXT)
         return Piece(
-            tokens=np.array(self.tokens[start : positions[-1] + 1], dtype=np.int32),
-            positions=np.array(positions, dtype=np.int32) - start,
-            ids=np.concatenate(ids)[:count],
-            probs=np.concatenate(probs)[:count],
-            rejected=np.array(rejected),
-            temperature=self.temperature,
+            tokens=np.array(self.tokens[self.start : self.start + count + 1], dtype=np.int32),
+            states={boundary: torch.cat(parts)[:count].clone() for boundary, parts in self.states.items()},
+            counted=np.array([False, *self.noted[:count]]),
+            rejected=np.array([False, *self.rejected[:count]]),
+            greedy=self.greedy,
             held=self.held,
         )
 
@@ -125,32 +150,46 @@ class Collector:
     """Fills a `ReplayBuffer` with pieces from the steps of one drafter.
 
     Args:
-        top_k: tokens kept of each distribution.
-        held_every: one answer of so many is held back, the first one too.
-        readable: tokens that the drafter's vocabulary has; others teach it nothing, but count as the rest.
+        buffer: what is filled.
+        boundaries: whose states are kept; `LAST_HIDDEN` is what the target's distributions follow from.
+        context: whether the drafter reads states of what comes before a position, too.
+        held_every: one of so many answers is held back.
     """
 
-    def __init__(self, buffer: ReplayBuffer, *, top_k: int, held_every: int, readable: int) -> None:
-        self._buffer, self._top_k, self._held_every, self._readable = buffer, top_k, held_every, readable
+    def __init__(
+        self, buffer: ReplayBuffer, *, boundaries: frozenset[Boundary], context: bool, held_every: int
+    ) -> None:
+        self.boundaries = boundaries
+        self._buffer, self._context, self._held_every = buffer, context, held_every
         self._answers: dict[int, _Answer] = {}
         self._begun = 0
 
-    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+    @torch.inference_mode(False)
+    def extend(self, context: DraftContext) -> None:
+        """Note what a drafter that reads states is shown, as `Drafter.extend` is: what no step has noted already."""
+        if not self._context:
+            return
+        states = {key: part for key, part in context.hidden_states.items() if key in self.boundaries}
+        for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
+            count = min(fresh, len(tokens) - 1)
+            first = max(0, count - CONTEXT)
+            part = {boundary: whole[index, first:count] for boundary, whole in states.items()}
+            self._add(context, index, len(tokens) - 1 - count + first, part, [False] * (count - first), noted=False)
+
+    @torch.inference_mode(False)
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict]) -> None:
         """Note a step, as `Drafter.observe` is shown it."""
-        ids, probs = self._top_probs(context, verdicts, scores)
-        start = 0
+        states = {key: part.cpu() for key, part in context.hidden_states.items() if key in self.boundaries}
         for index, verdict in enumerate(verdicts):
             count = len(verdict.path) + 1
-            answer = self._answer(context, index)
             first = len(context.tokens[index]) - context.fresh[index] - 1
-            answer.positions.extend(range(first, first + count))
-            answer.ids.append(ids[start : start + count])
-            answer.probs.append(probs[start : start + count])
-            answer.rejected.extend([False] * (count - 1) + [verdict.kind is Source.RECOVERED])
-            start += count
-            if len(answer.positions) >= PIECE:
+            part = {boundary: whole[index, :count] for boundary, whole in states.items()}
+            rejected = [False] * (count - 1) + [verdict.kind is Source.RECOVERED]
+            answer = self._add(context, index, first, part, rejected, noted=True)
+            if sum(answer.noted) >= PIECE:
                 self._keep(answer)
 
+    @torch.inference_mode(False)
     def close(self, rows: Sequence[int]) -> None:
         """These rows' answers ended, or lost tokens."""
         for row in rows:
@@ -158,14 +197,48 @@ class Collector:
             if answer is not None:
                 self._keep(answer)
 
+    def _add(
+        self,
+        context: DraftContext,
+        index: int,
+        first: int,
+        states: Mapping[Boundary, Tensor],
+        rejected: list[bool],
+        *,
+        noted: bool,
+    ) -> _Answer:
+        """Entries of the tokens from `first` on to a row's answer; those that are there already are left out."""
+        answer = self._answer(context, index)
+        end, length = answer.start + len(answer.noted), len(answer.tokens)
+        if first > end or not answer.noted:  # it begins, or there is a gap
+            self._keep(answer)
+            lacking = 0 if self._context else min(first, CONTEXT)
+            answer.start, answer.states, answer.noted, answer.rejected = first - lacking, {}, [], []
+            nothing = {key: torch.zeros(lacking, part.shape[1], dtype=part.dtype) for key, part in states.items()}
+            if lacking:
+                answer.add(self._whole(nothing, lacking), [False] * lacking, noted=False)
+            end = first
+        known = end - first
+        if known < len(rejected):
+            fresh = {key: part[known:].to("cpu", copy=True) for key, part in states.items()}
+            answer.add(self._whole(fresh, len(rejected) - known), rejected[known:], noted=noted)
+        if len(answer.noted) > CONTEXT + 2 * PIECE:
+            self._keep(answer)
+        assert answer.start + len(answer.noted) < length, "the last token has no state yet"
+        return answer
+
+    def _whole(self, states: dict[Boundary, Tensor], count: int) -> dict[Boundary, Tensor]:
+        """With zeros for the states that a drafter is not shown of what it only reads."""
+        like = next(iter(states.values()))
+        return {key: states.get(key, like.new_zeros(count, like.shape[1])) for key in self.boundaries}
+
     def _answer(self, context: DraftContext, index: int) -> _Answer:
         row, tokens = context.rows[index], context.tokens[index]
         answer = self._answers.get(row)
         if answer is None or answer.tokens is not tokens:
             self.close([row])
             held = self._begun % self._held_every == 0
-            temperature = _temperature(context.samplers[index])
-            answer = self._answers[row] = _Answer(tokens=tokens, held=held, temperature=temperature)
+            answer = self._answers[row] = _Answer(tokens=tokens, held=held, greedy=_greedy(context.samplers[index]))
             self._begun += 1
         return answer
 
@@ -173,22 +246,9 @@ class Collector:
         piece = answer.piece()
         if piece is not None:
             self._buffer.add(piece)
-
-    def _top_probs(
-        self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
-        """(M, k) tokens and probabilities at the nodes of all rows' committed paths, row after row."""
-        positions = [(index, node) for index, verdict in enumerate(verdicts) for node in (0, *verdict.path)]
-        device = scores.logits.device
-        rows, nodes = torch.tensor(positions, device=device).unbind(1)
-        heats = [_temperature(sampler) or 1.0 for sampler in context.samplers]
-        temperatures = torch.tensor([heats[index] for index, _ in positions], dtype=torch.float32, device=device)
-        logits = scores.logits[rows, nodes].float() / temperatures.unsqueeze(1)
-        known = torch.log_softmax(logits, -1)[:, : self._readable]
-        top, ids = known.topk(min(self._top_k, known.shape[-1]), dim=-1)
-        return ids.cpu().numpy().astype(np.int32), top.exp().cpu().numpy().astype(np.float16)
+        if answer.noted:
+            answer.trim()
 
 
-def _temperature(sampler: Sampler) -> float:
-    given = sampler.params.temperature
-    return 1.0 if given is None else given
+def _greedy(sampler: Sampler) -> bool:
+    return sampler.params.temperature == 0

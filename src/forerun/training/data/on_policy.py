@@ -1,104 +1,165 @@
-"""On-policy data: answers in packed windows, written anew by the model that learns from them, or by the target.
+"""Train with decode: answers in packed windows, written anew while training goes on, by the engine.
 
-What is written is a function of the writer's weights, the seed and the number of the batch, so that a run that is
-resumed sees what it would have seen. Source: DistillSpec (arXiv 2310.08461).
+The target writes with what is trained drafting for it: the text is the target's own at the temperature that is asked
+for, and it is known where drafts were rejected. Or a draft model writes alone (on-policy, DistillSpec, arXiv
+2310.08461). Text is a function of the weights, the seed and the number of the batch, and what shall be seen again is on
+disk: a run that is resumed sees what it would have seen.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forerun.model.layers import cache_argument
+from forerun.errors import DataError
+from forerun.model.support import context_length, text_config
 from forerun.training.batch import TokenBatch
 from forerun.training.features.online import evaluating
+from forerun.training.objectives.base import ObjectiveSettings, picked
+from forerun.types import SamplingParams, Source
+from forerun.writing import written
 
-_STREAM = 2  # Of the seed; 0 and 1 pack and order the windows
+_WRITTEN, _REPEATED = 2, 3  # Streams of the seed; 0 and 1 pack and order the windows
+ROWS = 16  # Answers that are written at once
+REMEMBERED = 64  # Written batches that may be seen again, the last ones
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Writer:
-    """Writes the answers of windows: each of them, or with a chance, from its first counted token to where it ended."""
+    """Writes the answers of windows: of each document, or with a chance, from its first counted token to where it
+    ended.
 
-    model: Any  # A transformers causal LM; its weights may change between calls
-    seed: int
-    vocabulary: int  # Tokens that it may write, the first ones
-    share: float = 1.0  # Of the documents
-    temperature: float = 1.0  # 0: the likeliest tokens
-    prompt_tokens: int = 16  # Left of each document at least
-    half: bool = False  # Whether to run in bfloat16, by autocast
+    Args:
+        model: a transformers causal LM, what writes; its weights may change between calls.
+        settings: how much is written anew, how, and what of it counts.
+        length: most tokens of a document.
+        drafting: a speculative configuration for `model`; None: it decodes plainly.
+        vocabulary: only so many tokens may be written, the first ones; None: all.
+        refresh: called before a batch is written, to bring what writes and what drafts up to date.
+        folder: where batches are kept that are seen again; None: none are.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: ObjectiveSettings,
+        *,
+        seed: int,
+        length: int,
+        drafting: Mapping[str, Any] | None = None,
+        vocabulary: int | None = None,
+        refresh: Callable[[], None] = lambda: None,
+        folder: Path | None = None,
+    ) -> None:
+        self.settings, self.folder = settings, folder
+        self._model, self._seed, self._length, self._refresh = model, seed, length, refresh
+        # Drafts that are not drawn: what is written is then plain decoding's text, whatever drafts.
+        self._drafting = None if drafting is None else {**drafting, "adaptive": False, "draw": "deterministic"}
+        self._allowed = None if vocabulary is None else range(vocabulary)
+        self._llm: Any = None
+
+    def batch(self, windows: Callable[[int], TokenBatch], step: int, first_row: int) -> TokenBatch:
+        """What step number `step` is trained on, of the rows from `first_row` on of all processes'. `windows` gives the
+        data's by number: one in `every` steps writes the next ones anew, the others see again what was written."""
+        number, again = divmod(step, self.settings.every)
+        if again:
+            random = np.random.default_rng([self._seed, _REPEATED, step])
+            return self._read(int(random.integers(max(0, number - REMEMBERED + 1), number + 1)), windows, first_row)
+        made = self(windows(number), number, first_row)
+        if self.settings.every > 1:
+            self._keep(made, number, first_row)
+        return made
 
     def __call__(self, batch: TokenBatch, number: int, first_row: int) -> TokenBatch:
-        """Batch `number` of the run, whose first row is `first_row` of all processes'; as before where a document is no
-        longer than its prompt. An answer that ends early leaves padding behind."""
+        """Batch `number` of those that are written, whose first row is `first_row` of all processes'; as before where a
+        document is no longer than its prompt. Padding, which answers leave that end early, goes to the row's end."""
         batch = TokenBatch(**{f.name: getattr(batch, f.name).clone() for f in dataclasses.fields(batch)})
         spans: list[tuple[int, int, int, int]] = []  # Row, begin, first written, end
-        draws: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+        seeds, picks = list[int](), list[npt.NDArray[np.float64]]()
         for row, (documents, mask) in enumerate(zip(batch.documents.cpu(), batch.loss_mask.cpu(), strict=True)):
             for document in range(int(documents.max()) + 1):
                 where = (documents == document).nonzero().flatten()
                 begin, end = int(where[0]), int(where[-1]) + 1
-                first = max(begin + int(mask[begin:end].int().argmax()), begin + self.prompt_tokens)
-                random = np.random.default_rng([self.seed, _STREAM, number, first_row + row, document])
-                if mask[begin:end].any() and first < end and random.random() < self.share:
+                first = max(begin + int(mask[begin:end].int().argmax()), begin + self.settings.prompt_tokens)
+                random = np.random.default_rng([self._seed, _WRITTEN, number, first_row + row, document])
+                if mask[begin:end].any() and first < end and random.random() < self.settings.written:
                     spans.append((row, begin, first, end))
-                    draws.append(random.random(end - first))
-        if spans:
-            prompts = [batch.tokens[row, begin:first] for row, begin, first, _ in spans]
-            written = self._write(prompts, draws)
-            for (row, begin, first, end), tokens in zip(spans, written, strict=True):
-                stop = first + len(tokens)
-                batch.tokens[row, first:stop] = tokens
-                batch.loss_mask[row, begin:first], batch.loss_mask[row, first:stop] = False, True
-                batch.tokens[row, stop:end], batch.documents[row, stop:end] = 0, -1
-                batch.loss_mask[row, stop:end], batch.positions[row, stop:end] = False, 0
-        return batch
+                    seeds.append(int(random.integers(2**31)))
+                    picks.append(random.random(end - first))
+        prompts = [batch.tokens[row, begin:first].tolist() for row, begin, first, _ in spans]
+        answers = self._write(prompts, [end - first for *_, first, end in spans], seeds) if spans else []
+        for (row, begin, first, end), (tokens, rejected), chance in zip(spans, answers, picks, strict=True):
+            stop = first + len(tokens)
+            counts = torch.from_numpy(picked(rejected, chance[: len(tokens)], self.settings.accepted))
+            batch.tokens[row, first:stop] = torch.tensor(tokens, device=batch.tokens.device)
+            batch.loss_mask[row, begin:first] = False
+            batch.loss_mask[row, first:stop] = counts.to(batch.loss_mask.device)
+            batch.tokens[row, stop:end], batch.documents[row, stop:end] = 0, -1
+            batch.loss_mask[row, stop:end], batch.positions[row, stop:end] = False, 0
+        order = (batch.documents < 0).int().argsort(dim=1, stable=True)
+        return TokenBatch(**{f.name: getattr(batch, f.name).gather(1, order) for f in dataclasses.fields(batch)})
 
-    @torch.no_grad()
-    def _write(self, prompts: list[Tensor], draws: list[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Tensor]:
-        """What follows each prompt (p,): a token for each of its numbers in [0, 1), fewer where the answer ends."""
-        device, longest = prompts[0].device, max(map(len, prompts))
-        ids = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
-        real = torch.stack([torch.arange(longest, device=device) >= longest - len(prompt) for prompt in prompts]).long()
-        wanted = torch.tensor([len(numbers) for numbers in draws], device=device)
-        chance = torch.zeros(len(draws), int(wanted.max()), dtype=torch.float64)
-        for row, numbers in enumerate(draws):
-            chance[row, : len(numbers)] = torch.from_numpy(numbers)
-        chance, ends = chance.to(device), self._ends(device)
-        written, alive, cache = list[Tensor](), torch.ones_like(wanted, dtype=torch.bool), None
-        argument = cache_argument(self.model)
-        length = torch.zeros_like(wanted)
-        positions = (real.cumsum(1) - 1).clamp_min(0)
-        with evaluating(self.model), torch.autocast(device.type, torch.bfloat16, enabled=self.half):
-            for step in range(chance.shape[1]):
-                found = self.model(
-                    input_ids=ids, attention_mask=real, position_ids=positions, use_cache=True, **{argument: cache}
-                )
-                cache = found[argument]
-                token = self._drawn(found.logits[:, -1, : self.vocabulary], chance[:, step])
-                written.append(token)
-                length += alive
-                alive = alive & ~torch.isin(token, ends) & (length < wanted)
-                if not alive.any():
-                    break
-                ids, positions = token.unsqueeze(1), positions[:, -1:] + 1
-                real = torch.cat([real, torch.ones_like(ids)], 1)
-        tokens = torch.stack(written, 1)
-        return [row[:size] for row, size in zip(tokens, length.tolist(), strict=True)]
+    def _write(
+        self, prompts: list[list[int]], lengths: list[int], seeds: list[int]
+    ) -> list[tuple[list[int], npt.NDArray[np.bool_]]]:
+        """What follows each prompt, at most so many tokens, the one that ends an answer included; and where a draft was
+        rejected."""
+        from forerun import LLM
 
-    def _drawn(self, logits: Tensor, chance: Tensor) -> Tensor:
-        """(n,) tokens of logits (n, V) at the numbers `chance` (n,) of their cumulative distributions."""
-        if not self.temperature:
-            return logits.argmax(-1)
-        total = torch.softmax(logits.double() / self.temperature, -1).cumsum(-1)
-        return (total <= chance.unsqueeze(1) * total[:, -1:]).sum(-1).clamp_max(logits.shape[-1] - 1)
+        self._refresh()
+        if self._llm is None:
+            self._llm = LLM(
+                self._model,
+                tokenizer=False,
+                speculative_config=self._drafting,
+                max_num_seqs=ROWS,
+                max_model_len=min(self._length, context_length(text_config(self._model))),
+                enable_prefix_caching=False,
+                self_check=False,
+            )
+        self._llm.engine.forget()  # a run that is resumed begins with an engine that has decoded nothing
+        drawn: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "detokenize": False}
+        drawn |= {"temperature": self.settings.temperature, "allowed_token_ids": self._allowed}
+        params = [SamplingParams(max_tokens=n, seed=seed, **drawn) for n, seed in zip(lengths, seeds, strict=True)]
+        with evaluating(self._model), torch.random.fork_rng(devices=[]):
+            outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+        answers = [output.outputs[0] for output in outputs]
+        return [
+            (answer.token_ids, np.array([token.source is Source.RECOVERED for token in answer.tokens], dtype=bool))
+            for answer in answers
+        ]
 
-    def _ends(self, device: torch.device) -> Tensor:
-        """The tokens that end an answer."""
-        found = self.model.generation_config.eos_token_id
-        return torch.tensor([] if found is None else found, dtype=torch.int64, device=device).view(-1)
+    def _keep(self, batch: TokenBatch, number: int, first_row: int) -> None:
+        if self.folder is None:
+            return
+        arrays = {f.name: getattr(batch, f.name).cpu().numpy() for f in dataclasses.fields(batch)}
+        with written(self.folder / f"{number}-{first_row}.npz") as fresh, fresh.open("wb") as file:
+            np.savez(file, **arrays)
+        (self.folder / f"{number - REMEMBERED}-{first_row}.npz").unlink(missing_ok=True)
+
+    def _read(self, number: int, windows: Callable[[int], TokenBatch], first_row: int) -> TokenBatch:
+        """Rows of a batch that was written before, by however many processes."""
+        like = windows(number)
+        if self.folder is None:
+            return like
+        found: dict[int, dict[str, Tensor]] = {}
+        for path in self.folder.glob(f"{number}-*.npz"):
+            start = int(path.stem.partition("-")[2])
+            with np.load(path, allow_pickle=False) as arrays:
+                held = {name: torch.from_numpy(arrays[name]).to(like.tokens.device) for name in arrays.files}
+            found |= {
+                start + row: {name: part[row] for name, part in held.items()} for row in range(len(held["tokens"]))
+            }
+        wanted = range(first_row, first_row + len(like.tokens))
+        if any(row not in found for row in wanted):
+            raise DataError(
+                f"{self.folder} lacks rows {wanted.start} to {wanted.stop - 1} of written batch {number}: the run that "
+                "is resumed wrote them here, on each machine those of its own processes. Put them back, or begin anew."
+            )
+        return TokenBatch(**{name: torch.stack([found[row][name] for row in wanted]) for name in found[wanted.start]})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
@@ -19,6 +22,19 @@ class ObjectiveSettings:
 
     gradient_checkpointing: bool = False
     """Compute the layers once more in the backward pass instead of keeping their insides."""
+    writer: Literal["data", "draft", "target"] = "data"
+    """Who writes the answers: `data` leaves them; the `target` writes other ones while it is drafted for; a `draft`
+    model writes alone."""
+    written: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the documents that `writer` writes anew; the others stay as they are."""
+    every: Annotated[int, Field(ge=1)] = 1
+    """One batch of so many is written; the others are ones that were written before, which costs nothing."""
+    accepted: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the written tokens with an accepted draft, or none, that count; those with a rejected one all do."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """At which `writer` draws; 0 takes the likeliest tokens."""
+    prompt_tokens: Annotated[int, Field(ge=1)] = 16
+    """Fewest tokens of a document that `writer` leaves as its prompt: plain text has no other one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,3 +188,9 @@ def evenly(usable: Tensor, random: bool) -> Tensor:
         return torch.rand(usable.shape, device=usable.device)
     golden = (5**0.5 - 1) / 2  # Van der Corput's sequence: every beginning of it is spread evenly
     return (usable.cumsum(1) * golden).frac().to(torch.float32)
+
+
+def picked(rejected: npt.NDArray[np.bool_], chance: npt.NDArray[np.float64], share: float) -> npt.NDArray[np.bool_]:
+    """Which tokens count: all whose draft was `rejected`, of the others those whose number in [0, 1), `chance`, is
+    below `share`."""
+    return rejected | (chance < share)

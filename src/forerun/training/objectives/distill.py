@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -29,20 +29,12 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillSettings(ObjectiveSettings):
-    """Distance to the target, who writes what is learnt from, and which tokens count."""
+    """Distance to the target, and which tokens count."""
 
     divergence: Divergence = Divergence.CROSS_ENTROPY
     lk_decay: float = 3.0
     mix: float = 0.1
     """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
-    writer: Literal["data", "draft", "target"] = "data"
-    """Who writes the answers: `data` leaves them, `draft` (on-policy) and `target` write other ones in each batch."""
-    written: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the documents that `writer` writes anew; the others stay as they are."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """At which `writer` draws; 0 takes the likeliest tokens."""
-    prompt_tokens: Annotated[int, Field(ge=1)] = 16
-    """Fewest tokens of a document that `writer` leaves as its prompt: plain text has no other one."""
     reference: str | None = None
     """AdaSPEC: directory or hub id of a draft model that was distilled before; None: all tokens count."""
     keep: Annotated[float, Field(gt=0, le=1)] = 0.4

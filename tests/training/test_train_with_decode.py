@@ -1,0 +1,178 @@
+"""Train with decode: the target writes while what is trained drafts for it; resumed to the bit, and worth its time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
+
+from forerun.cli import main
+from forerun.drafters.heads.kinds import kind_named
+from forerun.errors import ArgumentError, DataError
+from forerun.manifests import TokenizerIdentity
+from forerun.training.batch import TokenBatch
+from forerun.training.data.on_policy import Writer
+from forerun.training.data.store import write_prepared
+from forerun.training.loop.distributed import Parallel
+from forerun.training.objectives.base import ObjectiveSettings
+from forerun.training.recipe import make_recipe
+from forerun.training.run import Run
+from forerun.training.trained import trained_by
+from training.conftest import in_two_processes, words
+from training.ttt import VOCABULARY, model
+
+WRITTEN = ("objective.writer=target", "objective.prompt_tokens=4", "objective.temperature=0.0", "windows.length=32")
+
+
+@pytest.fixture(scope="module")
+def foreign(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts that the target would never write: tokens at random."""
+    folder, random = tmp_path_factory.mktemp("foreign") / "prepared", np.random.default_rng(0)
+    texts = random.integers(0, VOCABULARY, (60, 24)).tolist()
+    identity = TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(target))
+    write_prepared(folder, [(text, [False] + [True] * 23) for text in texts], identity)
+    return folder
+
+
+def run_of(target: Path, data: Path, output: Path, **objective: Any) -> Run:
+    values = {
+        **{"target": str(target), "data": str(data), "output": str(output), "target_dtype": "float32"},
+        "objective": {"writer": "target", "prompt_tokens": 4, **objective},
+        "draft": {"options": {"boundaries": [1, 2, 3]}},
+        "windows": {"length": 32, "rows": 3},
+    }
+    return Run(make_recipe("eagle3", values), Parallel())
+
+
+def text_of(batch: TokenBatch) -> list[list[int]]:
+    return [
+        batch.tokens[row, documents == document].tolist()
+        for row, documents in enumerate(batch.documents)
+        for document in range(int(documents.max()) + 1)
+    ]
+
+
+def test_the_text_is_the_targets_own_whoever_drafts_and_follows_its_weights(
+    target: Path, foreign: Path, tmp_path: Path
+) -> None:
+    """At temperature 0 plain decoding's, token by token, above it that of the seed; a head changes where it counts."""
+    run = run_of(target, foreign, tmp_path, temperature=0.0, accepted=0.0)
+    before = run.batches.batch(0, 0, 1).batch
+    for text in text_of(before):
+        found = text[:4]
+        while len(found) < len(text):
+            found.append(int(run.model(torch.tensor([found])).logits[0, -1].argmax()))
+        assert found == text
+    given = run.batches.windows.batch(0)
+    assert not torch.equal(before.tokens, given.tokens) and torch.equal(before.documents, given.documents)
+    with torch.no_grad():
+        for weight in run.module.parameters():
+            weight.normal_()
+    after = run.batches.batch(0, 0, 1).batch
+    assert torch.equal(after.tokens, before.tokens) and not torch.equal(after.loss_mask, before.loss_mask)
+    assert 0 < int(after.loss_mask.sum()) < int(given.loss_mask.sum()), "only rejected drafts count"
+    report = run.objective(run.batches.batch(0, 0, 1))
+    report.loss.backward()
+    learning = [weight for weight in run.module.parameters() if weight.requires_grad]
+    assert float(report.weight) > 0 and all(weight.grad is not None for weight in learning)
+
+    sampled = run_of(target, foreign, tmp_path, temperature=1.0).batches
+    assert sampled.writer is not None
+    one = sampled.batch(3, 0, 1).batch.tokens
+    settings = ObjectiveSettings(prompt_tokens=4)
+    plain = Writer(model(), settings, seed=0, length=32)
+    assert torch.equal(one, plain.batch(sampled.windows.batch, 3, 0).tokens)
+    with torch.no_grad():
+        sampled.source.model.lm_head.weight.neg_()
+    assert not torch.equal(one, sampled.batch(3, 0, 1).batch.tokens), "another target writes other text"
+
+
+def test_batches_are_seen_again_from_disk_by_any_number_of_processes(
+    target: Path, foreign: Path, tmp_path: Path
+) -> None:
+    batches = run_of(target, foreign, tmp_path, temperature=0.0, every=3).batches
+    made = [batches.batch(step, 0, 1).batch for step in range(9)]
+    fresh = {number: made[3 * number] for number in range(3)}
+    for step, batch in enumerate(made):
+        again = [number for number, one in fresh.items() if torch.equal(one.tokens, batch.tokens)]
+        assert again and again[0] <= step // 3
+    assert torch.equal(batches.windows.batch(1).documents, fresh[1].documents), "no window of the data is passed over"
+    assert sorted(path.name for path in (tmp_path / "written").iterdir()) == ["0-0.npz", "1-0.npz", "2-0.npz"]
+    halves = run_of(target, foreign, tmp_path, temperature=0.0, every=3).batches
+    halves.windows.rows = 1
+    for rank in range(3):
+        found = halves.batch(7, rank, 3).batch
+        assert torch.equal(found.tokens[0], made[7].tokens[rank]) and found.tokens.shape[0] == 1
+    shutil.rmtree(tmp_path / "written")
+    with pytest.raises(DataError, match=r"lacks rows 0 to 2 of written batch \d"):
+        run_of(target, foreign, tmp_path, temperature=0.0, every=3).batches.batch(7, 0, 1)
+
+
+def logged(output: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def line_of(target: Path, data: Path, output: Path, steps: int, *more: str) -> list[str]:
+    return [*words(target, data, output, steps), "training.log_every_steps=1", *WRITTEN, *more]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_goes_on_to_the_bit(target: Path, foreign: Path, tmp_path: Path, every: int) -> None:
+    """Six steps at once, and three of them in another run, at temperature 1; a part of the documents stay."""
+    more = ["objective.temperature=1.0", f"objective.every={every}", "objective.written=0.8", "objective.accepted=0.5"]
+    more += ["training.save_every_steps=3", "training.keep_checkpoints=0", "evaluation.prompts=null"]
+    assert main(line_of(target, foreign, tmp_path / "one", 6, *more)) == 0
+    (tmp_path / "two").mkdir()
+    for name in ("checkpoint-3", *(("written",) if every > 1 else ())):
+        shutil.copytree(tmp_path / "one" / name, tmp_path / "two" / name)
+    assert main(line_of(target, foreign, tmp_path / "two", 6, *more)) == 0
+    assert logged(tmp_path / "two", "loss") == logged(tmp_path / "one", "loss")[3:]
+    one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.thorough
+def test_it_lifts_acceptance_over_the_same_steps_without_it(
+    target: Path, foreign: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On texts that are not the target's: by 0.5 tokens a pass at least, half of the batches written before."""
+    lengths = []
+    for name, more in (("without", ["objective.writer=data"]), ("with", ["objective.every=2"])):
+        evaluation = [f"evaluation.prompts={prepared}", "draft.vocab_size=null", "evaluation.count=8"]
+        assert main(line_of(target, foreign, tmp_path / name, 60, *evaluation, *more)) == 0
+        lengths.append(json.loads(capsys.readouterr().out)["best"])
+    assert lengths[1] > lengths[0] + 0.5, lengths
+
+
+@pytest.mark.thorough
+def test_two_processes_train_the_head_that_one_trains(target: Path, foreign: Path, tmp_path: Path) -> None:
+    more = ["objective.every=2", "evaluation.prompts=null", "objective.accepted=0.5"]
+    assert main(line_of(target, foreign, tmp_path / "one", 4, *more)) == 0
+    in_two_processes([line_of(target, foreign, tmp_path / "two", 4, *more, "windows.rows=2")])
+    one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "two"))
+    for key, weight in one.items():
+        torch.testing.assert_close(two[key], weight, atol=2e-5, rtol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("eagle3", {"objective": {"writer": "draft"}}, "eagle3 trains does not write alone: objective.writer=target"),
+        ("layerskip", {"objective": {"writer": "draft"}}, "layerskip trains does not write alone"),
+        ("medusa", {"objective": {"writer": "target"}, "mode": "offline", "features": "f"}, "is online"),
+        ("hydra", {"objective": {"writer": "target"}, "target_parallel": "tp"}, "needs the whole target"),
+        ("eagle3", {"objective": {"every": 0}}, r"objective\.every must be greater than or equal to 1"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(kind: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        trained_by(kind_named(kind))(make_recipe(kind, {"target": "a", "data": "b", "output": "c", **given}))
