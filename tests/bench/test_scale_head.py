@@ -102,7 +102,8 @@ def other_head(kind: str, **options: Any) -> Head:
         "hydra": {**layers, "num_heads": 4, "num_layers": 2, "num_hidden_layers": 1, **last},
         "mlp_speculator": {"n_predict": 4, "inner_dim": 32, **last},
         "peagle": {**layers, **masked},
-        **dict.fromkeys(("dflash", "dspark"), {**layers, **masked, "own_lm_head": False, "block_size": 5}),
+        "dflash": {**layers, **masked, "own_lm_head": False, "block_size": 5},
+        "dspark": {**layers, **masked, "own_lm_head": False, "block_size": 5},
     }
     module = kind_named(kind).head
     made = module(module.Config(**sizes, **shapes[kind] | options))  # type: ignore[call-arg]

@@ -138,7 +138,7 @@ def _all(
     if json:
         console.write_json({"scale_note": note, "drafters": leaderboard.records(plain, board)})
     else:
-        console.out().print(leaderboard.table(plain, board))
+        console.out().print(leaderboard.table(plain, board, console.out().width))
         said = f"plain {plain.speed(0.0):.1f} tokens/s at T = 0; {_dtype(llm)} on {llm.target.device}"
         console.out().print(Text(f"{note or 'the model as it ships'}; {said}", "dim"))
     return 1 if any(entry.unlike for entry in board) else 0

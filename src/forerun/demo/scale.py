@@ -300,8 +300,8 @@ def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
         raise ArgumentError(f"heads of the kind {config.kind} are not enlarged, only {', '.join(ENLARGED)}")
     if getattr(config, "scale_input", False):
         raise ArgumentError(
-            "an MLP speculator with scale_input is not enlarged: the epsilon of the norm of its input is fixed, so that "
-            "a wider state would be normed otherwise; train one without scale_input"
+            "an MLP speculator with scale_input is not enlarged: the epsilon of its input's norm is fixed, so that a "
+            "wider state would be normed otherwise; train one without scale_input"
         )
     plan, own = scaled.plan, {field.name: getattr(config, field.name) for field in fields(config)}
     growth = {
