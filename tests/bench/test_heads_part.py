@@ -15,7 +15,7 @@ from bench.heads import head
 from bench.test_parts import results
 from bench.test_scale_head import other_head
 from benchmarks.suite import report
-from benchmarks.suite.acceptance import CHAIN, NODES, Acceptance, AcceptanceLine, AcceptancePlan
+from benchmarks.suite.acceptance import NODES, Acceptance, AcceptanceLine, AcceptancePlan
 from benchmarks.suite.heads import HeadBoard, forms, head_goals, measure_heads
 from benchmarks.suite.suite import as_json
 from forerun import LLM
@@ -66,7 +66,7 @@ def test_every_form_drafts_the_nodes_that_it_says(board: HeadBoard) -> None:
 
 def test_the_board_is_shown_and_written(board: HeadBoard) -> None:
     found = dataclasses.replace(results(), heads=board)
-    console = Console(file=io.StringIO(), record=True, width=160)
+    console = Console(file=io.StringIO(), record=True, width=300)
     report.show(found, console)
     text = console.export_text()
     for words in ("10 s", "drawn tree of 32", "longest chain", "best head / EAGLE-3 chain, 32 nodes, T = 1"):

@@ -164,17 +164,36 @@ def test_what_drafts_unless_told_otherwise_fits_any_target(forerun: Forerun, che
 def test_an_edit_is_asked_for_and_looked_at(
     forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit = Edit(name="rename-1", request="Rename a to b:\n\ndef f(a):\n    return a", answer="no")
+    edit = Edit(name="rename-1", request="Rename a to b:\n\ndef f(a):\n    return a", answer="def f(b):\n    return b")
     monkeypatch.setattr(demo.shipped, "edits", lambda: [edit])
     asked = ("demo", checkpoint, "--prompt-name", "rename-1", "-n", 12, "--repeats", 1)
     ran = forerun(*asked)
     assert ran.code == 0, ran.err
-    for words in ("Rename a to b", "def f(a):", "the edit is not what a script made", "identical: yes"):
+    for words in ("Rename a to b", "def f(a):", "what it changed", "wrong: a script made this", "identical: yes"):
         assert words in ran.out
-    right = json.loads(forerun(*asked, "--json").out)
-    assert right["right"] is False and right["prompt"] == "rename-1"
-    monkeypatch.setattr(demo.shipped, "edits", lambda: [replace(edit, answer=right["text"])])
-    assert "exactly what a script made" in forerun(*asked).out
+    assert ran.out.rstrip("\n").endswith("- def f(a):\n+ def f(b):\n-     return a\n+     return b")
+    found = json.loads(forerun(*asked, "--json").out)
+    assert found["right"] is False and found["prompt"] == "rename-1" and found["temperature"] == 0
+    monkeypatch.setattr(demo.shipped, "edits", lambda: [replace(edit, answer=found["text"])])
+    right = forerun(*asked).out
+    assert "right: exactly what a script made" in right and "wrong" not in right
+
+
+def test_what_an_edit_changed_is_marked_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
+    before = "def f(old):\n    x = old + 1\n    return x\n"
+    after = "def f(new):\n    x = new + 1\n    return x\n    # done here"
+    shown = demo.changes(before, after)
+    lines = ["- def f(old):", "+ def f(new):", "-     x = old + 1", "+     x = new + 1", "+     # done here"]
+    assert shown.plain.splitlines() == lines
+    marked = [shown.plain[span.start : span.end] for span in shown.spans if "reverse" in str(span.style)]
+    assert marked == ["old", "new", "old", "new"], "a line that is new stands for itself"
+    assert demo.changes(before, before).plain == "nothing\n"
+    assert all("bold" in str(span.style) for span in demo.changes(before, after, plain=True).spans)
+    demo._print_changes("", "\n".join(map(str, range(30))))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["- ", "+ 0"] and printed[-1] == "... and 7 lines more"
+    fewer = demo.changes("a = 1\nb = [2]\n", "a = [1, 2]").plain
+    assert fewer.splitlines() == ["- a = 1", "- b = [2]", "+ a = [1, 2]"]
 
 
 def test_repetition_counts_runs_that_came_before() -> None:

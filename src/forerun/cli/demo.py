@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -31,7 +33,7 @@ DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
 DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
 EDIT_TOKENS = 512  # At most; an edit ends by itself
-SHOWN_LINES = 6  # Of a file
+SHOWN_LINES, CHANGED_LINES = 6, 24  # Of a file; of what an edit changed
 ARMS = ("plain", "speculative")
 Show = Callable[[str, Any], "RequestOutput"]
 
@@ -52,7 +54,7 @@ def demo(
     *,
     scale: float | None = None,
     prompt_name: str = DEFAULT_PROMPT,
-    temperature: Annotated[float, Parameter(alias="-t")] = 0.8,
+    temperature: Annotated[float | None, Parameter(alias="-t")] = None,
     top_p: float | None = 0.95,
     seed: int = DEFAULT_SEED,
     max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
@@ -75,7 +77,8 @@ def demo(
     prompt_name
         Which shipped held-out file to continue ("chunk.py"), or which edit to ask for in a chat ("constant-2").
     temperature
-        0 is greedy. Above, deterministic drafts give the same text for a seed, sampled ones the same distribution.
+        By default 0, greedy, for an edit and 0.8 for a file. Above 0, deterministic drafts give the same text for a
+        seed, sampled ones the same distribution.
     top_p
         Keep the smallest set of tokens whose mass reaches this.
     seed
@@ -106,6 +109,7 @@ def demo(
     llm = session.load(path, loading, drafting, max_num_seqs=1)
     continues = isinstance(asked, Prompt)
     length = max_tokens or ((64 if scale else 128) if continues else EDIT_TOKENS)
+    temperature = (0.8 if continues else 0.0) if temperature is None else temperature
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=length, ignore_eos=continues, seed=seed)
     setting = _Setting(model=model, config=config, note=note, question=asked, params=params)
     if not json:
@@ -115,7 +119,11 @@ def demo(
     if json:
         console.write_json(record(llm, setting, result))
     else:
-        console.out().print(session.legend(console.out()))
+        out = console.out()
+        out.print(session.legend(out))
+        if isinstance(asked, Edit):
+            out.print(Text("\nwhat it changed in the function, word by word", "dim"))
+            _print_changes(asked.function, _text(result))
         _report(llm, setting, result)
     return 0 if result.identical or temperature > 0 or (result.parted is not None and result.parted.tie) else 1
 
@@ -187,8 +195,8 @@ def _introduce(setting: _Setting) -> None:
         what, shown = f"to continue {asked.name}, which it has never seen", asked.text.splitlines()[-SHOWN_LINES:]
         shown = ["...", *shown]
     else:
-        what, *shown = asked.request.splitlines()
-        what, shown = f"{what.rstrip(':')}, in a function that it has never seen", shown[1:]
+        what, shown = asked.request.partition("\n")[0].rstrip(":"), asked.function.splitlines()
+        what += ", in a function that it has never seen"
     out.print(Text("asked    ", "dim").append(f"{what}\n", "default"))
     out.print(Text("\n".join(shown), "dim"))
 
@@ -267,16 +275,59 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     )
     out.print(Text(details, "dim"))
     if isinstance(setting.question, Edit):
-        good = _answers(setting.question, found)
-        said = "exactly what a script made of the function" if good else "not what a script made of the function"
-        out.print(Text(f"the edit is {said}", "green" if good else "yellow"))
+        if _answers(setting.question, found):
+            out.print(Text("right: ", "bold green").append("exactly what a script made of the function", "default"))
+        else:
+            out.print(Text("wrong: ", "bold yellow").append("a script made this of the function:", "default"))
+            _print_changes(setting.question.function, setting.question.answer)
     elif (share := _repetition(tokens)) > 0.25:
         out.print(Text(f"{share:.0%} of the answer repeats itself, which flatters any drafter", "yellow"))
 
 
 def _answers(asked: Edit, found: Race) -> bool:
     """Whether the plain answer is right."""
-    return found.runs["plain"][0].outputs[0].text.strip() == asked.answer.strip()
+    return _text(found).strip() == asked.answer.strip()
+
+
+def _text(found: Race) -> str:
+    """The plain answer."""
+    return found.runs["plain"][0].outputs[0].text
+
+
+def _print_changes(before: str, after: str) -> None:
+    """`changes`, the first of them where there are many."""
+    out = console.out()
+    lines = changes(before, after, plain=out.no_color).split("\n")
+    for line in lines[:CHANGED_LINES]:
+        out.print(line)
+    if len(lines) > CHANGED_LINES:
+        out.print(Text(f"... and {len(lines) - CHANGED_LINES} lines more", "dim"))
+
+
+def changes(before: str, after: str, *, plain: bool = False) -> Text:
+    """The lines that differ, an old one above the new one, with the words that differ marked; `plain`: in no colour."""
+    old, new, shown = before.strip("\n").split("\n"), after.strip("\n").split("\n"), Text()
+    for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        pairs = [(old[a:b], new[c:d])]
+        if b - a == d - c:
+            pairs = [([one], [other]) for one, other in zip(old[a:b], new[c:d], strict=True)]
+        for lines, others in pairs:
+            shown.append_text(_marked("-", lines, others, "bold" if plain else "red"))
+            shown.append_text(_marked("+", others, lines, "bold" if plain else "green"))
+    return shown or Text("nothing\n", "bold yellow")
+
+
+def _marked(sign: str, lines: list[str], others: list[str], style: str) -> Text:
+    """Each of `lines` behind a sign, the words that `others` have not reversed; none where there are no `others`."""
+    text = Text(f"{sign} " if lines else "", style)
+    here, there = (re.findall(r"\w+|\n| +|[^\w\n ]", "\n".join(block)) for block in (lines, others or lines))
+    for kind, a, b, _, _ in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+        for part in re.split(r"(\n *| {2,})", "".join(here[a:b])):
+            blank = not part.strip()
+            text.append(part.replace("\n", f"\n{sign} "), style if blank or kind == "equal" else f"{style} reverse")
+    return text.append("\n") if lines else text
 
 
 def _verdict(setting: _Setting, found: Race) -> Text:
