@@ -15,6 +15,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -104,7 +105,9 @@ class Bench:
         all_words = ["train", kind, *LOOP, *own, budget, *words, *given]
         all_words += ["--target", asked.target, "--data", str(asked.data), "--output", str(output)]
         say(f"forerun {shlex.join(all_words)}")
-        if code := forerun(all_words):
+        with redirect_stdout(sys.stderr):  # what is printed there is the report's
+            code = forerun(all_words)
+        if code:
             raise SystemExit(code)
         return output
 

@@ -24,7 +24,7 @@ from forerun.core.probs import NodeProbs
 from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
-from forerun.demo import Edit
+from forerun.demo import Edit, scale
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.types import Source, SpeculationStats, Verdict
 
@@ -236,6 +236,18 @@ def test_all_drafters_answer_in_one_table(forerun: Forerun, monkeypatch: pytest.
     shown = forerun("demo", "--all", "-n", 8)
     assert shown.code == 0 and all(words in shown.out for words in ("tokens/", "nodes", "T = 1", "lossless"))
     assert "--all" in forerun("demo", "--heads", tmp_path).err
+
+
+def test_a_head_that_cannot_be_enlarged_is_left_out_and_named(
+    checkpoint: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(scale, "ENLARGED", ("medusa",))
+    configs = {"mine": {"method": "eagle3", "model": str(head)}, "suffix": {"method": "suffix"}}
+    board = [leaderboard.Entry(name=name, config=config) for name, config in configs.items()]
+    kept = [entry.name for entry in demo._fitting(board, scale.ScaledModel(checkpoint, billions=0.001))]
+    assert kept == ["suffix"]
+    assert "mine is left out: heads of the kind eagle3 are not enlarged, only medusa" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [80, 100])

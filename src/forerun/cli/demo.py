@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -24,6 +24,7 @@ from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from forerun import LLM
+    from forerun.cli.leaderboard import Entry
     from forerun.demo.scale import ScaledModel
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -138,17 +139,19 @@ def _all(
 
     board, path, note = leaderboard.entries(heads), model, None
     if scale is not None:
-        path, grown, note = enlarged(model, {entry.name: entry.config for entry in board}, scale)
-        for entry in board:
-            entry.config = grown[entry.name]
+        scaled = _scaled(model, scale)
+        path, note, board = str(scaled.path), scaled.note, [*_fitting(board, scaled)]
     llm = session.load(path, loading, None, max_num_seqs=1)
     plain = leaderboard.run(llm, board, max_tokens=max_tokens)
+    out, speeds = console.out(), {f"{t:g}": round(plain.speed(t), 2) for t in leaderboard.TEMPERATURES}
     if json:
-        console.write_json({"scale_note": note, "drafters": leaderboard.records(plain, board)})
+        where = {"scale_note": note, "dtype": _dtype(llm), "device": str(llm.target.device)}
+        lines = leaderboard.records(plain, board)
+        console.write_json({**where, "plain_tokens_per_second": speeds, "drafters": lines})
     else:
-        console.out().print(leaderboard.table(plain, board, console.out().width))
-        said = f"plain {plain.speed(0.0):.1f} tokens/s at T = 0; {_dtype(llm)} on {llm.target.device}"
-        console.out().print(Text(f"{note or 'the model as it ships'}; {said}", "dim"))
+        out.print(leaderboard.table(plain, board, out.width))
+        said = f"plain {speeds['0']:.1f} tokens/s at T = 0; {_dtype(llm)} on {llm.target.device}"
+        out.print(Text(f"{note or 'the model as it ships'}; {said}", "dim"))
     return 1 if any(entry.unlike for entry in board) else 0
 
 
@@ -164,11 +167,26 @@ def question(name: str) -> Edit | Prompt:
 
 def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
     """The enlarged model's path, `config` with heads that fit it, and the line that says what it is."""
+    scaled = _scaled(model, billions)
+    return str(scaled.path), _with_heads_for(scaled, config), scaled.note
+
+
+def _scaled(model: str, billions: float) -> ScaledModel:
     from forerun.demo.scale import ScaledModel
 
     with console.telling(f"enlarging {model} to {billions:g} B parameters"):
-        scaled = ScaledModel(shipped.resolve(model), billions=billions)
-        return str(scaled.path), _with_heads_for(scaled, config), scaled.note
+        return ScaledModel(shipped.resolve(model), billions=billions)
+
+
+def _fitting(board: Iterable[Entry], scaled: ScaledModel) -> Iterator[Entry]:
+    """The entries, their heads enlarged as the target was; one whose head cannot be is left out, which is said."""
+    for entry in board:
+        try:
+            entry.config = _with_heads_for(scaled, entry.config)
+        except ArgumentError as error:
+            console.warn(f"{entry.name} is left out: {error}")
+        else:
+            yield entry
 
 
 def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
