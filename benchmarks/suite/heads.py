@@ -72,7 +72,8 @@ def forms(head: Trained, temperature: float) -> dict[str, dict[str, Any]]:
             found[f"tree of {nodes}"] = {**tree, "draw": "deterministic"} if temperature else tree
     if temperature and (tree := head.tree(NODES)) is not None:
         found[f"drawn tree of {NODES}"] = tree
-    return found
+    whole = {"exit_below": 0.0} if head.kind.drafts == "adapter" else {}  # else a chain ends where the head is unsure
+    return {form: {**config, **whole} for form, config in found.items()}
 
 
 def ways(head: Trained) -> Iterator[Way]:

@@ -140,3 +140,4 @@ def test_forms_follow_from_the_kind() -> None:
     assert tree["tree of 32"] == {"method": "dflash", "model": "x", "nodes": 32, "top_k": 32, "draw": "deterministic"}
     assert "draw" not in tree["drawn tree of 32"] and tree["longest chain"]["num_speculative_tokens"] == 7
     assert forms(of("eagle3"), 0.0)["tree of 5"] == {"method": "eagle3", "model": "x", "nodes": 5, "top_k": 5}
+    assert forms(of("kangaroo"), 0.0)["chain of 5"]["exit_below"] == 0.0, "as many nodes as the others"

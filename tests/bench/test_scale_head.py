@@ -102,6 +102,7 @@ def other_head(kind: str, **options: Any) -> Head:
         "hydra": {**layers, "num_heads": 4, "num_layers": 2, "num_hidden_layers": 1, **last},
         "mlp_speculator": {"n_predict": 4, "inner_dim": 32, **last},
         "peagle": {**layers, **masked},
+        "kangaroo": {**layers, "num_hidden_layers": 1, "boundaries": (2,)},
         "dflash": {**layers, **masked, "own_lm_head": False, "block_size": 5},
         "dspark": {**layers, **masked, "own_lm_head": False, "block_size": 5},
     }
@@ -122,6 +123,7 @@ HEADS: dict[str, Callable[[], Head]] = {
     "dflash": lambda: other_head("dflash", qk_norm=True),
     "dspark": lambda: other_head("dspark", markov_rank=8, markov_head_type="rnn"),
     "peagle": lambda: other_head("peagle", fc_norm=True),
+    "kangaroo": lambda: other_head("kangaroo"),
     "hydra": lambda: other_head("hydra"),
     "hydra without prefix": lambda: other_head("hydra", num_hidden_layers=0),
     "mlp_speculator": lambda: other_head("mlp_speculator"),
@@ -140,6 +142,7 @@ def test_greedy_drafts_are_the_small_heads(
     found = []
     for folder, checkpoint in ((source_tied, small), (scaled.path, scale_head(small, scaled))):
         drafts = {"num_speculative_tokens": 4, "adaptive": False, **shape}
+        drafts |= {"exit_below": 0.0} if name == "kangaroo" else {}
         config = {"method": name.split(maxsplit=1)[0], "model": checkpoint.build().eval(), **drafts}
         llm = LLM(str(folder), tokenizer=False, max_num_seqs=1, max_model_len=96, dtype="float32")
         output = llm.generate([{"prompt_token_ids": PROMPT}], params, speculative=config, trace=True)[0].outputs[0]

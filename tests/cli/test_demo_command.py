@@ -213,6 +213,8 @@ def test_all_drafters_answer_in_one_table(forerun: Forerun, monkeypatch: pytest.
         {"step": 2, "tokens": 400, "tokens_per_second": 100.0},
     ]
     (tmp_path / "mine" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.copytree(tmp_path / "mine" / "head", tmp_path / "together" / "head")
+    (tmp_path / "together" / "model").mkdir()  # which this head drafts for
     (tmp_path / "small").mkdir()
     shutil.copytree(shipped.resolve("demo-draft"), tmp_path / "small" / "draft")
     (tmp_path / "small" / "run.json").write_text(json.dumps({"recipe": {"kind": "distill"}}))

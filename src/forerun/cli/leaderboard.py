@@ -130,10 +130,12 @@ def entries(heads: Path | None) -> list[Entry]:
 
 
 def trained(folder: Path) -> list[Trained]:
-    """The heads and draft models that `forerun train ... --output` left in folders below `folder`, by name.
-    ArgumentError: there are none."""
+    """The heads and draft models that `forerun train ... --output` left in folders below `folder`, by name; what was
+    trained together with a target is left out. ArgumentError: there are none."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (path / "model").is_dir():
+            continue  # the target was trained with it, and it drafts for that one
         head, draft = path / "head", path / "draft"
         if (head / "config.json").is_file():
             found.append(_head(path.name, str(head), trained_seconds(path)))

@@ -39,7 +39,9 @@ from forerun.writing import written_folder
 CACHE = "scaled"  # Folder below `cache_root`
 SHARD_BYTES = 2**31
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-ENLARGED = ("eagle3", "eagle", "medusa", "dflash", "dspark", "peagle", "hydra", "mlp_speculator")  # Kinds of heads
+ENLARGED = (  # Kinds of heads
+    *("eagle3", "eagle", "peagle", "medusa", "hydra", "mlp_speculator", "dflash", "dspark", "kangaroo"),
+)
 FORMAT = 1  # Raise it when the written weights change, so that caches are made anew
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
