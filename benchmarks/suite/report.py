@@ -5,11 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.suite.acceptance import Acceptance, ratio
+from benchmarks.suite.acceptance import CHAIN, Acceptance, ratio
 from benchmarks.suite.bits import BitCount
 from benchmarks.suite.burden import Burden
 from benchmarks.suite.contest import Contest
 from benchmarks.suite.goals import Goal
+from benchmarks.suite.heads import BASE, TEMPERATURES, HeadBoard
 from benchmarks.suite.speed import ArmSummary
 from benchmarks.suite.steps import NODES, StepCosts
 from benchmarks.suite.suite import Results
@@ -32,6 +33,9 @@ def show(results: Results, console: Console) -> None:
         for temperature in (0.0, 1.0):
             console.print(_acceptance(results.acceptance, temperature))
         console.print(_roots(results.acceptance))
+    if results.heads is not None:
+        for temperature in TEMPERATURES:
+            console.print(_heads(results.heads, temperature))
     if results.contest is not None:
         for workload in results.contest.workloads:
             console.print(_contest(workload, results.contest))
@@ -118,6 +122,24 @@ def _acceptance(found: Acceptance, temperature: float) -> Table:
         values = (f"{line.length:.2f}", interval, *over, f"{line.nodes:.1f}", depths, f"{line.looping:.0%}")
         table.add_row(line.label, *values)
     table.caption = "tokens per pass, bonus included, pooled over all steps; loops: answers that end in circles"
+    return table
+
+
+def _heads(board: HeadBoard, temperature: float) -> Table:
+    table = Table(title=f"Heads in {board.found.head}, T = {temperature:g}", title_justify="left")
+    names = ("head", "drafts", "size", "trained", "nodes", "length", "95 % interval", "over EAGLE-3's chain", "loops")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("head", "drafts") else "right")
+    chain, heads = board.best(BASE, f"chain of {CHAIN}", temperature), {head.name: head for head in board.heads}
+    for line in sorted(board.found.lines, key=lambda one: -one.length):
+        if line.temperature == temperature:
+            head = heads[line.method]
+            trained = "" if head.seconds is None else f"{head.seconds:.0f} s"
+            figures = (f"{line.nodes:.1f}", f"{line.length:.2f}", f"{line.low:.2f} - {line.high:.2f}")
+            over = "" if chain is None else f"{ratio(line, chain).value:.2f}"
+            size = f"{head.parameters / 1e6:.1f} M"
+            table.add_row(head.name, line.form, size, trained, *figures, over, f"{line.looping:.0%}")
+    table.caption = "tokens per pass, bonus included; trees are the likeliest paths unless they are drawn"
     return table
 
 

@@ -2,8 +2,9 @@
 
 Parts: ``steps`` (cost of a pass), ``speed`` (the arms against each other), ``bits`` (logits of chains and trees beside
 plain ones), ``tokens`` (greedy tokens of the small model itself, speculative beside plain), ``acceptance`` (an
-EAGLE-3 head beside the other drafters on the small model, by shape of the draft), ``drafters`` (every drafter on four
-workloads) and ``burden`` (what speculation costs where it brings nothing).
+EAGLE-3 head beside the other drafters on the small model, by shape of the draft), ``heads`` (a folder of trained heads
+beside each other), ``drafters`` (every drafter on four workloads) and ``burden`` (what speculation costs where it
+brings nothing).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.suite.burden import Burden, burdens, measure_burden, scrambled
 from benchmarks.suite.contest import Contest, ContestLine, compete, workloads
 from benchmarks.suite.contestants import Field, contestants, library_store, peers, trained, training_free
 from benchmarks.suite.goals import Goal, at_least, at_most
+from benchmarks.suite.heads import HeadBoard, head_goals, held_out, measure_heads
 from benchmarks.suite.planned import draft_cost
 from benchmarks.suite.speed import ArmSummary, Progress, measure, summarise
 from benchmarks.suite.steps import StepCosts, measure_steps
@@ -186,7 +188,7 @@ def this_machine() -> Machine:
 
 
 log = logging.getLogger(__name__)
-PARTS = ("steps", "speed", "bits", "tokens", "acceptance", "drafters", "burden")
+PARTS = ("steps", "speed", "bits", "tokens", "acceptance", "heads", "drafters", "burden")
 HEAD = "demo-eagle3"
 """The shipped head; may be missing, one that was named may not."""
 
@@ -201,6 +203,8 @@ class Options:
     """A draft model of the same vocabulary; left out with a note where it is missing."""
     head: str = HEAD
     """A folder with an EAGLE-3 head of the target; the shipped one is left out with a note where it is missing."""
+    heads: Path | None = None
+    """A folder of trained heads, each as `forerun train` leaves it, for the part of that name."""
     scale: float = 0.4
     """Billions of parameters that the target is enlarged to; 0 takes it as it is."""
     draft_scale: float = 0.031
@@ -241,6 +245,8 @@ class Results:
     tokens: list[TokenCount] = field(default_factory=list)
     acceptance: Acceptance | None = None
     """None without a head."""
+    heads: HeadBoard | None = None
+    """None without a folder of heads."""
     contest: Contest | None = None
     burdens: list[Burden] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -258,6 +264,8 @@ class Results:
         found += goals.text_goals(self.texts, self.tokens)
         if self.acceptance is not None:
             found += goals.acceptance_goals(self.acceptance)
+        if self.heads is not None:
+            found += head_goals(self.heads)
         if self.contest is not None:
             found += contest_goals(self.contest)
         return found + burden_goals(self.burdens)
@@ -448,6 +456,24 @@ def _acceptance(models: _Models) -> None:
     models.results.acceptance = measure_acceptance(small, who, prompts, plan, models.progress)
 
 
+def _heads(models: _Models) -> None:
+    options = models.options
+    if options.heads is None:
+        models.results.notes.append("without trained heads: name their folder with --heads")
+        return
+    models.progress("loading the small target")
+    alike: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "enable_prefix_caching": False}
+    small = LLM(str(resolve(options.target)), **alike)
+    plan, counts = (AcceptancePlan(new_tokens=48, seeds=(1,)), (3, 1)) if options.quick else (AcceptancePlan(), (12, 4))
+    prompts = held_out(small, *counts)
+
+    def engine() -> LLM:
+        return LLM(small.target.model, tokenizer=small.tokenizer, **alike)
+
+    board = models.results.heads = measure_heads(engine, options.heads, prompts, plan, models.progress)
+    models.results.notes += [board.note] if board.note else []
+
+
 def _drafters(models: _Models) -> None:
     options, llm = models.options, models.llm
     there = Field(
@@ -501,6 +527,7 @@ _PART = {
     "bits": _bits,
     "tokens": _tokens,
     "acceptance": _acceptance,
+    "heads": _heads,
     "drafters": _drafters,
     "burden": _burden,
 }
@@ -515,6 +542,8 @@ def as_json(results: Results) -> dict[str, Any]:
             return {entry.name: plain(getattr(value, entry.name)) for entry in fields(value)}
         if isinstance(value, dict):
             return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, Path):
+            return str(value)
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     found: dict[str, Any] = plain(results)

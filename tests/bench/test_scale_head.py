@@ -18,10 +18,7 @@ from forerun.checkpoints.base import expected_shapes
 from forerun.demo import scale
 from forerun.demo.scale import ScaledModel, scale_config, scale_head, scaled_head_folder
 from forerun.drafters.heads.base import Head
-from forerun.drafters.heads.dflash import DFlashConfig
-from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.drafters.heads.kinds import kind_named
-from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
 from forerun.model import Target
@@ -96,17 +93,25 @@ def other_head(kind: str, **options: Any) -> Head:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.2,
     }
-    block = {"mask_token_id": 3, "boundaries": (1, 2), "own_lm_head": False, "block_size": 5, "num_hidden_layers": 2}
-    if kind == "medusa":
-        made: Head = MedusaHead(MedusaConfig(num_heads=4, boundaries=(LAST_HIDDEN,), **sizes))
-    else:
-        config = {"dflash": DFlashConfig, "dspark": DSparkConfig}[kind]
-        made = kind_named(kind).head(config(initializer_range=0.2, **sizes, **layers, **block, **options))
+    last, masked = {"boundaries": (LAST_HIDDEN,)}, {"mask_token_id": 3, "boundaries": (1, 2)}
+    shapes: dict[str, dict[str, Any]] = {
+        "medusa": {"num_heads": 4, **last},
+        "hydra": {**layers, "num_heads": 4, "num_layers": 2, "num_hidden_layers": 1, **last},
+        "mlp_speculator": {"n_predict": 4, "inner_dim": 32, **last},
+        "peagle": {**layers, **masked},
+        "kangaroo": {**layers, "num_hidden_layers": 1, "boundaries": (2,)},
+        "dflash": {**layers, **masked, "own_lm_head": False, "block_size": 5},
+        "dspark": {**layers, **masked, "own_lm_head": False, "block_size": 5},
+    }
+    module = kind_named(kind).head
+    made = module(module.Config(**sizes, **shapes[kind] | options))  # type: ignore[call-arg]
     for name, weight in made.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") or (name.startswith("ln.") and name.endswith("weight")):
             torch.nn.init.uniform_(weight, 0.5, 1.5)
-        elif "markov" in name or "linear" in name or "confidence" in name:
+        elif any(part in name for part in ("markov", "linear", "confidence", "res_connection", "bias")):
             torch.nn.init.normal_(weight, std=0.2)
     return made
 
@@ -117,6 +122,12 @@ HEADS: dict[str, Callable[[], Head]] = {
     "medusa": lambda: other_head("medusa"),
     "dflash": lambda: other_head("dflash", qk_norm=True),
     "dspark": lambda: other_head("dspark", markov_rank=8, markov_head_type="rnn"),
+    "peagle": lambda: other_head("peagle", fc_norm=True),
+    "kangaroo": lambda: other_head("kangaroo"),
+    "hydra": lambda: other_head("hydra"),
+    "hydra without prefix": lambda: other_head("hydra", num_hidden_layers=0),
+    "mlp_speculator": lambda: other_head("mlp_speculator"),
+    "mlp_speculator tied": lambda: other_head("mlp_speculator", tie_weights=True),
     "dspark gated": lambda: other_head("dspark", markov_rank=8, markov_head_type="gated"),
 }
 
@@ -131,6 +142,7 @@ def test_greedy_drafts_are_the_small_heads(
     found = []
     for folder, checkpoint in ((source_tied, small), (scaled.path, scale_head(small, scaled))):
         drafts = {"num_speculative_tokens": 4, "adaptive": False, **shape}
+        drafts |= {"exit_below": 0.0} if name == "kangaroo" else {}
         config = {"method": name.split(maxsplit=1)[0], "model": checkpoint.build().eval(), **drafts}
         llm = LLM(str(folder), tokenizer=False, max_num_seqs=1, max_model_len=96, dtype="float32")
         output = llm.generate([{"prompt_token_ids": PROMPT}], params, speculative=config, trace=True)[0].outputs[0]
@@ -181,3 +193,6 @@ def test_what_cannot_be_enlarged_is_refused(scaled: ScaledModel, monkeypatch: py
     monkeypatch.setattr(scale, "ENLARGED", ("medusa",))
     with pytest.raises(ArgumentError, match="kind eagle3 are not enlarged, only medusa"):
         scale_head(HeadCheckpoint.of(head()), scaled)
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match="scale_input is not enlarged"):
+        scale_config(other_head("mlp_speculator", scale_input=True).config, scaled)

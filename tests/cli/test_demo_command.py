@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from cli.conftest import Ran
 from forerun import LLM, SamplingParams
@@ -21,9 +24,9 @@ from forerun.core.probs import NodeProbs
 from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
-from forerun.demo import Edit
+from forerun.demo import Edit, scale
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.types import Source, Verdict
+from forerun.types import Source, SpeculationStats, Verdict
 
 Forerun = Callable[..., Ran]
 FILE = ("--prompt-name", "chunk.py")
@@ -161,17 +164,36 @@ def test_what_drafts_unless_told_otherwise_fits_any_target(forerun: Forerun, che
 def test_an_edit_is_asked_for_and_looked_at(
     forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit = Edit(name="rename-1", request="Rename a to b:\n\ndef f(a):\n    return a", answer="no")
+    edit = Edit(name="rename-1", request="Rename a to b:\n\ndef f(a):\n    return a", answer="def f(b):\n    return b")
     monkeypatch.setattr(demo.shipped, "edits", lambda: [edit])
     asked = ("demo", checkpoint, "--prompt-name", "rename-1", "-n", 12, "--repeats", 1)
     ran = forerun(*asked)
     assert ran.code == 0, ran.err
-    for words in ("Rename a to b", "def f(a):", "the edit is not what a script made", "identical: yes"):
+    for words in ("Rename a to b", "def f(a):", "what it changed", "wrong: a script made this", "identical: yes"):
         assert words in ran.out
-    right = json.loads(forerun(*asked, "--json").out)
-    assert right["right"] is False and right["prompt"] == "rename-1"
-    monkeypatch.setattr(demo.shipped, "edits", lambda: [replace(edit, answer=right["text"])])
-    assert "exactly what a script made" in forerun(*asked).out
+    assert ran.out.rstrip("\n").endswith("- def f(a):\n+ def f(b):\n-     return a\n+     return b")
+    found = json.loads(forerun(*asked, "--json").out)
+    assert found["right"] is False and found["prompt"] == "rename-1" and found["temperature"] == 0
+    monkeypatch.setattr(demo.shipped, "edits", lambda: [replace(edit, answer=found["text"])])
+    right = forerun(*asked).out
+    assert "right: exactly what a script made" in right and "wrong" not in right
+
+
+def test_what_an_edit_changed_is_marked_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
+    before = "def f(old):\n    x = old + 1\n    return x\n"
+    after = "def f(new):\n    x = new + 1\n    return x\n    # done here"
+    shown = demo.changes(before, after)
+    lines = ["- def f(old):", "+ def f(new):", "-     x = old + 1", "+     x = new + 1", "+     # done here"]
+    assert shown.plain.splitlines() == lines
+    marked = [shown.plain[span.start : span.end] for span in shown.spans if "reverse" in str(span.style)]
+    assert marked == ["old", "new", "old", "new"], "a line that is new stands for itself"
+    assert demo.changes(before, before).plain == "nothing\n"
+    assert all("bold" in str(span.style) for span in demo.changes(before, after, plain=True).spans)
+    demo._print_changes("", "\n".join(map(str, range(30))))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["- ", "+ 0"] and printed[-1] == "... and 7 lines more"
+    fewer = demo.changes("a = 1\nb = [2]\n", "a = [1, 2]").plain
+    assert fewer.splitlines() == ["- a = 1", "- b = [2]", "+ a = [1, 2]"]
 
 
 def test_repetition_counts_runs_that_came_before() -> None:
@@ -191,18 +213,70 @@ def test_all_drafters_answer_in_one_table(forerun: Forerun, monkeypatch: pytest.
         {"step": 2, "tokens": 400, "tokens_per_second": 100.0},
     ]
     (tmp_path / "mine" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.copytree(tmp_path / "mine" / "head", tmp_path / "together" / "head")
+    (tmp_path / "together" / "model").mkdir()  # which this head drafts for
+    (tmp_path / "small").mkdir()
+    shutil.copytree(shipped.resolve("demo-draft"), tmp_path / "small" / "draft")
+    (tmp_path / "small" / "run.json").write_text(json.dumps({"recipe": {"kind": "distill"}}))
     ran = forerun("demo", "--all", "--heads", tmp_path, "-n", 16, "--json")
     assert ran.code == 0, ran.err
     found = {line["drafter"]: line for line in json.loads(ran.out)["drafters"]}
-    assert list(found) == [
-        *("suffix", "draft_model", "eagle3, shipped, chain", "eagle3, shipped, tree", "mine, chain", "mine, tree")
-    ]
+    ours = ("suffix", "demo-draft, chain", "demo-eagle3, chain", "demo-eagle3, tree")
+    assert list(found) == [*ours, "mine, chain", "mine, tree", "small, chain"]
     assert found["mine, tree"]["trained_seconds"] == pytest.approx(5.0)
-    assert found["mine, tree"]["parameters"] == found["eagle3, shipped, chain"]["parameters"] > 1e6
+    assert found["mine, tree"]["parameters"] == found["demo-eagle3, chain"]["parameters"] > 1e6
+    assert found["small, chain"]["parameters"] == found["demo-draft, chain"]["parameters"] > 1e6
     for line in found.values():
-        assert line["greedy_answers_unlike_plain"] == 0
-        assert set(line["mean_acceptance_length"]) == set(line["speedup"]) == {"0", "1"}
+        assert line["greedy_answers_unlike_plain"] == 0 and line["lossless"] is True and line["rules"]
+        assert set(line["mean_acceptance_length"]) == set(line["speedup"]) == set(line["drafted_nodes"]) == {"0", "1"}
+    for temperature in ("0", "1"):
+        chain, tree = (found[f"mine, {shape}"] for shape in ("chain", "tree"))
+        assert chain["drafted_nodes"][temperature] <= 5 and 20 < tree["drafted_nodes"][temperature] <= 32
+        assert found["small, chain"]["drafted_nodes"][temperature] <= 5
     assert found["mine, tree"]["mean_acceptance_length"]["0"] > found["mine, chain"]["mean_acceptance_length"]["0"] > 1
+    monkeypatch.setenv("COLUMNS", "100")
     shown = forerun("demo", "--all", "-n", 8)
-    assert shown.code == 0 and "tokens/pass" in shown.out and "the same" in shown.out
+    assert shown.code == 0 and all(words in shown.out for words in ("tokens/", "nodes", "T = 1", "lossless"))
     assert "--all" in forerun("demo", "--heads", tmp_path).err
+
+
+def test_a_head_that_cannot_be_enlarged_is_left_out_and_named(
+    checkpoint: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(scale, "ENLARGED", ("medusa",))
+    configs = {"mine": {"method": "eagle3", "model": str(head)}, "suffix": {"method": "suffix"}}
+    board = [leaderboard.Entry(name=name, config=config) for name, config in configs.items()]
+    kept = [entry.name for entry in demo._fitting(board, scale.ScaledModel(checkpoint, billions=0.001))]
+    assert kept == ["suffix"]
+    assert "mine is left out: heads of the kind eagle3 are not enlarged, only medusa" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_table_fits_and_says_what_is_not_lossless(width: int) -> None:
+    def entry(name: str, rule: str) -> leaderboard.Entry:
+        made = leaderboard.Entry(name=name, config={}, parameters=123_456_789, trained_s=7200.0)
+        for temperature in leaderboard.TEMPERATURES:
+            counted = SpeculationStats(num_spec_steps=10, num_draft_tokens=320, steps_per_rule=Counter({rule: 10}))
+            made.stats[temperature], made.tokens[temperature], made.seconds[temperature] = counted, 45, 0.5
+        return made
+
+    board = [entry("mlp_speculator, chain", "block"), entry("medusa typical, tree", "typical")]
+    out = Console(file=io.StringIO(), record=True, width=width)
+    out.print(leaderboard.table(entry("plain", "block"), board, width))
+    text = out.export_text()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    [mlp], [typical] = ([line for line in text.splitlines() if line.startswith(name)] for name in ("mlp", "medusa"))
+    assert mlp.split()[2:7] == ["123.5", "M", "7200", "s", "yes"] and " no " in typical
+    assert mlp.split()[7:] == ["32", "4.50", "1.00", "32", "4.50", "1.00"] if width == 100 else ["4.50", "1.00"] * 2
+    found = {line["drafter"]: line["lossless"] for line in leaderboard.records(entry("plain", "block"), board)}
+    assert found == {"mlp_speculator, chain": True, "medusa typical, tree": False}
+
+
+def test_time_of_training_is_what_is_left_of_a_killed_run(tmp_path: Path) -> None:
+    assert leaderboard.trained_seconds(tmp_path) is None
+    lines = [{"step": step, "tokens": 100 * step, "tokens_per_second": 50.0} for step in (1, 2, 3)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert leaderboard.trained_seconds(tmp_path) == pytest.approx(6.0)
+    (tmp_path / "checkpoint-2").mkdir()
+    assert leaderboard.trained_seconds(tmp_path) == pytest.approx(4.0)

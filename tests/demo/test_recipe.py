@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forerun import demo
+from forerun.cli.leaderboard import DEPTH
+from forerun.drafters.heads.kinds import KINDS
+from forerun.training.recipe import read_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -24,7 +28,7 @@ def recipe() -> Iterator[Path]:
     sys.path.insert(0, str(RECIPE))
     yield RECIPE
     sys.path.remove(str(RECIPE))
-    for name in ("corpus", "drills", "edits", "guide", "pretrain", "tokenizer"):
+    for name in ("corpus", "drills", "edits", "guide", "head", "pretrain", "tokenizer"):
         sys.modules.pop(name, None)
 
 
@@ -226,3 +230,38 @@ def test_questions_texts_and_answers_weigh_what_the_schedule_says(recipe: Path) 
     second = [0.0] * 4 + [1.0] * 5 + [0.25] * 2  # the first answer's question lies before the piece
     wanted = torch.tensor([first, second])
     torch.testing.assert_close(found, wanted / wanted.sum())
+
+
+def test_the_leader_board_has_every_kind_of_head(recipe: Path) -> None:
+    import head
+
+    given = {"target": "demo", "data": "data", "output": "output"}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(demo.resolve("demo")))
+    for kind in KINDS.values():
+        if kind.trains == "head" and kind.stored_as == kind.name and kind.in_target is None:
+            assert kind.name in head.LEADER_BOARD, f"recipes/demo/head.py: give {kind.name} a line in LEADER_BOARD"
+    for name, words in head.LEADER_BOARD.items():
+        asked = read_recipe(name, recipe / "heads.yaml", words, given)
+        if (kind := KINDS[name]).trains == "head":
+            config = kind.head.Config.for_target(name, model, asked.draft.vocab_size, asked.draft.options)
+            assert config.max_depth is None or config.max_depth >= DEPTH, f"{name} drafts no chain of {DEPTH} tokens"
+
+
+def test_the_leader_board_spends_the_time_of_a_head_once(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import head
+
+    asked: dict[str, tuple[str, ...]] = {}
+    monkeypatch.setattr(head, "LEADER_BOARD", {"eagle": (), "medusa": ("training.optimizer=adamw",), "hydra": ()})
+    monkeypatch.setattr(head, "write_data", lambda work: work / "head-data")
+    monkeypatch.setattr(head, "_run", lambda *words: asked.update({words[1]: words}))
+    for name, seconds in (("eagle", 60), ("medusa", 0), ("hydra", 99)):
+        (tmp_path / "heads" / name).mkdir(parents=True)
+        line = {"step": 1, "tokens": 100 * seconds, "tokens_per_second": 100.0}
+        (tmp_path / "heads" / name / "log.jsonl").write_text(json.dumps(line) + "\n")
+    head.make_leader_board(tmp_path, 100)
+    assert set(asked) == {"eagle", "medusa"}, "one has spent its time"
+    assert "training.max_seconds=40.0" in asked["eagle"] and "training.max_seconds=100.0" in asked["medusa"]
+    assert "training.optimizer=adamw" in asked["medusa"] and "training.optimizer=adamw" not in asked["eagle"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -22,6 +24,7 @@ from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from forerun import LLM
+    from forerun.cli.leaderboard import Entry
     from forerun.demo.scale import ScaledModel
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -31,7 +34,7 @@ DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
 DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
 EDIT_TOKENS = 512  # At most; an edit ends by itself
-SHOWN_LINES = 6  # Of a file
+SHOWN_LINES, CHANGED_LINES = 6, 24  # Of a file; of what an edit changed
 ARMS = ("plain", "speculative")
 Show = Callable[[str, Any], "RequestOutput"]
 
@@ -52,7 +55,7 @@ def demo(
     *,
     scale: float | None = None,
     prompt_name: str = DEFAULT_PROMPT,
-    temperature: Annotated[float, Parameter(alias="-t")] = 0.8,
+    temperature: Annotated[float | None, Parameter(alias="-t")] = None,
     top_p: float | None = 0.95,
     seed: int = DEFAULT_SEED,
     max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
@@ -75,7 +78,8 @@ def demo(
     prompt_name
         Which shipped held-out file to continue ("chunk.py"), or which edit to ask for in a chat ("constant-2").
     temperature
-        0 is greedy. Above, deterministic drafts give the same text for a seed, sampled ones the same distribution.
+        By default 0, greedy, for an edit and 0.8 for a file. Above 0, deterministic drafts give the same text for a
+        seed, sampled ones the same distribution.
     top_p
         Keep the smallest set of tokens whose mass reaches this.
     seed
@@ -106,6 +110,7 @@ def demo(
     llm = session.load(path, loading, drafting, max_num_seqs=1)
     continues = isinstance(asked, Prompt)
     length = max_tokens or ((64 if scale else 128) if continues else EDIT_TOKENS)
+    temperature = (0.8 if continues else 0.0) if temperature is None else temperature
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=length, ignore_eos=continues, seed=seed)
     setting = _Setting(model=model, config=config, note=note, question=asked, params=params)
     if not json:
@@ -115,7 +120,11 @@ def demo(
     if json:
         console.write_json(record(llm, setting, result))
     else:
-        console.out().print(session.legend(console.out()))
+        out = console.out()
+        out.print(session.legend(out))
+        if isinstance(asked, Edit):
+            out.print(Text("\nwhat it changed in the function, word by word", "dim"))
+            _print_changes(asked.function, _text(result))
         _report(llm, setting, result)
     return 0 if result.identical or temperature > 0 or (result.parted is not None and result.parted.tie) else 1
 
@@ -130,17 +139,19 @@ def _all(
 
     board, path, note = leaderboard.entries(heads), model, None
     if scale is not None:
-        path, grown, note = enlarged(model, {entry.name: entry.config for entry in board}, scale)
-        for entry in board:
-            entry.config = grown[entry.name]
+        scaled = _scaled(model, scale)
+        path, note, board = str(scaled.path), scaled.note, [*_fitting(board, scaled)]
     llm = session.load(path, loading, None, max_num_seqs=1)
     plain = leaderboard.run(llm, board, max_tokens=max_tokens)
+    out, speeds = console.out(), {f"{t:g}": round(plain.speed(t), 2) for t in leaderboard.TEMPERATURES}
     if json:
-        console.write_json({"scale_note": note, "drafters": leaderboard.records(plain, board)})
+        where = {"scale_note": note, "dtype": _dtype(llm), "device": str(llm.target.device)}
+        lines = leaderboard.records(plain, board)
+        console.write_json({**where, "plain_tokens_per_second": speeds, "drafters": lines})
     else:
-        console.out().print(leaderboard.table(plain, board))
-        said = f"plain {plain.speed(0.0):.1f} tokens/s at T = 0; {_dtype(llm)} on {llm.target.device}"
-        console.out().print(Text(f"{note or 'the model as it ships'}; {said}", "dim"))
+        out.print(leaderboard.table(plain, board, out.width))
+        said = f"plain {speeds['0']:.1f} tokens/s at T = 0; {_dtype(llm)} on {llm.target.device}"
+        out.print(Text(f"{note or 'the model as it ships'}; {said}", "dim"))
     return 1 if any(entry.unlike for entry in board) else 0
 
 
@@ -156,11 +167,26 @@ def question(name: str) -> Edit | Prompt:
 
 def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
     """The enlarged model's path, `config` with heads that fit it, and the line that says what it is."""
+    scaled = _scaled(model, billions)
+    return str(scaled.path), _with_heads_for(scaled, config), scaled.note
+
+
+def _scaled(model: str, billions: float) -> ScaledModel:
     from forerun.demo.scale import ScaledModel
 
     with console.telling(f"enlarging {model} to {billions:g} B parameters"):
-        scaled = ScaledModel(shipped.resolve(model), billions=billions)
-        return str(scaled.path), _with_heads_for(scaled, config), scaled.note
+        return ScaledModel(shipped.resolve(model), billions=billions)
+
+
+def _fitting(board: Iterable[Entry], scaled: ScaledModel) -> Iterator[Entry]:
+    """The entries, their heads enlarged as the target was; one whose head cannot be is left out, which is said."""
+    for entry in board:
+        try:
+            entry.config = _with_heads_for(scaled, entry.config)
+        except ArgumentError as error:
+            console.warn(f"{entry.name} is left out: {error}")
+        else:
+            yield entry
 
 
 def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
@@ -187,8 +213,8 @@ def _introduce(setting: _Setting) -> None:
         what, shown = f"to continue {asked.name}, which it has never seen", asked.text.splitlines()[-SHOWN_LINES:]
         shown = ["...", *shown]
     else:
-        what, *shown = asked.request.splitlines()
-        what, shown = f"{what.rstrip(':')}, in a function that it has never seen", shown[1:]
+        what, shown = asked.request.partition("\n")[0].rstrip(":"), asked.function.splitlines()
+        what += ", in a function that it has never seen"
     out.print(Text("asked    ", "dim").append(f"{what}\n", "default"))
     out.print(Text("\n".join(shown), "dim"))
 
@@ -267,16 +293,59 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     )
     out.print(Text(details, "dim"))
     if isinstance(setting.question, Edit):
-        good = _answers(setting.question, found)
-        said = "exactly what a script made of the function" if good else "not what a script made of the function"
-        out.print(Text(f"the edit is {said}", "green" if good else "yellow"))
+        if _answers(setting.question, found):
+            out.print(Text("right: ", "bold green").append("exactly what a script made of the function", "default"))
+        else:
+            out.print(Text("wrong: ", "bold yellow").append("a script made this of the function:", "default"))
+            _print_changes(setting.question.function, setting.question.answer)
     elif (share := _repetition(tokens)) > 0.25:
         out.print(Text(f"{share:.0%} of the answer repeats itself, which flatters any drafter", "yellow"))
 
 
 def _answers(asked: Edit, found: Race) -> bool:
     """Whether the plain answer is right."""
-    return found.runs["plain"][0].outputs[0].text.strip() == asked.answer.strip()
+    return _text(found).strip() == asked.answer.strip()
+
+
+def _text(found: Race) -> str:
+    """The plain answer."""
+    return found.runs["plain"][0].outputs[0].text
+
+
+def _print_changes(before: str, after: str) -> None:
+    """`changes`, the first of them where there are many."""
+    out = console.out()
+    lines = changes(before, after, plain=out.no_color).split("\n")
+    for line in lines[:CHANGED_LINES]:
+        out.print(line)
+    if len(lines) > CHANGED_LINES:
+        out.print(Text(f"... and {len(lines) - CHANGED_LINES} lines more", "dim"))
+
+
+def changes(before: str, after: str, *, plain: bool = False) -> Text:
+    """The lines that differ, an old one above the new one, with the words that differ marked; `plain`: in no colour."""
+    old, new, shown = before.strip("\n").split("\n"), after.strip("\n").split("\n"), Text()
+    for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        pairs = [(old[a:b], new[c:d])]
+        if b - a == d - c:
+            pairs = [([one], [other]) for one, other in zip(old[a:b], new[c:d], strict=True)]
+        for lines, others in pairs:
+            shown.append_text(_marked("-", lines, others, "bold" if plain else "red"))
+            shown.append_text(_marked("+", others, lines, "bold" if plain else "green"))
+    return shown or Text("nothing\n", "bold yellow")
+
+
+def _marked(sign: str, lines: list[str], others: list[str], style: str) -> Text:
+    """Each of `lines` behind a sign, the words that `others` have not reversed; none where there are no `others`."""
+    text = Text(f"{sign} " if lines else "", style)
+    here, there = (re.findall(r"\w+|\n| +|[^\w\n ]", "\n".join(block)) for block in (lines, others or lines))
+    for kind, a, b, _, _ in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+        for part in re.split(r"(\n *| {2,})", "".join(here[a:b])):
+            blank = not part.strip()
+            text.append(part.replace("\n", f"\n{sign} "), style if blank or kind == "equal" else f"{style} reverse")
+    return text.append("\n") if lines else text
 
 
 def _verdict(setting: _Setting, found: Race) -> Text:

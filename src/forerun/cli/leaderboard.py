@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +14,59 @@ from rich.text import Text
 from forerun import demo as shipped
 from forerun.cli import console
 from forerun.errors import ArgumentError
+from forerun.types import SpeculationStats
 
 if TYPE_CHECKING:
     from forerun import LLM
+    from forerun.drafters.heads.kinds import HeadKind
     from forerun.types import RequestOutput
 
 TEMPERATURES = (0.0, 1.0)
 FILES, EDITS = 3, 3  # Questions of either kind
 DEPTH, NODES = 5, 32  # Tokens of a chain; drafted nodes of a tree
+ROOMY = 100  # Columns of a terminal that the whole table needs
 COPYING: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
     "recycling": {"method": "recycling"},
 }
-SHIPPED: dict[str, dict[str, Any]] = {
-    "draft_model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": DEPTH},
-}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A drafter that was trained: one that ships, or what `forerun train` left in a folder."""
+
+    name: str
+    kind: HeadKind
+    model: str  # Folder or shipped name
+    parameters: int  # Of its checkpoint
+    seconds: float | None = None  # Of training, evaluation left out; None: nothing says
+    max_depth: int | None = None  # Most tokens on one path; None: any
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all depths come of one pass, so that a level more costs nothing."""
+        return self.kind.drafts in ("parallel", "block")
+
+    def chain(self, tokens: int) -> dict[str, Any]:
+        """Draft a chain of so many tokens, or of the most that there are."""
+        depth = min(tokens, self.max_depth or tokens)
+        return {**self._base(), "num_speculative_tokens": depth, "shape": [1] * depth}
+
+    def tree(self, nodes: int) -> dict[str, Any] | None:
+        """Draft the likeliest paths, so many nodes in all; None: the drafter has no such tree."""
+        from forerun.drafters.heads.kinds import named
+
+        options = {option.name for option in fields(named(self.kind.drafter).Config)}
+        if "nodes" not in options:
+            return None
+        width = {"top_k": nodes if self.parallel else min(nodes, 8)} if "top_k" in options else {}
+        return {**self._base(), "nodes": nodes, **width}
+
+    def _base(self) -> dict[str, Any]:
+        from forerun.drafters.heads.kinds import named
+
+        return {"method": named(self.kind.drafter).name, "model": self.model}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,72 +77,112 @@ class Entry:
     config: dict[str, Any]
     parameters: int = 0  # Trained ones
     trained_s: float | None = None  # Seconds of training, evaluation left out
-    passes: dict[float, int] = field(default_factory=dict)  # Of the target, the prompts' not counted
-    tokens: dict[float, int] = field(default_factory=dict)  # That came of them
+    stats: dict[float, SpeculationStats] = field(default_factory=dict)
+    tokens: dict[float, int] = field(default_factory=dict)  # That came of all passes but the prompts'
     seconds: dict[float, float] = field(default_factory=dict)  # That they took
     unlike: int = 0  # Greedy answers that differ from plain decoding's by more than a numeric tie
 
     def add(self, temperature: float, output: RequestOutput) -> None:
         """Count an answer."""
-        stats = output.outputs[0].speculation
-        steps, tokens = stats.num_spec_steps + stats.num_plain_steps, len(output.outputs[0].token_ids) - 1
-        self.passes[temperature] = self.passes.get(temperature, 0) + steps
+        self.stats.setdefault(temperature, SpeculationStats()).add(output.outputs[0].speculation)
+        tokens = len(output.outputs[0].token_ids) - 1
         self.tokens[temperature] = self.tokens.get(temperature, 0) + tokens
         self.seconds[temperature] = self.seconds.get(temperature, 0.0) + (output.decode_s or 0.0)
 
     def per_pass(self, temperature: float) -> float:
         """Tokens per pass of the target: the mean acceptance length, bonus included."""
-        return self.tokens[temperature] / max(1, self.passes[temperature])
+        stats = self.stats[temperature]
+        return self.tokens[temperature] / max(1, stats.num_spec_steps + stats.num_plain_steps)
+
+    def nodes(self, temperature: float) -> float:
+        """Mean drafted nodes of the passes in which something was drafted."""
+        stats = self.stats[temperature]
+        return stats.num_draft_tokens / max(1, stats.num_spec_steps)
 
     def speed(self, temperature: float) -> float:
         """Decoded tokens per second."""
         return self.tokens[temperature] / max(1e-9, self.seconds[temperature])
 
+    @property
+    def rules(self) -> list[str]:
+        """The verification rules that judged the drafts."""
+        return sorted({rule for stats in self.stats.values() for rule in stats.steps_per_rule})
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every one of them leaves the target's distribution as it is."""
+        from forerun.core.rules.base import rule_named
+
+        return all(rule_named(rule).lossless for rule in self.rules)
+
 
 def entries(heads: Path | None) -> list[Entry]:
-    """The drafters that need no training, the shipped ones, and every head in a folder below `heads`, as `forerun
-    train` leaves it; heads draft a chain and a tree."""
+    """The drafters that need no training, the shipped ones, and what `forerun train` left in the folders below
+    `heads`; heads draft a chain and a tree."""
     found = [Entry(name=name, config=config) for name, config in COPYING.items()]
-    for name, config in SHIPPED.items():
-        found.append(Entry(name=name, config=config, parameters=_weights(Path(shipped.resolve(config["model"])))))
-    found += _of_head("eagle3, shipped", "demo-eagle3", None)
-    if heads is None:
-        return found
-    folders = sorted(path for path in heads.iterdir() if (path / "head" / "config.json").is_file())
-    if not folders:
-        raise ArgumentError(f"{heads} holds no folder with a trained head, as `forerun train ... --output` leaves one")
-    for folder in folders:
-        found += _of_head(folder.name, str(folder / "head"), folder / "log.jsonl")
+    ours = [_draft("demo-draft", "demo-draft", "distill"), _head("demo-eagle3", "demo-eagle3")]
+    for one in ours if heads is None else [*ours, *trained(heads)]:
+        for shape, config in (("chain", one.chain(DEPTH)), ("tree", one.tree(NODES))):
+            if config is not None:
+                name, size = f"{one.name}, {shape}", one.parameters
+                found.append(Entry(name=name, config=config, parameters=size, trained_s=one.seconds))
     return found
 
 
-def _of_head(name: str, source: str, log: Path | None) -> list[Entry]:
-    from forerun.checkpoints import read_head
+def trained(folder: Path) -> list[Trained]:
+    """The heads and draft models that `forerun train ... --output` left in folders below `folder`, by name; what was
+    trained together with a target is left out. ArgumentError: there are none."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (path / "model").is_dir():
+            continue  # the target was trained with it, and it drafts for that one
+        head, draft = path / "head", path / "draft"
+        if (head / "config.json").is_file():
+            found.append(_head(path.name, str(head), trained_seconds(path)))
+        elif (draft / "config.json").is_file():
+            kind = json.loads((path / "run.json").read_text(encoding="utf-8"))["recipe"]["kind"]
+            found.append(_draft(path.name, str(draft), kind, trained_seconds(path)))
+    if not found:
+        raise ArgumentError(
+            f"{folder} holds no folder with a trained head or draft model, as `forerun train ... --output` leaves one"
+        )
+    return found
 
-    head = read_head(shipped.resolve(source))
-    parameters = sum(tensor.numel() for tensor in head.tensors.values() if tensor.is_floating_point())
-    depth = min(DEPTH, head.config.max_depth or DEPTH)
-    chain = {"method": head.config.kind, "model": source, "num_speculative_tokens": depth, "shape": [1] * depth}
-    tree = {"method": head.config.kind, "model": source, "nodes": NODES, "top_k": _width(head.config)}
-    trained = None if log is None or not log.is_file() else _trained_s(log)
-    return [
-        Entry(name=f"{name}, {shape}", config=config, parameters=parameters, trained_s=trained)
-        for shape, config in (("chain", chain), ("tree", tree))
-    ]
 
-
-def _width(config: Any) -> int:
-    """Nodes that a tree expands per level: all, where a level costs the head nothing."""
+def _draft(name: str, source: str, kind: str, seconds: float | None = None) -> Trained:
     from forerun.drafters.heads.kinds import kind_named
 
-    return NODES if kind_named(config.kind).drafts in ("parallel", "block") else 8
+    size = _weights(Path(shipped.resolve(source)))
+    return Trained(name=name, kind=kind_named(kind), model=source, parameters=size, seconds=seconds)
 
 
-def _trained_s(log: Path) -> float:
-    """Seconds of training, from the speeds that its log names."""
+def _head(name: str, source: str, seconds: float | None = None) -> Trained:
+    from forerun.checkpoints import read_head
+    from forerun.drafters.heads.kinds import kind_named
+
+    head = read_head(shipped.resolve(source))
+    return Trained(
+        name=name,
+        kind=kind_named(head.config.kind),
+        model=source,
+        parameters=sum(tensor.numel() for tensor in head.tensors.values() if tensor.is_floating_point()),
+        seconds=seconds,
+        max_depth=head.config.max_depth,
+    )
+
+
+def trained_seconds(output: Path) -> float | None:
+    """Seconds of training behind the newest checkpoint in a run's `output`, from the speeds that its log names,
+    evaluation left out; None: there is no log."""
+    from forerun.training.loop.checkpoint import checkpoints
+
+    log = output / "log.jsonl"
+    if not log.is_file():
+        return None
+    saved = [step for step, _ in checkpoints(output)]  # of later steps nothing is left, where a run was killed
     seconds, before = 0.0, 0
-    for line in map(json.loads, log.read_text().splitlines()):
-        if "tokens_per_second" in line:
+    for line in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
+        if "tokens_per_second" in line and (not saved or line["step"] <= saved[-1]):
             seconds += (line["tokens"] - before) / line["tokens_per_second"]
             before = line["tokens"]
     return seconds
@@ -157,22 +234,28 @@ def run(llm: LLM, board: list[Entry], *, max_tokens: int) -> Entry:
     return plain
 
 
-def table(plain: Entry, board: list[Entry]) -> Table:
-    """The fastest first."""
+def table(plain: Entry, board: list[Entry], width: int) -> Table:
+    """The fastest first, within so many columns."""
+    roomy = width >= ROOMY
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
-    columns = [Column("drafter", no_wrap=True), Column("parameters", **right), Column("trained", **right)]
-    columns += [Column("greedy\ntext", **right)]
+    columns = [Column("drafter", overflow="fold"), Column("size", **right), Column("trained", **right)]
+    columns += [Column("lossless", **right)]
     for temperature in TEMPERATURES:
-        columns += [Column(f"T = {temperature:g}\ntokens/pass", **right), Column("\nspeed-up", **right)]
-    made = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        first = f"T = {temperature:g}"
+        columns += [Column(f"{first}\n\nnodes", **right)] if roomy else []
+        columns += [Column(f"{'' if roomy else first}\ntokens/\npass", **right), Column("\nspeed-\nup", **right)]
+    made = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if roomy else 1, 0, 0))
     for entry in sorted(board, key=lambda one: -sum(one.speed(t) / plain.speed(t) for t in TEMPERATURES)):
         cells = [entry.name, f"{entry.parameters / 1e6:.1f} M" if entry.parameters else "-"]
         cells += ["-" if entry.trained_s is None else f"{entry.trained_s:.0f} s"]
-        cells += ["the same" if not entry.unlike else f"{entry.unlike} DIFFER"]
+        cells += [f"{entry.unlike} DIFFER" if entry.unlike else "yes" if entry.lossless else "no"]
         for temperature in TEMPERATURES:
-            gain = entry.speed(temperature) / plain.speed(temperature)
-            cells += [f"{entry.per_pass(temperature):.2f}", f"{gain:.2f}"]
-        made.add_row(*(Text(cell, "bold red" if "DIFFER" in cell else "") for cell in cells))
+            cells += [f"{entry.nodes(temperature):.0f}"] if roomy else []
+            cells += [
+                f"{entry.per_pass(temperature):.2f}",
+                f"{entry.speed(temperature) / plain.speed(temperature):.2f}",
+            ]
+        made.add_row(*(Text(cell, "bold red" if "DIFFER" in cell or cell == "no" else "") for cell in cells))
     return made
 
 
@@ -183,8 +266,11 @@ def records(plain: Entry, board: list[Entry]) -> list[dict[str, Any]]:
             "drafter": entry.name,
             "speculative_config": entry.config,
             "parameters": entry.parameters,
-            "trained_seconds": entry.trained_s,
+            "trained_seconds": None if entry.trained_s is None else round(entry.trained_s, 1),
+            "lossless": entry.lossless,
+            "rules": entry.rules,
             "greedy_answers_unlike_plain": entry.unlike,
+            "drafted_nodes": {f"{t:g}": round(entry.nodes(t), 2) for t in TEMPERATURES},
             "mean_acceptance_length": {f"{t:g}": round(entry.per_pass(t), 4) for t in TEMPERATURES},
             "speedup": {f"{t:g}": round(entry.speed(t) / plain.speed(t), 4) for t in TEMPERATURES},
         }

@@ -55,6 +55,11 @@ class Edit:
     answer: str  # The function as it shall be: made by a script and checked with `ast`
 
     @property
+    def function(self) -> str:
+        """The function as it is, which the request shows."""
+        return self.request.partition("\n\n")[2]
+
+    @property
     def messages(self) -> list[dict[str, str]]:
         """The conversation that asks for it."""
         return [{"role": "user", "content": self.request}]

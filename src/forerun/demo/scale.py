@@ -39,7 +39,9 @@ from forerun.writing import written_folder
 CACHE = "scaled"  # Folder below `cache_root`
 SHARD_BYTES = 2**31
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-ENLARGED = ("eagle3", "eagle", "medusa", "dflash", "dspark")  # Kinds of heads
+ENLARGED = (  # Kinds of heads
+    *("eagle3", "eagle", "peagle", "medusa", "hydra", "mlp_speculator", "dflash", "dspark", "kangaroo"),
+)
 FORMAT = 1  # Raise it when the written weights change, so that caches are made anew
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -268,7 +270,8 @@ class _Weights(dict[str, Tensor]):
         raise CheckpointError(f"the source has no tensor {name!r}: its weights are missing or of another model")
 
 
-_WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens", "linear")  # Write a hidden state: their padding is zero
+_STATES = ("fc", "o_proj", "down_proj", "embed_tokens", "linear", "res_connection", "emb", "proj", "mask_hidden")
+"""Write a hidden state, or are one: their padding is zero."""
 
 
 def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
@@ -297,10 +300,16 @@ def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
     """The shape of the enlarged head; errors as `scale_head`."""
     if config.kind not in ENLARGED:
         raise ArgumentError(f"heads of the kind {config.kind} are not enlarged, only {', '.join(ENLARGED)}")
+    if getattr(config, "scale_input", False):
+        raise ArgumentError(
+            "an MLP speculator with scale_input is not enlarged: the epsilon of its input's norm is fixed, so that a "
+            "wider state would be normed otherwise; train one without scale_input"
+        )
     plan, own = scaled.plan, {field.name: getattr(config, field.name) for field in fields(config)}
     growth = {
         "hidden_size": plan.hidden_factor,
         "target_hidden_size": plan.hidden_factor,
+        "inner_dim": plan.hidden_factor,
         "num_attention_heads": plan.head_factor,
         "num_key_value_heads": plan.head_factor,
         "rms_norm_eps": 1 / plan.hidden_factor,
@@ -325,18 +334,22 @@ def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: Any, wide:
             new[..., wide_place : wide_place + narrow][: len(old) if old.dim() == 2 else None] = part
             place, wide_place = place + narrow, wide_place + broad
     root = math.isqrt(wide.target_hidden_size // config.target_hidden_size)
-    shrinks = old.shape != shape and "norm" in name
+    if config.kind == "mlp_speculator" and name.startswith("proj."):
+        return new * root  # The epsilon of the norm behind it is fixed, so the mean square that it reads must stay
+    shrinks = old.shape != shape and _norms(name)
     normed_later = getattr(config, "qk_norm", False) and any(f".{part}_proj." in name for part in ("q", "k"))
     return new / root if shrinks or normed_later else new
 
 
 def _parts(name: str, old: int, new: int, config: Any, wide: Any) -> list[tuple[int, int]]:
     """Widths, before and after, of what lies side by side in a tensor's last dimension."""
-    if name in ("fc.weight", "input_norm.weight"):
+    if name in ("fc.weight", "input_norm.weight", "mask_hidden"):
         return [(config.target_hidden_size, wide.target_hidden_size)] * (old // config.target_hidden_size)
     state = (_size(config), _size(wide))
     if old == 2 * state[0] and name.startswith("layers.0.self_attn."):
         return [state, state]  # EAGLE-3's first layer reads an embedding, too
+    if ".first." in name:
+        return [state] * (old // state[0])  # Hydra's depths read a state and all embeddings since
     if old - state[0] == new - state[1]:
         # DSpark's heads read a state and rows of a table: these stay as wide as they are.
         rows = (old - state[0],) * 2
@@ -351,8 +364,14 @@ def _size(config: Any) -> int:
 
 def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros where the hidden state is written, ones in norms, else noise."""
-    if "norm" in name:
+    if _norms(name):
         return torch.ones(shape, dtype=dtype)
-    if len(shape) == 1 or name.split(".")[-2] in _WRITERS:
+    *_, module = (part for part in name.removesuffix(".weight").split(".") if not part.isdigit())
+    if len(shape) == 1 or module in _STATES:
         return torch.zeros(shape, dtype=dtype)
     return _noise(shape, dtype, name)
+
+
+def _norms(name: str) -> bool:
+    """Whether a tensor is the weight of a norm; ``ln`` is the MLP speculator's, which also has a bias."""
+    return "norm" in name or (name.startswith("ln.") and name.endswith(".weight"))

@@ -1,0 +1,228 @@
+"""What training brings on the demo models, each in so many seconds of wall time, beside its goal.
+
+    .venv/bin/python recipes/demo/make.py heads      # once: makes the data (and the leader board)
+    .venv/bin/python benchmarks/training/gains.py --seconds 900
+
+DistillSpec on the draft model that ships, AdaSPEC for as many steps, LayerSkip on the target, and EAGLE-3 with and
+without text that target and head write together. Every run is a `forerun train` into --work; Ctrl-C ends it after its
+step, and the same command goes on for the seconds that are left. What is finished is only measured anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks.suite.acceptance import AcceptanceLine, AcceptancePlan, Way, measure_way, ratio
+from benchmarks.suite.goals import Goal, at_least, at_most
+from benchmarks.training.common import BUILD, ROOT, finish, goals_table, load_target, parser, rows_table, say, start
+from forerun import LLM
+from forerun.cli import main as forerun
+from forerun.cli.leaderboard import trained_seconds
+from forerun.demo import contexts
+from forerun.training.loop.checkpoint import checkpoints
+
+TEMPERATURES = (0.0, 1.0)
+CHAIN = 5
+"""Tokens drafted, by whomever."""
+SPENT = 0.98
+"""Of a run's seconds: one that has spent as much is not gone on with."""
+LOOP = (
+    "windows={length: 512, rows: 2}",
+    "training={schedule: constant, epochs: 1000, warmup_steps: 20, save_every_s: 120, log_every_steps: 1}",
+)
+"""How every run trains: the time ends it, so no step is known to be the last."""
+HEAD = (
+    "draft.options={fc_norm: true, norm_output: true}",
+    "objective={steps: 5, decay: 0.8}",
+    "training.optimizer=muon",
+    "training.muon_learning_rate=2.0e-3",
+    "training.learning_rate=1.0e-3",
+)
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "distill": ("distill", ("training.learning_rate=5.0e-4",)),
+    "adaspec": ("distill", ("training.learning_rate=5.0e-4",)),
+    "layerskip": ("layerskip", ("training.learning_rate=3.0e-4", "objective={exit_scale: 1.0, curriculum: all}")),
+    "eagle3": ("eagle3", HEAD),
+    "eagle3-decode": ("eagle3", (*HEAD, "objective.writer=target", "objective.every=4")),
+}
+"""Name of a run -> the kind that is trained, and what its recipe says besides `LOOP`."""
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The models, the runs and what was measured."""
+
+    arguments: argparse.Namespace
+    goals: list[Goal] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Who drafts for whom, at which temperature, how well."""
+
+    @property
+    def plan(self) -> AcceptancePlan:
+        """How much is decoded."""
+        return AcceptancePlan(new_tokens=self.arguments.tokens, seeds=(1, 2) if self.arguments.prompts >= 8 else (1,))
+
+    @cached_property
+    def target(self) -> LLM:
+        """The target as it ships."""
+        return self.engine(self.arguments.target)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Of held-out files."""
+        return contexts(self.target.tokenizer, count=self.arguments.prompts, length=256)
+
+    def engine(self, model: str) -> LLM:
+        """A target that is decoded."""
+        return LLM(model, max_num_seqs=8, max_model_len=256 + self.arguments.tokens + 64, enable_prefix_caching=False)
+
+    def run(self, name: str, *words: str, steps: int | None = None) -> Path:
+        """Train for the seconds that are asked for, or up to so many steps; the output. SystemExit: it was stopped, or
+        failed and has said why."""
+        asked, output = self.arguments, self.arguments.work / name
+        kind, own = RUNS[name]
+        given = [word.removeprefix(f"{name}:") for word in asked.set if word.startswith(f"{name}:")]
+        left = asked.seconds - (trained_seconds(output) or 0.0)
+        done = (checkpoints(output) or [(0, output)])[-1][0]
+        if left < (1 - SPENT) * asked.seconds if steps is None else done >= steps:
+            say(f"{name}: trained before, {done} steps")
+            return output
+        budget = f"training.max_seconds={left}" if steps is None else f"training.steps={steps}"
+        all_words = ["train", kind, *LOOP, *own, budget, *words, *given]
+        all_words += ["--target", asked.target, "--data", str(asked.data), "--output", str(output)]
+        say(f"forerun {shlex.join(all_words)}")
+        with redirect_stdout(sys.stderr):  # what is printed there is the report's
+            code = forerun(all_words)
+        if code:
+            raise SystemExit(code)
+        return output
+
+    def measure(self, what: str, config: Mapping[str, Any], llm: LLM | None = None) -> dict[float, AcceptanceLine]:
+        """How well chains are accepted, by temperature."""
+        found = {}
+        for temperature in TEMPERATURES:
+            fixed = {**config, "num_speculative_tokens": CHAIN, "adaptive": False}
+            way = Way(label=what, method=config["method"], form="chain", temperature=temperature, config=fixed)
+            line = found[temperature] = measure_way(llm or self.target, way, self.prompts, self.plan, say)
+            self.rows.append({"drafter": what, "T": temperature, "acceptance": rate(line), "length": line.length})
+        return found
+
+    def compare(
+        self,
+        what: str,
+        goal: float,
+        after: Mapping[float, AcceptanceLine],
+        before: Mapping[float, AcceptanceLine],
+        of: Callable[[AcceptanceLine], float] | None = None,
+    ) -> None:
+        """A goal for each temperature: by `of` each line, or, without, by mean acceptance lengths."""
+        for temperature in TEMPERATURES:
+            one, other = after[temperature], before[temperature]
+            lengths = ratio(one, other)
+            value = lengths.value if of is None else of(one) / max(of(other), 1e-9)
+            note = f"lengths {one.length:.2f} over {other.length:.2f}, 95 % interval of their ratio "
+            note += f"{lengths.low:.2f} to {lengths.high:.2f}"
+            if of is not None:
+                note = f"{of(one):.3f} over {of(other):.3f}; {note}"
+            self.goals.append(at_least(f"{what}, T = {temperature:g}", goal, value, note))
+
+
+def rate(line: AcceptanceLine) -> float:
+    """Accepted over judged drafted tokens: the first of a chain is always judged, each other where the one before it
+    was accepted."""
+    return sum(line.depths) / (1 + sum(line.depths[:-1]))
+
+
+def distill(bench: Bench) -> None:
+    """DistillSpec against the draft model as it ships, AdaSPEC against DistillSpec."""
+    draft = bench.arguments.draft
+    output = bench.run("distill", "--draft", draft)
+    steps = checkpoints(output)[-1][0]
+    filtered = bench.run("adaspec", f"objective.reference={output / 'draft'}", "--draft", draft, steps=steps)
+    models = {"as it ships": draft, "DistillSpec": output / "draft", f"AdaSPEC, {steps} steps": filtered / "draft"}
+    before, distilled, chosen = (
+        bench.measure(f"draft model, {name}", {"method": "draft_model", "model": str(model)})
+        for name, model in models.items()
+    )
+    bench.compare("acceptance, DistillSpec / draft model as it ships", 1.10, distilled, before, rate)
+    bench.compare("acceptance, AdaSPEC / DistillSpec at equal steps", 1.0, chosen, distilled, rate)
+
+
+def layerskip(bench: Bench) -> None:
+    """Exits of the trained target against those of the target as it ships, and what both say of held-out text."""
+    trained = str(bench.run("layerskip") / "model")
+    after, layers = bench.engine(trained), bench.target.target.num_layers
+    for place in sorted({max(1, layers * quarter // 4) for quarter in (1, 2, 3)}):
+        config = {"method": "early_exit", "exit_layer": place}
+        old = bench.measure(f"exit after {place} of {layers} layers, as it ships", config)
+        new = bench.measure(f"exit after {place} of {layers} layers, LayerSkip", config, after)
+        if all(rate(line) * 1.3 < 1 for line in old.values()):  # else there is no room for the goal
+            bench.compare(f"acceptance, exit after {place} layers, LayerSkip / before", 1.30, new, old, rate)
+    losses = [held_out_loss(name, bench.arguments.device) for name in (trained, bench.arguments.target)]
+    note = f"{losses[0]:.3f} over {losses[1]:.3f} nats per token"
+    bench.goals.append(at_most("target's held-out loss, LayerSkip / before", 1.02, losses[0] / losses[1], note))
+
+
+def decode(bench: Bench) -> None:
+    """EAGLE-3 that also learns from what target and head write together, against one that does not."""
+    heads = {name: str(bench.run(name) / "head") for name in ("eagle3-decode", "eagle3")}
+    after, before = (bench.measure(name, {"method": "eagle3", "model": head}) for name, head in heads.items())
+    bench.compare("mean acceptance length, EAGLE-3 with train-with-decode / without", 1.05, after, before)
+
+
+EXPERIMENTS: dict[str, Callable[[Bench], None]] = {"distill": distill, "layerskip": layerskip, "decode": decode}
+
+
+@torch.inference_mode()
+def held_out_loss(name: str, device: str, texts: int = 24, length: int = 512) -> float:
+    """Nats per token of a causal LM on excerpts of held-out files."""
+    model, tokenizer = load_target(name, device)
+    losses = []
+    for ids in contexts(tokenizer, count=texts, length=length):
+        tokens = torch.tensor([ids], device=model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+        losses.append(float(cross_entropy(logits, tokens[0, 1:])))
+    return sum(losses) / len(losses)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    found = parser(__doc__)
+    found.formatter_class = argparse.RawDescriptionHelpFormatter
+    found.add_argument("--seconds", type=float, default=900.0, help="of training, for each run (default: 900)")
+    found.add_argument("--only", nargs="*", default=[*EXPERIMENTS], choices=[*EXPERIMENTS], help="what is trained")
+    found.add_argument("--target", default="demo", help="a Llama: demo or a folder")
+    found.add_argument("--draft", default="demo-draft", help="a draft model of its vocabulary")
+    found.add_argument("--data", type=Path, default=ROOT / "build/demo/head-data/train", help="prepared data")
+    found.add_argument("--work", type=Path, default=BUILD / "gains", help="folder of the runs")
+    found.add_argument("--set", action="append", default=[], metavar="RUN:KEY=VALUE", help=f"of {', '.join(RUNS)}")
+    found.add_argument("--prompts", type=int, default=16, help="held out, that are decoded")
+    found.add_argument("--tokens", type=int, default=96, help="of each answer")
+    arguments = found.parse_args(words)
+    for word in arguments.set:
+        if word.partition(":")[0] not in RUNS or "=" not in word:
+            found.error(f"--set {word}: expected RUN:KEY=VALUE with a run of {', '.join(RUNS)}")
+    machine, bench = start(arguments), Bench(arguments=arguments)
+    for name in arguments.only:
+        EXPERIMENTS[name](bench)
+        gc.collect()  # models of the runs
+    report = {"machine": machine, "seconds": arguments.seconds, "lines": bench.rows, "goals": bench.goals}
+    tables = [rows_table(f"Chains of {CHAIN}, held-out prompts", bench.rows), goals_table(bench.goals)]
+    finish("gains", arguments, report, tables)
+
+
+if __name__ == "__main__":
+    main()
