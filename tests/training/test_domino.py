@@ -136,7 +136,7 @@ def test_a_shape_that_makes_no_sense_is_refused(options: dict[str, Any], named: 
     ("settings", "named"),
     [
         ({"base_start": 1.5}, r"base_start must be in \[0, 1\]"),
-        ({"base_batches": 0}, "base_batches must be at least 1"),
+        ({"base_until": 0.0}, r"base_until must be in \(0, 1\]"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:

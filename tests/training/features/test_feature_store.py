@@ -399,6 +399,7 @@ def test_the_next_batch_is_read_while_this_one_trains(store: FeatureStore) -> No
     """By the step that follows; whatever is asked for instead is read then, and damage is told of when it is."""
     batches, asked, features = RunBatches.__new__(RunBatches), list[int](), store.features
     batches.source, batches.windows, batches.device = store, cast(Any, None), torch.device("cpu")
+    batches.accumulation, batches.steps = 1, 10
     batches.reader, batches.ahead = ThreadPoolExecutor(max_workers=1), {}
     empty = torch.zeros(1, 1, dtype=torch.int64)
     tokens = TokenBatch(tokens=empty, loss_mask=empty.bool(), documents=empty, positions=empty)
