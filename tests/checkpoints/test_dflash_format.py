@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from forerun.checkpoints import TargetFacts, differences, read_head, write_head
 from forerun.checkpoints.base import HeadCheckpoint
@@ -31,6 +31,8 @@ LAYER = [
     *("input_layernorm.weight", "post_attention_layernorm.weight"),
 ]
 """Tensors of a layer, by vLLM's and SGLang's loaders."""
+SELECTOR = ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")
+"""Likewise, of DFlash 2's."""
 
 
 @pytest.mark.parametrize("name", ["dflash", "speculators"])
@@ -47,16 +49,37 @@ LAYER = [
         {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False, "own_lm_head": True},
         {"markov_rank": 6, "markov_head_type": "gated", "confidence_head_with_markov": False},
         {"markov_rank": 6, "enable_confidence_head": False},
+        {"selector_rank": 6, "conv_kernel_size": 3},
+        {"gru_hidden_dim": 6},
+        {"gru_hidden_dim": 6, "sample_from_anchor": False, "pure_draft_prefix_len": 2, "is_causal": True},
     ],
     ids=str,
 )
 def test_the_public_formats_are_written_and_read(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    before = HeadCheckpoint.of(dflash(**options))
+    before, domino = HeadCheckpoint.of(dflash(**options)), "gru_hidden_dim" in options
+    second = "selector_rank" in options
+    if name == "speculators" and (domino or second):
+        with pytest.raises(CheckpointError, match=r"no (DFlash 2|Domino) heads are .*; use dflash"):
+            write_head(before, tmp_path / "head", name, FACTS)
+        return
     folder = write_head(before, tmp_path / "head", name, FACTS)
     after = read_head(folder)
     assert differences(before, after) == []
-    assert after.config.kind == ("dspark" if "markov_rank" in options else "dflash")
+    assert after.config.kind == (
+        "dspark" if "markov_rank" in options else "domino" if domino else "dflash2" if second else "dflash"
+    )
     stored = set(load_file(folder / "model.safetensors"))
+    corrections = {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"}
+    assert stored & corrections == (corrections if domino else set())
+    stored -= corrections
+    selector = {f"candidate_selector.{name}" for name in SELECTOR} | {
+        f"layers.{layer}.{part}_conv.{name}"
+        for layer in range(2)
+        for part in ("attention", "mlp")
+        for name in ("base_kernel", "kernel_projection.weight")
+    }
+    assert stored & selector == (selector if second else set())
+    stored -= selector
     markov = {tensor for tensor in stored if tensor.startswith(("markov_head.", "confidence_head.proj."))}
     wanted = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} if "markov_rank" in options else set()
     assert markov >= wanted and (markov == wanted) == (options.get("enable_confidence_head", bool(wanted)) is False)
@@ -76,7 +99,8 @@ def test_layer_ids_are_counted_as_each_format_does(tmp_path: Path) -> None:
     made = HeadCheckpoint.of(dflash(is_causal=True))
     keys = json.loads((write_head(made, tmp_path / "a", "dflash", FACTS) / "config.json").read_text())
     assert keys["architectures"] == ["DFlashDraftModel"] and keys["block_size"] == 5
-    assert keys["dflash_config"] == {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1, 2], "causal": True}
+    nested = {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1, 2]}
+    assert keys["dflash_config"] == {**nested, "causal": True, "causal_head": True}
     assert keys["num_target_layers"] == 4 and keys["layer_types"] == ["full_attention"] * 2
     made = HeadCheckpoint.of(dflash(causal_windows=True, sliding_window=8))
     keys = json.loads((write_head(made, tmp_path / "b", "speculators", FACTS) / "config.json").read_text())
@@ -84,6 +108,48 @@ def test_layer_ids_are_counted_as_each_format_does(tmp_path: Path) -> None:
     assert keys["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     with pytest.raises(CheckpointError, match="use speculators"):
         write_head(made, tmp_path / "c", "dflash", FACTS)
+
+
+def test_domino_and_jetspec_are_read_as_their_publishers_write_them(tmp_path: Path) -> None:
+    """SpecForge's and ModelOpt's keys of Domino, and what is left out; JetSpec's key of a causal head."""
+    folder = write_head(HeadCheckpoint.of(dflash(gru_hidden_dim=6)), tmp_path / "head", "dflash", FACTS)
+    keys = json.loads((folder / "config.json").read_text())
+    nested = {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1, 2], "projector_type": "domino"}
+    shape = {"emb_dim": 7, "gru_hidden_dim": 6}
+    assert keys["dflash_config"] == {**nested, **shape, "pure_draft_prefix_len": 1, "shift_label": True}
+    change(folder, dflash_config={**nested, **shape}, emb_dim=7)
+    found = read_head(folder)
+    assert (found.config.sample_from_anchor, found.config.pure_draft_prefix_len) == (False, 0) and not found.unknown
+    for wrong, message in (
+        ({**nested, **shape, "emb_dim": 5}, "contradicts itself about emb_dim: 7 at the top, 5 in dflash_config"),
+        ({**nested, "emb_dim": 7}, "no gru_hidden_dim"),
+        ({**nested, **shape, "projector_type": "causal_v5"}, "'causal_v5'; heads of dflash, dflash2, dspark, domino"),
+        ({**nested, "projector_type": "dflash", "shift_label": True}, "tensors|missing|no such"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_head(change(folder, dflash_config=wrong))
+    folder = write_head(HeadCheckpoint.of(dflash()), tmp_path / "jetspec", "dflash", FACTS)
+    nested = {"mask_token_id": 7, "target_layer_ids": [0, 1, 2], "causal_head": True}
+    assert read_head(change(folder, dflash_config=nested)).config.is_causal
+
+
+def test_dspark_of_modelopt_is_read_under_its_names(tmp_path: Path) -> None:
+    before = HeadCheckpoint.of(dflash(markov_rank=6, markov_head_type="gated"))
+    folder = write_head(before, tmp_path / "head", "dflash", FACTS)
+    file = folder / "model.safetensors"
+    theirs = {
+        name.removeprefix("markov_head.").replace("confidence_head.proj.", "confidence_proj."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert {"markov_w1.weight", "gate_proj.bias", "confidence_proj.weight"} <= theirs.keys()
+    save_file(theirs, file, {"format": "pt"})
+    own = ("markov_rank", "markov_head_type")
+    nested = {name: json.loads((folder / "config.json").read_text())[name] for name in own}
+    nested |= {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1, 2], "projector_type": "dspark"}
+    left = dict.fromkeys((*own, "enable_confidence_head", "confidence_head_with_markov"))
+    change(folder, dflash_config={**nested, "shift_label": True, "use_confidence_head": True}, **left)
+    after = read_head(folder)
+    assert differences(before, after) == [] and not after.unknown
 
 
 def change(folder: Path, **keys: Any) -> Path:
@@ -111,7 +177,8 @@ def test_what_a_file_leaves_out_is_the_publishers_default(tmp_path: Path) -> Non
         ({"dflash_config": 5}, "dflash_config of config.json must be an object"),
         ({"block_size": 1}, "block_size must be at least 2"),
         ({"num_hidden_layers": 3, "layer_types": None}, r"missing: layers\.2\."),
-        ({"selector_rank": 16}, "selector_rank 16, which changes what a head computes"),
+        ({"selector_rank": 16}, "no conv_kernel_size"),
+        ({"conv_kernel_size": 2}, "conv_kernel_size 2, which changes what a head computes"),
         ({"markov_rank": 16}, r"missing: .*markov_head\.markov_w1"),
     ],
 )
@@ -161,6 +228,9 @@ def test_an_export_starts_with_the_tokens_that_its_engine_counts(
         ({"qk_norm": False}, "vllm", "fails", "no norms of queries and keys"),
         ({"sliding_window": 8}, "vllm", "check", "a sliding window"),
         ({"markov_rank": 6}, "lmdeploy", "fails", "a DSpark head"),
+        ({"selector_rank": 6}, "trtllm", "degrades", "a selector of paths"),
+        ({"gru_hidden_dim": 6}, "vllm", "degrades", "a Domino head"),
+        ({"gru_hidden_dim": 6}, "sglang", "check", "a Domino head"),
     ],
     ids=str,
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.samples import PLAIN, TARGET, VARIANTS, replaced, sample
-from forerun.checkpoints import TargetFacts, differences, read_head, write_head
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, read_head, write_head
+from forerun.drafters.heads.base import Head
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN
+from training.ttt import head as ttt_head
+from training.ttt import hydra, medusa, mlp_speculator
 
 
 @pytest.fixture
@@ -191,3 +196,22 @@ class MultimodalConfig:
 def test_facts_of_a_multimodal_target_are_those_of_its_text_part() -> None:
     facts = TargetFacts.of(MultimodalConfig(), "owner/seeing")
     assert (facts.name_or_path, facts.num_layers, facts.max_position_embeddings) == ("owner/seeing", 6, 2048)
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(medusa, "medusa"), (hydra, "hydra"), (mlp_speculator, "mlp_speculator"), (ttt_head, "speculators")],
+    ids=["medusa", "hydra", "mlp_speculator", "speculators"],
+)
+def test_a_quantised_head_is_refused_whatever_says_so(made: Callable[[], Head], name: str, tmp_path: Path) -> None:
+    folder = write_head(HeadCheckpoint.of(made()), tmp_path / "head", name, TARGET)
+    file, config = next(folder.glob("*.safetensors")), folder / "config.json"
+    keys, tensors = json.loads(config.read_text()), load_file(file)
+    config.write_text(json.dumps({**keys, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(CheckpointError, match="has a quantization_config; only heads in floating point"):
+        read_head(folder)
+    config.write_text(json.dumps(keys))
+    first = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    save_file({**tensors, first: tensors[first].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"the tensor {re.escape(first)} is stored as float8_e4m3fn; only heads"):
+        read_head(folder)

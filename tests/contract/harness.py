@@ -35,11 +35,14 @@ from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
-from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
+from forerun.drafters.heads.dflash2 import DFlash2Config
+from forerun.drafters.heads.domino import DominoConfig
+from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
+from forerun.drafters.heads.kinds import kind_named
 from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -192,10 +195,12 @@ def mlp_head(**options: Any) -> MlpSpeculatorHead:
 
 @functools.cache
 def dflash_head(**options: Any) -> DFlashHead:
-    """A random head of blocks of four for `model()`; with a ``markov_rank`` a DSpark head."""
+    """A random head of blocks of four for `model()`; with a ``markov_rank`` a DSpark, with an ``emb_dim`` a Domino,
+    with a ``selector_rank`` a DFlash 2 head."""
     torch.manual_seed(5)
-    spark = "markov_rank" in options
-    config = (DSparkConfig if spark else DFlashConfig)(
+    kinds: dict[str, Any] = {"markov_rank": DSparkConfig, "emb_dim": DominoConfig, "selector_rank": DFlash2Config}
+    kind = kinds.get(next(iter(options), ""), DFlashConfig)
+    config = kind(
         **LAYERS,
         draft_vocab_size=VOCABULARY,
         boundaries=(0, 1, 2),
@@ -204,11 +209,10 @@ def dflash_head(**options: Any) -> DFlashHead:
         mask_token_id=VOCABULARY - 1,
         **options,
     )
-    if not spark:
-        return DFlashHead(config).eval()
-    head = DSparkHead(config).eval()
-    for weight in (*head.markov_head.parameters(), *head.confidence_head.parameters()):
-        torch.nn.init.normal_(weight, std=0.5)
+    head: DFlashHead = kind_named(config.kind).head(config).eval()  # type: ignore[assignment]
+    for name, weight in head.named_parameters():
+        if name.startswith(("markov_head", "confidence_head", "prefix_gru", "embed_proj", "candidate_selector")):
+            torch.nn.init.normal_(weight, std=0.5)
     return head
 
 
@@ -423,6 +427,24 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("dspark", "chain", {"model": dflash_head(markov_rank=6), "num_speculative_tokens": 3}),
         Variant("dspark", "tree", {"model": dflash_head(markov_rank=6, markov_head_type="rnn"), "shape": (3, 2, 1)}),
         Variant("dspark", "dynamic", {"model": dflash_head(markov_rank=6), "top_k": 3, "nodes": 8}),
+    ],
+    "dflash2": [
+        Variant(
+            "dflash2", "chain", {"model": dflash_head(selector_rank=5, selector_top_k=5), "num_speculative_tokens": 3}
+        ),
+        Variant("dflash2", "tree", {"model": dflash_head(selector_rank=5, selector_top_k=2), "shape": (3, 2, 1)}),
+        Variant(
+            "dflash2", "dynamic", {"model": dflash_head(selector_rank=5, selector_top_k=5), "top_k": 3, "nodes": 8}
+        ),
+    ],
+    "domino": [
+        Variant("domino", "chain", {"model": dflash_head(emb_dim=6, gru_hidden_dim=5), "num_speculative_tokens": 3}),
+        Variant(
+            "domino",
+            "tree",
+            {"model": dflash_head(emb_dim=6, gru_hidden_dim=5, pure_draft_prefix_len=0), "shape": (3, 2, 1)},
+        ),
+        Variant("domino", "dynamic", {"model": dflash_head(emb_dim=6, gru_hidden_dim=5), "top_k": 3, "nodes": 8}),
     ],
     "peagle": [
         Variant("peagle", "best-first", {"model": peagle_head(), "num_speculative_tokens": 3, "nodes": 8}),

@@ -26,10 +26,13 @@ from forerun.core.tree import TokenTree, join
 from forerun.drafters import trees
 from forerun.drafters.combined import first_of, merge
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
-from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
+from forerun.drafters.heads.dflash2 import DFlash2Config
+from forerun.drafters.heads.domino import DominoConfig
+from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
+from forerun.drafters.heads.kinds import kind_named
 from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -123,10 +126,15 @@ def _mlp(**options: Any) -> MlpSpeculatorHead:
     return MlpSpeculatorHead(config).eval().to(torch.float64)
 
 
+CANDIDATES = {"selector_top_k": 3, "conv_group_size": 2}
+
+
 @functools.cache
 def _dflash(**options: Any) -> DFlashHead:
     torch.manual_seed(6)
-    config = (DSparkConfig if options else DFlashConfig)(
+    kinds: dict[str, Any] = {"markov_rank": DSparkConfig, "emb_dim": DominoConfig, "selector_rank": DFlash2Config}
+    kind = kinds.get(next(iter(options), ""), DFlashConfig)
+    config = kind(
         **LAYERS,
         draft_vocab_size=VOCABULARY,
         boundaries=(0, 1, 2),
@@ -135,9 +143,9 @@ def _dflash(**options: Any) -> DFlashHead:
         mask_token_id=VOCABULARY - 1,
         **options,
     )
-    head = DSparkHead(config) if isinstance(config, DSparkConfig) else DFlashHead(config)
+    head: DFlashHead = kind_named(config.kind).head(config)  # type: ignore[assignment]
     for name, weight in head.named_parameters():
-        if "markov" in name:
+        if name.startswith(("markov_head", "prefix_gru", "embed_proj", "candidate_selector")):
             torch.nn.init.normal_(weight, std=0.5)
     return head.eval().to(torch.float64)
 
@@ -213,6 +221,10 @@ SAMPLING = [
     Variant("dflash", "chain", {"model": _dflash(), "shape": (1, 1, 1)}),
     Variant("dspark", "chain", {"model": _dflash(markov_rank=4), **CHAIN}),
     Variant("dspark", "tree", {"model": _dflash(markov_rank=4, markov_head_type="rnn"), "shape": (2, 1, 1)}),
+    Variant("domino", "chain", {"model": _dflash(emb_dim=3, gru_hidden_dim=4), **CHAIN}),
+    Variant("domino", "tree", {"model": _dflash(emb_dim=3, gru_hidden_dim=4), "shape": (2, 1, 1)}),
+    Variant("dflash2", "chain", {"model": _dflash(selector_rank=4, **CANDIDATES), **CHAIN}),
+    Variant("dflash2", "tree", {"model": _dflash(selector_rank=4, **CANDIDATES), "shape": (2, 1, 1)}),
     Variant("peagle", "best-first", {"model": _peagle(), "num_speculative_tokens": 3, "nodes": 5}),
     Variant("mtp", "chain", {"model": _mtp(1), **CHAIN}),
     Variant("mtp", "two-modules-tree", {"model": _mtp(2), "shape": (2, 1, 1), "draw": "without_replacement"}),

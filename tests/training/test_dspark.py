@@ -12,6 +12,7 @@ from torch.nn.functional import binary_cross_entropy, log_softmax
 
 from forerun import LLM, SamplingParams
 from forerun.drafters.drawing import Children
+from forerun.drafters.heads.base import Above
 from forerun.drafters.heads.dspark import DSparkHead
 from forerun.drafters.heads.runner import BlockRunner
 from forerun.errors import ArgumentError
@@ -92,7 +93,7 @@ def test_a_fresh_head_is_a_dflash_head() -> None:
     made = DSparkHead(head().config)
     states, follow = torch.randn(1, 1, 32), torch.tensor([[3, 4]])
     logits = torch.randn(1, 1, VOCABULARY)
-    assert torch.equal(made.follow(logits, states, follow, None).logits, logits.expand(1, 2, -1))
+    assert torch.equal(made.follow(logits, states, Above(follow, 0, None, made.embed)).logits, logits.expand(1, 2, -1))
 
 
 def test_sampled_nodes_are_as_sure_as_the_head_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import smooth_l1_loss
 
+from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError
+from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle import EagleObjective, EagleSettings
 from forerun.types import LAST_HIDDEN
-from training.ttt import FIRST, batch_of, head, model, tokens
+from training.ttt import FIRST, batch_of, dflash, head, model, mtp, peagle, tokens
 
 
 @pytest.mark.parametrize("settings", [{}, {"noise": 0.0}, {"regression_weight": 0.0, "token_weight": 1.0}], ids=str)
@@ -66,6 +70,28 @@ def test_noise_is_on_what_the_head_reads_while_it_trains_and_on_nothing_else() -
     next(iter(EagleObjective(made, FrozenTarget.of(model()), EagleSettings(noise=0.1)).unroll(batch)))
     moved = read[0][..., -before.shape[-1] :] - before
     assert 0.09 < float(moved.abs().max()) <= 0.1 + 1e-6 and abs(float(moved.mean())) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "peagle", "mtp"])
+def test_heads_of_decoder_layers_can_read_noise_while_they_train(kind: str) -> None:
+    """On every state that they read; none by default."""
+    made: Any = {"eagle3": head, "dflash": dflash, "peagle": peagle, "mtp": mtp}[kind]()
+    batch, objective = batch_of([tokens(20)], made.config.boundaries), objective_for(kind_named(kind))
+
+    def fused(noise: float | None, *, training: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        settings = objective.Settings() if noise is None else objective.Settings(noise=noise)
+        found: torch.Tensor = objective(made.train(training), FrozenTarget.of(model()), settings).fused(batch)
+        return found
+
+    plain = fused(None, training=True)
+    assert torch.equal(plain, fused(0.1, training=False)) and not torch.equal(plain, fused(0.1, training=True))
+    moved = list[torch.Tensor]()
+    made.fuse = lambda states: moved.extend(states) or states[0]
+    fused(0.1, training=True)
+    for boundary, state in zip(made.config.boundaries, moved, strict=True):
+        distance = (state - batch.features[boundary]).abs()
+        assert 0.09 < float(distance.max()) <= 0.1 + 1e-5 and 0.04 < float(distance.mean()) < 0.06
 
 
 def test_only_the_head_learns() -> None:

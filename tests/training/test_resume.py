@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from forerun.cli import main
 from forerun.errors import ArgumentError
@@ -185,3 +187,21 @@ def test_a_finished_run_started_again_says_so(
     assert "nothing was trained" in shown and "nan" not in shown.lower() and "loss" not in shown
     assert main([*line, "training.steps=3", "--allow-changes"]) == 0
     assert json.loads(capsys.readouterr().out)["reason"] == "finished"
+
+
+def test_a_run_cut_behind_an_evaluation_equals_one_to_the_bit(target: Path, prepared: Path, tmp_path: Path) -> None:
+    """An evaluation decodes with the target that training reads: it may not be repacked for that, which rounds."""
+    given = ("training.eval_every_steps=1", "training.save_every_steps=1", "target_dtype=bfloat16")
+
+    def start(output: Path) -> dict[str, Tensor]:
+        line = [word for word in words(target, prepared, output, 2) if re.match(r"[a-z_.]+=", word)]
+        places = {"target": str(target), "data": str(prepared), "output": str(output)}
+        Run(read_recipe("eagle3", None, [*line, *given], places), Parallel()).train()
+        stored = [load_file(output / "checkpoint-2" / f"{name}.safetensors") for name in ("model", "optimizer")]
+        return stored[0] | stored[1]
+
+    whole = start(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-2")
+    cut = start(tmp_path / "cut")
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)

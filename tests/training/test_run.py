@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, OutOfMemoryError
 from forerun.training import run
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, read_recipe
@@ -48,6 +48,31 @@ def test_training_makes_a_head_that_drafts_and_resumes(
     plain = llm.generate(prompt, params, speculative=False)[0].outputs[0]
     assert drafted.token_ids == plain.token_ids
     assert drafted.speculation.mean_acceptance_length > 1.2
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "named"),
+    [
+        ("eagle3", (), ["target"]),
+        ("distill", ("draft.start={}", "objective.reference={}"), ["draft.start", "target", "objective.reference"]),
+        ("layerskip", (), ["target", "target"]),
+    ],
+)
+def test_models_that_do_not_fit_beside_each_other_are_told_of_before_one_is_loaded(
+    kind: str, more: tuple[str, ...], named: list[str], target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trained one with gradients and AdamW's moments: four times its weights."""
+    places = {"target": str(target), "data": "nowhere", "output": "nowhere"}
+    recipe = read_recipe(kind, None, ["target_dtype=float32", *(word.format(target) for word in more)], places)
+    weights = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
+    needed = weights * sum(4 if place == 0 and len(named) > 1 else 1 for place in range(len(named)))
+    monkeypatch.setattr(run, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(run, "available_bytes", lambda _device: needed - 1)
+    with pytest.raises(OutOfMemoryError, match=", ".join(rf"[\d.]+ for {name} \(.*" for name in named)):
+        run.Run(recipe, Parallel())
+    monkeypatch.setattr(run, "available_bytes", lambda _device: needed)
+    with pytest.raises(pytest.fail.Exception, match="the target was loaded"):
+        run.Run(recipe, Parallel())
 
 
 def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_every_step_equals_drafting_with_the_cache(variant: str, checkpointed: b
     for index in (0, 3, 7):
         for unrolled, expected in zip(steps, drafted(made, text, index), strict=True):
             found = runner.logits(unrolled.output)[0, index]
-            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(found, expected, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 4])

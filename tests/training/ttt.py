@@ -9,10 +9,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
-from forerun.drafters.heads.dspark import DSparkConfig, DSparkHead
+from forerun.drafters.heads.dflash2 import DFlash2Config
+from forerun.drafters.heads.domino import DominoConfig
+from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
+from forerun.drafters.heads.kinds import kind_named
 from forerun.drafters.heads.layers import DecoderHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -110,9 +113,15 @@ def kangaroo(**options: Any) -> KangarooHead:
 
 def dflash(**options: Any) -> DFlashHead:
     """A random DFlash head for `model()`, of two layers and blocks of five unless the options say otherwise; with a
-    ``markov_rank`` a DSpark head."""
+    ``markov_rank`` a DSpark head, with a ``gru_hidden_dim`` a Domino, with a ``selector_rank`` a DFlash 2 head."""
     torch.manual_seed(1)
-    config, made_of = (DSparkConfig, DSparkHead) if "markov_rank" in options else (DFlashConfig, DFlashHead)
+    config: Any = DFlashConfig
+    if "markov_rank" in options:
+        config = DSparkConfig
+    elif "gru_hidden_dim" in options:
+        config, options = DominoConfig, {"emb_dim": 7, **options}
+    elif "selector_rank" in options:
+        config, options = DFlash2Config, {"conv_group_size": 8, "selector_top_k": 6, **options}
     given = {
         **LAYERS,
         "draft_vocab_size": VOCABULARY,
@@ -122,7 +131,8 @@ def dflash(**options: Any) -> DFlashHead:
         "mask_token_id": VOCABULARY - 1,
         **options,
     }
-    made = made_of(config(**given)).eval()
+    shape = config(**given)
+    made: DFlashHead = kind_named(shape.kind).head(shape).eval()  # type: ignore[assignment]
     _vary(made)
     return made
 
@@ -162,7 +172,7 @@ def _vary(made: DecoderHead) -> None:
     for name, weight in made.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
-        if "markov" in name or "confidence" in name:
+        if name.startswith(("markov_head", "confidence_head", "embed_proj", "candidate_selector")) or "_conv." in name:
             torch.nn.init.normal_(weight, std=0.3)
     if made.config.reduced_vocabulary:
         ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]

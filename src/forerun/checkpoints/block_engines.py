@@ -14,6 +14,8 @@ from forerun.checkpoints.eagle_engines import DESTINATIONS, TRTLLM
 from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, degrades, fails
 
 RETRAIN = "train one without it"
+METHODS = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "domino": "dflash"}
+"""Kind -> what engines call its drafter; vLLM's and SGLang's for DFlash know DFlash 2, SGLang's Domino."""
 
 
 class BlockEngines(Engines):
@@ -26,7 +28,7 @@ class BlockEngines(Engines):
             ("a reduced vocabulary", config.reduced_vocabulary),
             ("an output head of its own", config.own_lm_head and not config.reduced_vocabulary),
         ):
-            if stored and config.kind == "dflash":
+            if stored and config.kind != "dspark":
                 yield from degrades("sglang", what, "takes the target's instead", RETRAIN)
         if config.is_causal or config.causal_windows:
             what = "places of a block that do not see those behind them"
@@ -55,11 +57,24 @@ class BlockEngines(Engines):
         yield from check("modelopt", f"a {config.kind} head", why, "train on with forerun")
         if config.kind == "dspark":
             yield from fails("lmdeploy", "a DSpark head", "has no such drafter", "use vLLM or SGLang")
+        if config.kind == "dflash2":
+            what, why = "convolutions and a selector of paths", "is not known to read them"
+            yield from degrades("trtllm lmdeploy llama.cpp", what, why, "use vLLM or SGLang, or train a DSpark head")
+        if config.kind == "domino":
+            why = "reads a DFlash head in it and passes the correction over, so that later tokens fit each other less"
+            what, remedy = "a Domino head", "use SGLang, or train a DSpark head"
+            yield from degrades("vllm trtllm lmdeploy llama.cpp", what, why, remedy)
+            why = "corrects 2,048 likely tokens only, at temperature 0, on one CUDA device (its pull request 36899)"
+            yield from check("sglang", what, why, "compare its acceptance with ours")
 
 
 def _vllm(launch: Launch) -> str:
     config = launch.head.config
-    speculation = {"method": config.kind, "model": str(launch.directory), "num_speculative_tokens": config.max_depth}
+    speculation = {
+        "method": METHODS[config.kind],
+        "model": str(launch.directory),
+        "num_speculative_tokens": config.max_depth,
+    }
     return shlex.join(["vllm", "serve", launch.target.name_or_path, "--speculative-config", json.dumps(speculation)])
 
 
@@ -67,9 +82,9 @@ def _sglang(launch: Launch) -> str:
     config = launch.head.config
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(launch.target.name_or_path)} "
-        f"--speculative-algorithm {config.kind.upper()} "
+        f"--speculative-algorithm {METHODS[config.kind].upper()} "
         f"--speculative-draft-model-path {shlex.quote(str(launch.directory))} "
-        f"--speculative-num-draft-tokens {config.max_depth + 1}"
+        f"--speculative-num-draft-tokens {config.block_size if config.kind == 'domino' else config.max_depth + 1}"
     )
 
 
@@ -77,7 +92,7 @@ def _trtllm(launch: Launch) -> Mapping[str, str]:
     """TensorRT-LLM's own file; values as JSON, which YAML understands."""
     config = launch.head.config
     speculation: dict[str, Any] = {
-        "decoding_type": {"dflash": "DFlash", "dspark": "DSpark"}[config.kind],
+        "decoding_type": {"dflash": "DFlash", "dspark": "DSpark"}[METHODS[config.kind]],
         "max_draft_len": config.max_depth,
         "speculative_model": str(launch.directory),
         "mask_token_id": config.mask_token_id,

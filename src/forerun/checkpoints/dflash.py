@@ -1,6 +1,8 @@
 """The format of z-lab's DFlash and DeepSeek's DSpark heads, which vLLM, SGLang and TensorRT-LLM read: Qwen3's
 configuration with a ``dflash_config`` (DSpark: the same keys at the top), tensors ``fc``, ``hidden_norm``,
-``layers.N.*``, ``norm``; DSpark's ``markov_head.*`` and ``confidence_head.proj``.
+``layers.N.*``, ``norm``; DSpark's ``markov_head.*`` and ``confidence_head.proj``. Of JetSpec, whose heads are DFlash's
+with causal blocks; of SpecForge's Domino (``projector_type``, ``prefix_gru.*``, ``embed_proj.*``), and of ModelOpt,
+which names DSpark's tensors without what stands before them.
 
 ``target_layer_ids`` name the 0-based layer whose output is read: one less than our boundaries.
 """
@@ -16,14 +18,33 @@ from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, target_mask
 from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.dflash import DFlashConfig, spread_boundaries
+from forerun.drafters.heads.dflash2 import DFlash2Config
+from forerun.drafters.heads.domino import DominoConfig
 from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.errors import CheckpointError
 
-NESTED, RANK = "dflash_config", "markov_rank"
+NESTED, RANK, PROJECTOR = "dflash_config", "markov_rank", "projector_type"
 LAYER_IDS = eagle.LAYER_IDS
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
-ANYWHERE = ("block_size", "mask_token_id", "sample_from_anchor", "causal", "is_causal")
+ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "Qwen3DSparkModel",
+    "domino": "DFlashDraftModel",
+}
+ANYWHERE = ("block_size", "mask_token_id", "sample_from_anchor", "causal", "is_causal", "emb_dim")
 """Keys that stand at the top or in `NESTED`, by publisher."""
+
+
+SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Of DFlash 2's, likewise."""
+DOMINO = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+"""Keys of Domino's, called as the fields of its configuration."""
+LEAST = {"pure_draft_prefix_len": 0}  # Where a file leaves it out
+OWN: dict[type[DFlashConfig], tuple[str, ...]] = {DominoConfig: DOMINO, DFlash2Config: SELECTOR}
+MODELOPT = {"confidence_proj.": "confidence_head.proj."} | {
+    f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
+}
+"""How ModelOpt's names of DSpark's tensors begin -> how ours do."""
 
 
 class DFlashFormat(Format):
@@ -50,18 +71,19 @@ class DFlashFormat(Format):
         inner = {name: value for name, value in nested.items() if value is not None}
         keys = Keys({**config, **inner, NESTED: None})
         keys.get("architectures"), keys.get("tie_word_embeddings")  # said again when written
-        fields, made = eagle.read_layers(keys), DFlashConfig if not keys.get(RANK) else DSparkConfig
+        fields, made = eagle.read_layers(keys), _made(keys)
         size = fields["hidden_size"]
         fields |= {
             "boundaries": _boundaries(keys, fields["num_hidden_layers"], num_layers),
             "block_size": keys.integer("block_size"),
             "mask_token_id": keys.integer("mask_token_id"),
-            "sample_from_anchor": keys.flag("sample_from_anchor", made is DSparkConfig),
-            "is_causal": keys.flag("causal", keys.flag("is_causal")),
+            "sample_from_anchor": keys.flag("sample_from_anchor", _shifted(keys, made)),
+            "is_causal": keys.flag("causal", keys.flag("is_causal", keys.flag("causal_head"))),
             "target_hidden_size": keys.integer("target_hidden_size", size),
             "draft_vocab_size": keys.integer("draft_vocab_size", fields["vocab_size"]),
             **_window(keys, fields),
             **(read_markov(keys) if made is DSparkConfig else {}),
+            **{name: keys.integer(name, LEAST.get(name)) for name in OWN.get(made, ())},
         }
         keys.get("num_anchors")  # of its training
         notes = {eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None}
@@ -69,7 +91,7 @@ class DFlashFormat(Format):
         inside = {name: rest.pop(name) for name in nested if name in rest and name not in config}
         return eagle.make_head(
             made,
-            eagle.to_canonical(tensors),
+            _from_modelopt(eagle.to_canonical(tensors)),
             notes,
             **fields,
             qk_norm=True,
@@ -83,10 +105,13 @@ class DFlashFormat(Format):
         nested: dict[str, Any] = {
             "mask_token_id": config.mask_token_id,
             LAYER_IDS: eagle.to_outputs(config.boundaries),
-            **({"causal": True} if config.is_causal else {}),
+            **({"causal": True, "causal_head": True} if config.is_causal else {}),
         }
-        if config.sample_from_anchor != (config.kind == "dspark"):
+        if config.kind == "domino":
+            nested |= {PROJECTOR: "domino", "shift_label": config.sample_from_anchor}
+        elif config.sample_from_anchor != (config.kind == "dspark"):
             nested["sample_from_anchor"] = config.sample_from_anchor
+        nested |= {name: getattr(config, name) for name in OWN.get(type(config), ())}
         if config.kind == "dspark":
             places: dict[str, Any] = {**nested, **write_markov(config), **config.extra.get(NESTED, {})}
         else:
@@ -112,7 +137,7 @@ def read_markov(keys: Keys) -> dict[str, Any]:
     return {
         RANK: keys.integer(RANK, 256),
         "markov_head_type": keys.text("markov_head_type", "vanilla"),
-        "enable_confidence_head": keys.flag("enable_confidence_head", True),
+        "enable_confidence_head": keys.flag("enable_confidence_head", keys.flag("use_confidence_head", True)),
         "confidence_head_with_markov": keys.flag("confidence_head_with_markov", True),
     }
 
@@ -121,6 +146,30 @@ def write_markov(config: DSparkConfig) -> dict[str, Any]:
     """The keys that `read_markov` reads."""
     names = (RANK, "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
     return {name: getattr(config, name) for name in names}
+
+
+def _made(keys: Keys) -> type[DFlashConfig]:
+    """The kind of head that a configuration means, by its ``projector_type`` and DSpark's keys."""
+    usual = "dspark" if keys.get(RANK) else "dflash2" if keys.get("selector_rank") else "dflash"
+    projector = keys.text(PROJECTOR, usual)
+    known = {"dflash": DFlashConfig, "dflash2": DFlash2Config, "dspark": DSparkConfig, "domino": DominoConfig}
+    if projector not in known:
+        raise CheckpointError(f"{PROJECTOR} of {NESTED} is {projector!r}; heads of {', '.join(known)} are supported")
+    return known[projector]
+
+
+def _shifted(keys: Keys, made: type[DFlashConfig]) -> bool:
+    """Whether the root predicts, by SpecForge's ``shift_label``, where ``sample_from_anchor`` does not say so."""
+    return made is DSparkConfig if keys.get(PROJECTOR) is None else keys.flag("shift_label", made is DSparkConfig)
+
+
+def _from_modelopt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With DSpark's tensors under our names."""
+    found = {}
+    for name, tensor in tensors.items():
+        begin = next((begin for begin in MODELOPT if name.startswith(begin)), "")
+        found[MODELOPT.get(begin, "") + name.removeprefix(begin)] = tensor
+    return found
 
 
 def _boundaries(keys: Keys, layers: int, target_layers: int | None) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ FORMATS: dict[str, Entry] = {
     ),
     "dflash": Entry(
         path="forerun.checkpoints.dflash:DFlashFormat",
-        kinds=("dflash", "dspark"),
+        kinds=("dflash", "dspark", "domino", "dflash2"),
         engines="forerun.checkpoints.block_engines:BlockEngines",
     ),
     "mtp": Entry(
@@ -137,11 +137,22 @@ def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpo
 def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoint:
     """The head that the files hold; errors as `read_head`, naming the directory. Doubts are in its notes."""
     try:
+        _refuse_quantised(stored)
         found = format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
     except CheckpointError as error:
         raise CheckpointError(f"{stored.directory}: {error}") from error
     told = (UNKNOWN_NOTE.format(", ".join(found.unknown)),) if found.unknown else ()
     return dataclasses.replace(found, notes=(*found.notes, *told))
+
+
+def _refuse_quantised(stored: StoredFiles) -> None:
+    """Raise CheckpointError for weights in eight bits or fewer: scales would be taken for tensors of another head."""
+    few = [name for name, one in stored.tensors.items() if one.dtype.itemsize == 1 and name not in ("d2t", "t2d")]
+    what = "config.json has a quantization_config" if stored.config.get("quantization_config") else ""
+    if few:
+        what = f"the tensor {few[0]} is stored as {str(stored.tensors[few[0]].dtype).removeprefix('torch.')}"
+    if what:
+        raise CheckpointError(f"{what}; only heads in floating point of 16 or 32 bits are supported: take that one")
 
 
 def read_files(path: str | Path) -> StoredFiles:

@@ -43,14 +43,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv", "attention_chunk_size"), ()),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ()),
     **dict.fromkeys(("rope_is_neox_style", "is_causal"), (True,)),
-    **dict.fromkeys(("sliding_window_non_causal", "qkv_bias"), (False,)),
+    **dict.fromkeys(("sliding_window_non_causal", "qkv_bias", "shift_label", "causal_head"), (False,)),
+    "output_multiplier": (1.0,),
     # Latent attention without rotation or with a gate (Kimi-K3's), and experts in the head.
     **dict.fromkeys(("mla_use_nope", "mla_use_output_gate", "use_moe"), (False,)),
     # Heads of other kinds that have the same tensors, or more: FR-Spec's vocabularies, HASS, TensorRT-LLM's variants,
-    # DSpark, DFlash 2.
+    # DSpark, DFlash 2, of whose keys DFlash's format reads.
     **dict.fromkeys(("add_para_norm", "eh_proj_before_attn", "eh_proj_bias"), (False,)),
     **dict.fromkeys(("truncated_vocab_size", "hot_vocab_size"), ()),
     **dict.fromkeys(("parallel_draft_heads_num_layers", "markov_rank"), (0,)),
+    "projector_type": ("dflash",),
     **dict.fromkeys(("selector_rank", "conv_kernel_size"), ()),
     # Drafting several tokens in one pass with a token that stands for what is not known yet.
     **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id", "dspark_noise_token_id"), ()),

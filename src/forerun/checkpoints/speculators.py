@@ -14,6 +14,7 @@ from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
 from forerun.drafters.heads.dflash import DFlashConfig
 from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.drafters.heads.eagle import EagleConfig
+from forerun.drafters.heads.kinds import kind_named
 from forerun.drafters.heads.layers import DecoderConfig
 from forerun.drafters.heads.peagle import PEagleConfig
 from forerun.errors import CheckpointError
@@ -79,6 +80,9 @@ class SpeculatorsFormat(Format):
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """See `Format.write`; the target is named, because vLLM starts it from here."""
         config = checkpoint.config
+        if isinstance(config, DFlashConfig) and config.kind not in OWN:
+            title = kind_named(config.kind).title
+            raise CheckpointError(f"no {title} heads are written in speculators' format; use dflash")
         if config.kind not in OWN:
             raise CheckpointError("engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2")
         eagle.to_outputs(config.boundaries)  # refuses what has no id

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from forerun import demo
 from forerun.checkpoints import TargetFacts
 from forerun.drafters.heads.kinds import kind_named
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, OutOfMemoryError
 from forerun.model.layers import base_of, layers_of
-from forerun.model.load import LoadOptions, open_model, read_config
+from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
+from forerun.model.prepare import available_bytes
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
 from forerun.training.data.on_policy import Writer
@@ -49,6 +51,7 @@ class Run:
         make_objective = objective_for(kind)
         self.trained = trained_by(kind)(recipe)
         self.recipe, self.parallel = recipe, parallel
+        check_memory(recipe, parallel)
         self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
         self.data = PreparedData(recipe.data, tokenizer=tokenizer)
         self.trained.start(self.model, tokenizer, self.data)
@@ -158,6 +161,8 @@ class RunBatches(Batches):
         self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
         self.accumulation = recipe.training.accumulation
         self.steps = recipe.training.total_steps(self.steps_per_epoch)
+        # Stored features of the next batch are read by a thread while this one trains: arguments of `batch` -> states.
+        self.reader, self.ahead = ThreadPoolExecutor(max_workers=1), dict[tuple[int, int, int], Future[FeatureBatch]]()
         self.source: OnlineFeatures | FeatureStore
         if recipe.features is None:
             self.source = OnlineFeatures(run.model, trained.boundaries)
@@ -170,8 +175,10 @@ class RunBatches(Batches):
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
         done = min(1.0, step // self.accumulation / self.steps)
         if isinstance(self.source, FeatureStore):
-            mine = self.source.features(self.windows, step, rank, world).to(self.device)
-            return dataclasses.replace(mine, number=step, done=done)
+            wanted, following = (step, rank, world), (step + 1, rank, world)
+            read = self.ahead.pop(wanted, None) or self.reader.submit(self.source.features, self.windows, *wanted)
+            self.ahead = {following: self.reader.submit(self.source.features, self.windows, *following)}
+            return dataclasses.replace(read.result().to(self.device), number=step, done=done)
         for member in range(world) if self.together else (rank,):
             windows = partial(self._windows, member, world)
             first_row = member * self.windows.rows
@@ -252,6 +259,38 @@ def _stats(
         for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, speculative=config):
             total.add(output.outputs[0].speculation)
     return total
+
+
+def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
+    """Raise OutOfMemoryError, before anything is loaded, if the models that a recipe names do not fit together beside
+    each other on this process's device. Activations, and a fresh head, come on top and are not counted."""
+    trained: dict[str, str | None] = {"target": recipe.target} if kind_named(recipe.kind).trains == "target" else {}
+    if kind_named(recipe.kind).trains == "draft_model":
+        trained = {"draft.start": recipe.draft.start}
+    # Weights and gradients, and what the optimizer keeps of each; FSDP spreads them.
+    each = 1 if parallel.mode == "fsdp" else 4 if recipe.training.optimizer == "adamw" else 3
+    needed = {
+        f"{key} ({name}), trained in float32": each * _bytes_of(name, "float32")
+        for key, name in trained.items()
+        if name is not None
+    }
+    if recipe.target_parallel == "none" or parallel.world == 1:
+        needed[f"target ({recipe.target})"] = _bytes_of(recipe.target, recipe.target_dtype)
+    if (reference := getattr(recipe.objective, "reference", None)) is not None:
+        needed[f"objective.reference ({reference})"] = _bytes_of(reference, recipe.target_dtype)
+    total, available = sum(needed.values()), available_bytes(parallel.device)
+    if total > available:
+        shown = ", ".join(f"{size / 2**30:.2f} for {what}" for what, size in needed.items())
+        raise OutOfMemoryError(
+            f"{total / 2**30:.2f} GiB are needed on {parallel.device}, {available / 2**30:.2f} GiB are free: {shown}. "
+            "Take smaller models, target_dtype=bfloat16, or several devices: target_parallel=fsdp, --parallel fsdp"
+        )
+
+
+def _bytes_of(name: str, dtype: str) -> int:
+    """Of a checkpoint's weights, were they loaded in `dtype`."""
+    path, options = demo.resolve(name), LoadOptions(dtype=dtype, device="cpu")
+    return stored_bytes(path, options, read_config(path, options))
 
 
 def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:

@@ -160,7 +160,7 @@ def test_what_a_dflash_configuration_means() -> None:
         (("medusa", {"medusa_num_head": 2}), "unknown key medusa_num_head. Did you mean 'medusa_num_heads'"),
         (("medusa", {"medusa_num_heads": "2"}), "medusa_num_heads must be of the type int"),
         (("dflash", {ARCHITECTURE: {"projector_type": "dspark"}}), "forerun train dspark"),
-        (("dflash", {ARCHITECTURE: {"projector_type": "domino"}}), "Domino heads cannot be trained here"),
+        (("dflash", {ARCHITECTURE: {"projector_type": "domino"}}), "train a Domino head with `forerun train domino`"),
         (("dflash", {ARCHITECTURE: {"torch_dtype": "int8"}}), "torch_dtype must be one of"),
         (("dflash", {"dflash_attention_sink": True}), "no sinks"),
         (("dflash", {"dflash_init_checkpoint": "x"}), "load_head"),

@@ -6,8 +6,9 @@ import errno
 import json
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.model.load import read_header
+from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.training.features import store as stores
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import (
@@ -30,6 +32,7 @@ from forerun.training.features.store import (
     passes,
     target_hash,
 )
+from forerun.training.run import RunBatches
 from forerun.types import LAST_HIDDEN
 from model.families import make
 from training.features.conftest import LENGTHS, Documents, Segment, Windows, manifest_of
@@ -390,3 +393,29 @@ def test_the_description_of_a_run_names_what_it_depends_on(tmp_path: Path) -> No
     assert other.data_hash != plain.data_hash
     with pytest.raises(DataError, match="no documents"):
         describe(tmp_path, "a/b", tokenizer, Documents(()), (1,), hidden_size=64)
+
+
+def test_the_next_batch_is_read_while_this_one_trains(store: FeatureStore) -> None:
+    """By the step that follows; whatever is asked for instead is read then, and damage is told of when it is."""
+    batches, asked, features = RunBatches.__new__(RunBatches), list[int](), store.features
+    batches.source, batches.windows, batches.device = store, cast(Any, None), torch.device("cpu")
+    batches.accumulation, batches.steps = 1, 10
+    batches.reader, batches.ahead = ThreadPoolExecutor(max_workers=1), {}
+    empty = torch.zeros(1, 1, dtype=torch.int64)
+    tokens = TokenBatch(tokens=empty, loss_mask=empty.bool(), documents=empty, positions=empty)
+
+    def read(windows: object, step: int, rank: int, world: int) -> FeatureBatch:
+        asked.append(step)
+        if step == 4:
+            raise DataError("a flipped byte")
+        return FeatureBatch(batch=tokens, features={0: torch.full((1, 1, 2), float(step))})
+
+    store.features = read  # type: ignore[method-assign]
+    for step in (0, 1, 3):
+        found = batches.batch(step, 0, 1)
+        assert found.number == step and float(found.features[0][0, 0, 0]) == step
+        batches.reader.submit(int).result()  # all that was begun is done
+    assert asked == [0, 1, 2, 3, 4]
+    with pytest.raises(DataError, match="a flipped byte"):
+        batches.batch(4, 0, 1)
+    store.features = features  # type: ignore[method-assign]

@@ -175,6 +175,17 @@ class AttendingHead(Head):
 
 
 @dataclass(frozen=True, slots=True)
+class Above:
+    """What was drafted above the nodes of one depth of a block."""
+
+    tokens: Tensor  # (B, F) int64, the target's ids: those right above
+    depth: int  # Of the nodes, from 0: below the root
+    memory: Tensor | None  # (B, F, M) of the path, as the last depth left it; None at depth 0
+    embed: Callable[[Tensor], Tensor]
+    """Token ids (..) -> (.., H), by the head's own table or the target's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Followed:
     """One depth of a block head after the tokens drafted above it."""
 
@@ -269,10 +280,10 @@ class BlockHead(AttendingHead):
         """(B, N, H) of a block's tokens -> (B, N, H), what the output head reads."""
         raise NotImplementedError
 
-    def follow(self, logits: Tensor, states: Tensor, tokens: Tensor, memory: Tensor | None) -> Followed:
-        """What the `tokens` (B, F) drafted before a depth change of its `logits` (B, 1, Vd): nothing here, so that they
-        are alike for all F. `states` (B, 1, H) are the block's outputs; `memory` (B, F, M) is the last depth's."""
-        return Followed(logits, memory)
+    def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
+        """What the tokens above a depth change of its `logits` (B, 1, Vd): nothing here, so that they are alike for all
+        F nodes. `states` (B, 1, H) are the block's outputs."""
+        return Followed(logits, above.memory)
 
 
 class AdapterHead(AttendingHead):

@@ -75,13 +75,14 @@ class DFlashHead(DecoderHead, BlockHead):
 
     Config = DFlashConfig
     config: DFlashConfig
+    layer: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.boundaries) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm: nn.Module = RMSNorm(size, eps)
         self.complete()
 

@@ -7,12 +7,12 @@ tokens above a depth only, never the one that is drawn there. Parameter names ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.heads.base import Followed
+from forerun.drafters.heads.base import Above, Followed
 from forerun.drafters.heads.dflash import BlockDrafterConfig, DFlashConfig, DFlashHead
 from forerun.drafters.heads.drafting import HeadDrafter
 
@@ -44,7 +44,32 @@ class DSparkConfig(DFlashConfig):
         return DFlashConfig.problem(self)
 
 
-class DSparkHead(DFlashHead):
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """What a `FollowingHead` makes a correction of, by a last product."""
+
+    state: Tensor  # (B, N, r)
+    memory: Tensor | None  # (B, N, M) of all tokens above, where the head keeps one
+
+
+class FollowingHead(DFlashHead):
+    """A block whose depths' logits the tokens above them correct, by a product of a state that is cheap to make."""
+
+    def correct(self, states: Tensor, above: Above) -> Corrected:
+        """Of the nodes at a depth, whose block outputs are `states` (B, N, H), or (B, 1, H) where they are alike."""
+        raise NotImplementedError
+
+    @property
+    def correction(self) -> nn.Linear:
+        """(B, N, r) of `correct` -> what is added to logits (B, N, Vd)."""
+        raise NotImplementedError
+
+    def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
+        corrected = self.correct(states, above)
+        return Followed(logits + self.correction(corrected.state), corrected.memory)
+
+
+class DSparkHead(FollowingHead):
     """See `BlockHead`."""
 
     Config = DSparkConfig
@@ -57,12 +82,19 @@ class DSparkHead(DFlashHead):
             rank = config.markov_rank if config.confidence_head_with_markov else 0
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.hidden_size + rank, 1)})
 
-    def follow(self, logits: Tensor, states: Tensor, tokens: Tensor, memory: Tensor | None) -> Followed:
-        corrected = self.markov_head(states.expand(-1, tokens.shape[1], -1), tokens, memory)
-        return Followed(
-            logits + self.markov_head.markov_w2(corrected.state),
-            corrected.memory,
-            None if (sure := self.confidence(states, tokens)) is None else sure.sigmoid(),
+    def correct(self, states: Tensor, above: Above) -> Corrected:
+        made: Corrected = self.markov_head(states.expand(-1, above.tokens.shape[1], -1), above.tokens, above.memory)
+        return made
+
+    @property
+    def correction(self) -> nn.Linear:
+        found: nn.Linear = self.markov_head.markov_w2
+        return found
+
+    def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
+        sure = self.confidence(states, above.tokens)
+        return replace(
+            FollowingHead.follow(self, logits, states, above), acceptance=None if sure is None else sure.sigmoid()
         )
 
     def confidence(self, states: Tensor, tokens: Tensor) -> Tensor | None:
@@ -75,14 +107,6 @@ class DSparkHead(DFlashHead):
             read = torch.cat([read, self.markov_head.markov_w1(tokens).to(read.dtype)], -1)
         said: Tensor = self.confidence_head["proj"](read)
         return said.squeeze(-1)
-
-
-@dataclass(frozen=True, slots=True)
-class Corrected:
-    """What ``markov_w2`` makes a correction of."""
-
-    state: Tensor  # (B, N, r)
-    memory: Tensor | None  # (B, N, r) of all tokens above, where the table is multiplied with one
 
 
 class MarkovHead(nn.Module):

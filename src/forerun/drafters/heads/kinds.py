@@ -141,6 +141,22 @@ KINDS: dict[str, HeadKind] = {
             drafts="block",
         ),
         HeadKind(
+            name="dflash2",
+            title="DFlash 2",
+            summary="a block in one pass with convolutions in it, whose likeliest tokens a selector scores (DFlash 2)",
+            module="forerun.drafters.heads.dflash2:DFlash2Head",
+            drafter="forerun.drafters.heads.dflash2:DFlash2Drafter",
+            drafts="block",
+        ),
+        HeadKind(
+            name="domino",
+            title="Domino",
+            summary="a block in one pass whose depths a recurrent network over the tokens above corrects (Domino)",
+            module="forerun.drafters.heads.domino:DominoHead",
+            drafter="forerun.drafters.heads.domino:DominoDrafter",
+            drafts="block",
+        ),
+        HeadKind(
             name="mtp",
             title="MTP",
             summary="the multi-token prediction layers that the target's own checkpoint brings; needs no head of yours",

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from forerun.devices import attention_kernels, rows_of, sent
 from forerun.drafters.drawing import Shape
 from forerun.drafters.heads.base import (
+    Above,
     AdapterHead,
     Advanced,
     Angles,
@@ -435,7 +436,8 @@ class BlockRunner(AttendingRunner):
 
     def _follow(self, tokens: Tensor, depths: _Depths) -> Tensor:
         here = slice(depths.depth, depths.depth + 1)
-        followed = self.head.follow(depths.logits[:, here], depths.states[:, here], tokens, depths.memory)
+        above = Above(tokens, depths.depth, depths.memory, self.embed)
+        followed = self.head.follow(depths.logits[:, here], depths.states[:, here], above)
         self._frontier, self.acceptance = replace(depths, memory=followed.memory), followed.acceptance
         return followed.logits
 

@@ -153,7 +153,7 @@ class MedusaMode(Mode):
         return {}
 
 
-_DOMINO = "Domino heads cannot be trained here; a DFlash head has no base loss"
+_DOMINO = "this is of a Domino head; train one with `forerun train domino`"
 _DSPARK = "this is of a DSpark head; train one with `forerun train dspark`"
 _LLAMA = "the head is made of Llama-like layers"
 
@@ -216,7 +216,7 @@ class DFlashMode(Mode):
     }
     PROJECTORS: ClassVar[Mapping[str, str]] = {
         "dspark": "train a DSpark head with `forerun train dspark`",
-        "domino": "Domino heads cannot be trained here; take ('dflash', {}) without it",
+        "domino": "train a Domino head with `forerun train domino`",
     }
     CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "dflash_loss_objective": ("dpace", "decay"),

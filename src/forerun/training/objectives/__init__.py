@@ -18,6 +18,8 @@ OBJECTIVES: dict[str, str] = {
     "dflash": "forerun.training.objectives.dflash:DFlashObjective",
     "dspark": "forerun.training.objectives.dspark:DSparkObjective",
     "kangaroo": "forerun.training.objectives.kangaroo:KangarooObjective",
+    "dflash2": "forerun.training.objectives.dflash2:DFlash2Objective",
+    "domino": "forerun.training.objectives.domino:DominoObjective",
     "mtp": "forerun.training.objectives.mtp:MtpObjective",
     "layerskip": "forerun.training.objectives.layerskip:LayerSkipObjective",
     "distill": "forerun.training.objectives.distill:DistillObjective",

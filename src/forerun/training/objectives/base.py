@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
-from forerun.training.batch import Objective, TokenBatch
+from forerun.training.batch import FeatureBatch, Objective, TokenBatch, working_dtype
 from forerun.training.chunked_loss import Divergence, Paths, Teacher, VocabularyLoss, soft_loss
 
 
@@ -98,6 +98,8 @@ class DecoderSettings(DistanceSettings):
 
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    """Uniform noise on the target's states that the head reads while it trains, at most so much to either side."""
 
 
 class DecoderObjective(Objective):
@@ -124,6 +126,17 @@ class DecoderObjective(Objective):
             return own
         with torch.no_grad():
             return self.target.embedding(ids)  # type: ignore[no-any-return]
+
+    def fused(self, batch: FeatureBatch) -> Tensor:
+        """(B, S, H): what the head reads of the target's states, noisy while the head is in training mode."""
+        # A target, a store and a head have each a dtype of their own.
+        states = [batch.features[boundary] for boundary in self.head.config.boundaries]
+        dtype = working_dtype(states[0].device, self.head.weight.dtype)
+        if self.head.training and (noise := self.settings.noise):
+            draws = [2 * torch.rand_like(state, dtype=torch.float32) - 1 for state in states]
+            states = [state + draw.to(state.dtype) * noise for state, draw in zip(states, draws, strict=True)]
+        fused: Tensor = self.head.fuse([state.to(dtype) for state in states])
+        return fused
 
     def output_head(self) -> Tensor:
         """(Vd, H) weight of what reads the head's outputs."""

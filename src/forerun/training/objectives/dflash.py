@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.dflash import DFlashHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, LossReport, TokenBatch, working_dtype
+from forerun.training.batch import FeatureBatch, LossReport, TokenBatch
 from forerun.training.chunked_loss import Paths, VocabularyLoss
 from forerun.training.objectives.base import DecoderObjective, DecoderSettings, counted, evenly
 from forerun.types import LAST_HIDDEN
@@ -82,9 +82,7 @@ class DFlashObjective(DecoderObjective):
         """The head's outputs behind the anchors."""
         tokens, config = batch.batch, self.head.config
         anchors, chosen = self._anchors(tokens)
-        states = [batch.features[boundary] for boundary in config.boundaries]
-        dtype = working_dtype(states[0].device, self.head.weight.dtype)
-        fused = self.head.fuse([state.to(dtype) for state in states])
+        fused = self.fused(batch)
         context = self.head.context(fused, self.head.angles(tokens.positions, fused))
         size, depths = self.head.places, config.max_depth
         assert depths is not None, "a block has so many depths"
@@ -143,8 +141,21 @@ class DFlashObjective(DecoderObjective):
         self, output: Tensor, weight: Tensor, weights: Tensor, blocks: Blocks, last: Tensor
     ) -> VocabularyLoss:
         """Of `output` (B, A, K, H) through `weight` (Vd, H) from the target, whose states `last` are (B, S, Ht)."""
-        depths = torch.arange(weights.shape[-1], device=last.device)
-        index = (blocks.anchors.unsqueeze(-1) + depths).clamp_max(last.shape[1] - 1).flatten(1)
-        states = last.gather(1, index.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
+        states = self.behind(blocks, last)
         paths = Paths(weights.shape[-1], self.settings.smoothing) if self.settings.gamma is None else None
         return self.divergence(output.flatten(0, 2), weight, weights.flatten(), states, paths)
+
+    def behind(self, blocks: Blocks, last: Tensor) -> Tensor:
+        """(B, A * K, Ht): the target's state, of `last` (B, S, Ht), from which it predicts each depth's token."""
+        index = self._places_above(blocks, last.shape[1])
+        return last.gather(1, index.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
+
+    def above(self, blocks: Blocks, batch: FeatureBatch) -> Tensor:
+        """(B * A, K) the token that came before each depth's: the root above the first."""
+        tokens = batch.batch.tokens
+        return tokens.gather(1, self._places_above(blocks, tokens.shape[1])).view(blocks.counted.shape).flatten(0, 1)
+
+    def _places_above(self, blocks: Blocks, length: int) -> Tensor:
+        """(B, A * K) in rows of so many tokens."""
+        depths = torch.arange(blocks.counted.shape[-1], device=blocks.anchors.device)
+        return (blocks.anchors.unsqueeze(-1) + depths).clamp_max(length - 1).flatten(1)

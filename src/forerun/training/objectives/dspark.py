@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from forerun.drafters.heads.dspark import DSparkHead
+from forerun.drafters.heads.base import Above
+from forerun.drafters.heads.dspark import DSparkHead, FollowingHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch
 from forerun.training.chunked_loss import Divergence, VocabularyLoss
@@ -36,7 +37,26 @@ class DSparkSettings(DFlashSettings):
             raise ArgumentError(f"objective: confidence_weight must not be negative, got {self.confidence_weight}")
 
 
-class DSparkObjective(DFlashObjective):
+class FollowingObjective(DFlashObjective):
+    """What the objectives of heads share whose depths are corrected by the tokens that really came above them."""
+
+    head: FollowingHead
+
+    def corrected(self, blocks: Blocks, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
+        """(B, A, K, H + r) and (Vd, H + r): outputs and weights whose product is the corrected logits."""
+        output, above = blocks.output.flatten(0, 1), self.above(blocks, batch)
+        states, memory = list[Tensor](), None
+        for depth in range(output.shape[1]):
+            here = slice(depth, depth + 1)
+            step = self.head.correct(output[:, here], Above(above[:, here], depth, memory, self.embed))
+            memory = step.memory
+            states.append(step.state)
+        # The correction is a product like the output head's, so both are one.
+        both = torch.cat([output, torch.cat(states, 1)], -1).view(*blocks.output.shape[:-1], -1)
+        return both, torch.cat([self.output_head(), self.head.correction.weight], 1)
+
+
+class DSparkObjective(FollowingObjective):
     """The loss of a DSpark head on a batch of features."""
 
     Settings: ClassVar[type[DSparkSettings]] = DSparkSettings
@@ -44,25 +64,10 @@ class DSparkObjective(DFlashObjective):
     settings: DSparkSettings
 
     def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
-        output, above = blocks.output.flatten(0, 1), self.above(blocks, batch)
-        corrected, memory = list[Tensor](), None
-        for depth in range(output.shape[1]):
-            step = self.head.markov_head(output[:, depth : depth + 1], above[:, depth : depth + 1], memory)
-            memory = step.memory
-            corrected.append(step.state)
-        # The correction is a product like the output head's, so both are one.
-        both = torch.cat([output, torch.cat(corrected, 1)], -1).view(*weights.shape, -1)
-        weight = torch.cat([self.output_head(), self.head.markov_head.markov_w2.weight], 1)
-        found = self._of_blocks(both, weight, weights, blocks, batch.features[LAST_HIDDEN])
-        said = self.head.confidence(output, above)
+        found = self._of_blocks(*self.corrected(blocks, batch), weights, blocks, batch.features[LAST_HIDDEN])
+        said = self.head.confidence(blocks.output.flatten(0, 1), self.above(blocks, batch))
         if said is None:
             return found
         errors = binary_cross_entropy_with_logits(said.float().flatten(), found.overlap, reduction="none")
         loss = found.loss + self.settings.confidence_weight * (errors * found.weights).sum()
         return dataclasses.replace(found, loss=loss)
-
-    def above(self, blocks: Blocks, batch: FeatureBatch) -> Tensor:
-        """(B * A, K) the token that came before each depth's: the root above the first."""
-        tokens, depths = batch.batch.tokens, torch.arange(blocks.counted.shape[-1], device=blocks.anchors.device)
-        index = (blocks.anchors.unsqueeze(-1) + depths).clamp_max(tokens.shape[1] - 1)
-        return tokens.gather(1, index.flatten(1)).view(index.shape).flatten(0, 1)

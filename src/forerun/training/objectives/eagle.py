@@ -8,7 +8,7 @@ output head towards its probabilities. With several steps it is unrolled as in `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch
 from forerun.training.chunked_loss import VocabularyLoss
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, Unrolled
-from forerun.types import LAST_HIDDEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +32,7 @@ class EagleSettings(Eagle3Settings):
     token_weight: float = 0.1
     """Of the cross-entropy, or what `divergence` says."""
     noise: float = 0.1
-    """Uniform noise on the features that the head reads while it trains, at most so much to either side."""
+    """As of `DecoderSettings`."""
 
     def __post_init__(self) -> None:
         Eagle3Settings.__post_init__(self)
@@ -50,13 +48,6 @@ class EagleObjective(Eagle3Objective):
     kind: ClassVar[str] = "eagle"
     Settings: ClassVar[type[EagleSettings]] = EagleSettings
     settings: EagleSettings
-
-    def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
-        if not (self.head.training and self.settings.noise):
-            return super().unroll(batch)
-        last = batch.features[LAST_HIDDEN]
-        noisy = last + (2 * torch.rand_like(last, dtype=torch.float32) - 1).to(last.dtype) * self.settings.noise
-        return super().unroll(dataclasses.replace(batch, features={**batch.features, LAST_HIDDEN: noisy}))
 
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
         found = super()._loss(steps, weights, last)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from forerun.drafters.heads.base import Advanced
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, LossReport, working_dtype
+from forerun.training.batch import FeatureBatch, LossReport
 from forerun.training.chunked_loss import VocabularyLoss
 from forerun.training.flex_attention import FlexMask, check_device, flex_attention
 from forerun.training.objectives.base import (
@@ -94,10 +94,7 @@ class Eagle3Objective(DecoderObjective):
     def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
         """The head's outputs, step by step."""
         tokens, past = batch.batch, list[tuple[Tensor, ...]]()
-        # A target, a store and a head have each a dtype of their own.
-        states = [batch.features[boundary] for boundary in self.head.config.boundaries]
-        dtype = working_dtype(states[0].device, self.head.weight.dtype)
-        features = self.head.fuse([state.to(dtype) for state in states])
+        features = self.fused(batch)
         windows = {self.head.config.window(layer) for layer in range(len(self.head.layers))}
         mask_of: Callable[..., Mask] = blocks_of
         if self.settings.flex_attention:

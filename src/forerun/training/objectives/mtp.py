@@ -8,9 +8,10 @@ beta^k, normalised to sum 1. Embedding and output head are the target's and stay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from forerun.errors import ArgumentError
@@ -30,6 +31,8 @@ class MtpSettings(ObjectiveSettings):
     """beta: the weight of depth k is beta^k, normalised to sum 1."""
     flex_attention: bool = False
     """As of `Eagle3Settings`."""
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    """As of `DecoderSettings`."""
 
     def __post_init__(self) -> None:
         check_unrolling(self.steps, self.decay)

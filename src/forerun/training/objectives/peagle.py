@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.peagle import PEagleHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, LossReport, TokenBatch, working_dtype
+from forerun.training.batch import FeatureBatch, LossReport, TokenBatch
 from forerun.training.objectives.base import DecoderObjective, DecoderSettings, ahead, counted, evenly
 from forerun.types import LAST_HIDDEN
 
@@ -89,9 +89,7 @@ class PEagleObjective(DecoderObjective):
         """The head's outputs at all depths."""
         tokens, config = batch.batch, self.head.config
         entries, depths, kept = self._drop(tokens)
-        states = [batch.features[boundary] for boundary in config.boundaries]
-        dtype = working_dtype(states[0].device, self.head.weight.dtype)
-        fused = self.head.fuse([state.to(dtype) for state in states])
+        fused = self.fused(batch)
         behind = entries.shape[1] - fused.shape[1]
         ids = torch.cat([ahead(tokens.tokens, 1, 0), entries.new_full((len(entries), behind), config.mask_token_id)], 1)
         positions = tokens.positions.gather(1, entries) + depths

@@ -1,0 +1,142 @@
+"""DFlash 2 (z-lab, https://inco.ai/blog/dflash2): DFlash's block with convolutions in it, and a selector of paths.
+
+A convolution around each attention and feed-forward part lets a place of the block read those before it; its kernels
+are learned ones and what a projection of the state adds. Of the likeliest tokens of a depth, the candidates, the
+selector scores each after the token above it; a token that is no candidate is not drafted. Parameter names are those on
+disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, pad
+
+from forerun.drafters.heads.base import Above, Angles, Attend, Followed
+from forerun.drafters.heads.dflash import BlockDrafterConfig, DFlashConfig, DFlashHead
+from forerun.drafters.heads.drafting import HeadDrafter
+from forerun.drafters.heads.layers import DecoderLayer
+
+BEHIND = 1e4  # How far the logit of a token that is no candidate falls: its probability is 0, and finite it stays
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlash2Config(DFlashConfig):
+    """Shape of a DFlash 2 head; the defaults are those of the published checkpoints."""
+
+    block_size: int = 8
+    conv_kernel_size: int = 2  # Places that a convolution reads: its own, and those before it in the block
+    conv_group_size: int = 16  # Channels that share what is added to the learned kernel
+    selector_rank: int = 256
+    selector_top_k: int = 16  # Candidates of a depth
+
+    @property
+    def kind(self) -> str:
+        return "dflash2"
+
+    def problem(self) -> str | None:
+        if not 1 <= self.conv_kernel_size <= max(1, self.block_size):
+            return f"conv_kernel_size must be in 1..{self.block_size}, the block's places; got {self.conv_kernel_size}"
+        if self.conv_group_size < 1 or self.hidden_size % self.conv_group_size:
+            return f"conv_group_size must divide the hidden size {self.hidden_size}, got {self.conv_group_size}"
+        if self.selector_rank < 1:
+            return f"selector_rank must be at least 1, got {self.selector_rank}; without a selector it is a DFlash head"
+        if not 1 <= self.selector_top_k <= self.draft_vocab_size:
+            return f"selector_top_k must be in 1..{self.draft_vocab_size}, got {self.selector_top_k}"
+        return DFlashConfig.problem(self)
+
+
+class BlockConvolution(nn.Module):
+    """Two convolutions over the places of each block, one before and one after what it is put around."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        size, self.taps = config.hidden_size, config.conv_kernel_size
+        self.block, self.group = config.block_size, config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.taps, size))
+        self.kernel_projection = nn.Linear(size, 2 * self.taps * (size // self.group), bias=False)
+
+    def forward(self, states: Tensor, inside: Callable[[Tensor], Tensor]) -> Tensor:
+        """(B, A * b, H) of A blocks -> (B, A * b, H). Both kernels follow from what comes in."""
+        added = self.kernel_projection(states).view(*states.shape[:-1], 2, self.taps, -1)
+        added = added.repeat_interleave(self.group, -1)
+        before, after = (self.base_kernel.to(states.dtype) + added).unbind(-3)
+        return self._convolved(inside(self._convolved(states, before)), after)
+
+    def _convolved(self, states: Tensor, kernel: Tensor) -> Tensor:
+        """By a kernel (B, A * b, taps, H); what is before a block is 0."""
+        blocks = states.view(len(states), -1, self.block, states.shape[-1])
+        read = [pad(blocks[:, :, : self.block - tap], (0, 0, tap, 0)) for tap in range(self.taps)]
+        return (torch.stack(read, -2).flatten(1, 2) * kernel).sum(-2)
+
+
+class ConvolvedLayer(DecoderLayer):
+    """A decoder layer with a convolution around each of its parts."""
+
+    def __init__(self, config: DFlash2Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
+
+    def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        def attended(normed: Tensor) -> Tensor:
+            mixed: Tensor = self.self_attn(normed, angles, attend)
+            return mixed
+
+        states = states + self.attention_conv(self.input_layernorm(states), attended)
+        mixed: Tensor = states + self.mlp_conv(self.post_attention_layernorm(states), self.mlp)
+        return mixed
+
+
+class CandidateSelector(nn.Module):
+    """Scores the candidates of a depth after the token above it."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        rank = config.selector_rank
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.draft_vocab_size, rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        for weight in (self.predecessor_codebook, self.hidden_projection.weight):
+            nn.init.normal_(weight, std=config.initializer_range)
+
+    def forward(self, logits: Tensor, ids: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
+        """(B, F, k) from logits and head's ids (B, F or 1, k) of the candidates, the block's outputs (B, F or 1, H) and
+        the `tokens` (B, F) above."""
+        gate = embedding(tokens, self.predecessor_codebook).to(states.dtype) * self.hidden_projection(states)
+        successors = embedding(ids, self.successor_codebook).to(states.dtype)
+        scores: Tensor = logits + (successors @ gate.unsqueeze(-1)).squeeze(-1)
+        return scores
+
+
+class DFlash2Head(DFlashHead):
+    """See `BlockHead`. A fresh head is a DFlash head of which only the candidates are drafted."""
+
+    Config = DFlash2Config
+    config: DFlash2Config
+    layer: ClassVar[type[DecoderLayer]] = ConvolvedLayer
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+        for module in self.modules():
+            if isinstance(module, BlockConvolution):
+                nn.init.zeros_(module.kernel_projection.weight)
+                nn.init.ones_(module.base_kernel[:, 0])
+
+    def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
+        unary, ids = logits.topk(self.config.selector_top_k, -1)
+        scores = self.candidate_selector(unary, ids, states, above.tokens)
+        width = above.tokens.shape[1]
+        others = (logits - BEHIND).expand(-1, width, -1)
+        return Followed(others.scatter(-1, ids.expand(-1, width, -1), scores), above.memory)
+
+
+class DFlash2Drafter(HeadDrafter):
+    """Drafts with a DFlash 2 head: a chain, a fixed tree or a dynamic tree."""
+
+    name = "dflash2"
+    Config = BlockDrafterConfig

@@ -1,0 +1,100 @@
+"""Domino (arXiv 2605.29707): DFlash's block, whose depths a small recurrent network over the tokens above corrects.
+
+The network (``prefix_gru``) reads the embeddings of the root and of what is drafted below it; what a narrow layer
+(``embed_proj``) makes of its state and the block's output is added to a depth's logits. Parameter names are those on
+disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from forerun.drafters.heads.base import Above
+from forerun.drafters.heads.dflash import BlockDrafterConfig, DFlashConfig
+from forerun.drafters.heads.drafting import HeadDrafter
+from forerun.drafters.heads.dspark import Corrected, FollowingHead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DominoConfig(DFlashConfig):
+    """Shape of a Domino head; the defaults are those of the published checkpoints."""
+
+    sample_from_anchor: bool = True
+    emb_dim: int = 256  # Width of the layer between both states and the logits
+    gru_hidden_dim: int = 1024  # Of the recurrent network's state
+    pure_draft_prefix_len: int = 1  # First depths that are not corrected
+
+    @property
+    def kind(self) -> str:
+        return "domino"
+
+    def problem(self) -> str | None:
+        for name in ("emb_dim", "gru_hidden_dim"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, got {getattr(self, name)}"
+        # This is asked before the block's size is known to make sense.
+        if not 0 <= self.pure_draft_prefix_len < max(1, self.block_size):
+            return f"pure_draft_prefix_len must be in 0..{self.block_size - 1}, got {self.pure_draft_prefix_len}"
+        return DFlashConfig.problem(self)
+
+
+class DominoHead(FollowingHead):
+    """See `BlockHead`. A fresh head corrects nothing: it is a DFlash head."""
+
+    Config = DominoConfig
+    config: DominoConfig
+
+    def __init__(self, config: DominoConfig) -> None:
+        super().__init__(config)
+        self.prefix_gru = PrefixGru(config)
+        inside = nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False)
+        outside = nn.Linear(config.emb_dim, config.draft_vocab_size, bias=False)
+        nn.init.normal_(inside.weight, std=config.initializer_range)
+        nn.init.zeros_(outside.weight)
+        self.embed_proj = nn.Sequential(inside, nn.SiLU(), outside)
+
+    def correct(self, states: Tensor, above: Above) -> Corrected:
+        memory = self.prefix_gru(above.embed(above.tokens).to(states.dtype), above.memory)
+        if above.depth < self.config.pure_draft_prefix_len:
+            return Corrected(states.new_zeros(*memory.shape[:2], self.config.emb_dim), memory)
+        read = torch.cat([states.expand(-1, memory.shape[1], -1), memory], -1)
+        return Corrected(self.embed_proj[1](self.embed_proj[0](read)), memory)
+
+    @property
+    def correction(self) -> nn.Linear:
+        found: Any = self.embed_proj[2]
+        return found  # type: ignore[no-any-return]
+
+
+class PrefixGru(nn.Module):
+    """A step of ``torch.nn.GRU`` of one layer without biases, under its names."""
+
+    def __init__(self, config: DominoConfig) -> None:
+        super().__init__()
+        size, bound = config.gru_hidden_dim, config.gru_hidden_dim**-0.5
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * size, config.hidden_size))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * size, size))
+        for weight in self.parameters():
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, embeds: Tensor, memory: Tensor | None) -> Tensor:
+        """Embeddings (B, N, H) of tokens and the state (B, N, G) above them, None being zero -> (B, N, G)."""
+        if memory is None:
+            memory = embeds.new_zeros(*embeds.shape[:-1], self.weight_hh_l0.shape[1])
+        reset, keep, new = linear(embeds, self.weight_ih_l0).chunk(3, -1)
+        old_reset, old_keep, old_new = linear(memory, self.weight_hh_l0).chunk(3, -1)
+        reset, keep = (reset + old_reset).sigmoid(), (keep + old_keep).sigmoid()
+        new = (new + reset * old_new).tanh()
+        return new + keep * (memory - new)
+
+
+class DominoDrafter(HeadDrafter):
+    """Drafts with a Domino head: a chain, a fixed tree or a dynamic tree."""
+
+    name = "domino"
+    Config = BlockDrafterConfig
