@@ -21,7 +21,7 @@ def test_suggestions_put_loadable_heads_first_and_know_hub_ids_directories_and_c
     assert found[0].model == "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B" and found[0].drafter == "eagle3"
     assert found == suggest("/models/meta-llama-3.1-8b-instruct/")
     # The paper does not say which of the two models; its head comes after those that do.
-    assert [head.target for head in found] == ["Llama-3.1-8B-Instruct"] * 4 + ["Llama-3.1-8B"]
+    assert [head.target for head in found] == ["Llama-3.1-8B-Instruct"] * 6 + ["Llama-3.1-8B"]
     assert suggest("meta-llama/Llama-3.1-8B")[0].target == "Llama-3.1-8B"
     assert suggest("someone/unheard-of") == []
 
@@ -37,6 +37,7 @@ def test_the_catalogue_names_no_hub_id_that_is_not_known_in_full() -> None:
             "speculators",
             "modelopt",
             "dflash",
+            "transformers",
             "pickle",
         )
         assert head.url or head.model is None, "an id needs the page that it was found on"
@@ -60,12 +61,24 @@ def test_heads_lists_all_those_of_a_target_and_those_of_a_part_of_a_name(forerun
 
 
 def test_every_kind_is_listed_and_the_first_loadable_head_of_each_can_be_passed_on(forerun: Forerun) -> None:
-    published = {"eagle3", "dflash", "dspark", "domino", "dflash2", "peagle", "medusa", "hydra", "mlp_speculator"}
+    published = {
+        "eagle3",
+        "dflash",
+        "dspark",
+        "domino",
+        "dflash2",
+        "peagle",
+        "medusa",
+        "hydra",
+        "mlp_speculator",
+        "pard",
+    }
     assert {head.drafter for head in known_heads()} == published
     ran = forerun("heads", "Qwen/Qwen3-8B")
     options = [line for line in ran.out.splitlines() if line.startswith("--drafter")]
     assert "--drafter dflash --drafter-model z-lab/Qwen3-8B-DFlash-b16" in options
     assert "--drafter dspark --drafter-model deepseek-ai/dspark_qwen3_8b_block7" in options
+    assert "--drafter pard --drafter-model amd/PARD-Qwen3-0.6B" in options
     kinds = [line.split()[1] for line in options]
     assert len(set(kinds)) == len(kinds) and set(kinds) <= set(KINDS)
 

@@ -110,6 +110,14 @@ def relative(noise: float = 0.04) -> LlamaForCausalLM:
     return made
 
 
+@functools.cache
+def pard_model() -> LlamaForCausalLM:
+    """`relative()` with a mask token: right at first, and a stranger's behind masks that it was never trained for."""
+    made = copy.deepcopy(relative())
+    made.config.pard_token = VOCABULARY - 1
+    return made
+
+
 @dataclass(frozen=True)
 class Variant:
     """One drafter with options. Compared by its name alone."""
@@ -364,6 +372,14 @@ VARIANTS: dict[str, list[Variant]] = {
         _draft_model("hot", num_speculative_tokens=3, temperature=1.7),
         _draft_model("irregular-tree", tree=(0, 0, 1, 1, 2, 4)),
         _draft_model("irregular-given-tree", tree=(0, 0, 0, 1, 1, 2), draw="deterministic"),
+    ],
+    "pard": [
+        Variant("pard", "best-first", {"model": pard_model(), "num_speculative_tokens": 3, "nodes": 8}),
+        Variant("pard", "best-first-given", {"model": pard_model(), "nodes": 8, "draw": "deterministic"}),
+        Variant("pard", "chain", {"model": pard_model(), "shape": (1, 1, 1)}),
+        Variant("pard", "one-token", {"model": pard_model(), "shape": (2,)}),
+        Variant("pard", "sampled-tree", {"model": pard_model(), "shape": (3, 2, 1)}),
+        Variant("pard", "stopping", {"model": pard_model(), "shape": (1, 1, 1), "stop": "svip"}),
     ],
     "early_exit": [
         Variant("early_exit", "chain", {"exit_layer": 1, "num_speculative_tokens": 3}),

@@ -5,6 +5,7 @@ Every registered drafter that can sample, under control and without; then a plan
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,6 +51,13 @@ LETTERS, OTHERS = ("a", "b", "c", "d"), ("d", "x", "a", "b")
 @functools.cache
 def _relative() -> Any:
     return toy(noise=0.1)
+
+
+@functools.cache
+def _pard() -> Any:
+    made = copy.deepcopy(toy(noise=0.1))
+    made.config.pard_token = VOCABULARY - 1
+    return made
 
 
 def _member(method: str, **options: Any) -> dict[str, Any]:
@@ -200,6 +208,10 @@ SAMPLING = [
     _draft_model("stopping-tree", stop="confidence", stop_threshold=0.5, shape=(2, 1, 1)),
     _tli("chain", temperature=1.7, **CHAIN),
     _tli("tree", temperature=1.7, shape=(2, 1, 1)),
+    Variant("pard", "best-first", {"model": _pard(), "num_speculative_tokens": 3, "nodes": 5}),
+    Variant("pard", "chain", {"model": _pard(), "shape": (1, 1, 1)}),
+    Variant("pard", "tree", {"model": _pard(), "shape": (2, 1, 1)}),
+    Variant("pard", "stopping", {"model": _pard(), "shape": (1, 1, 1), "stop": "confidence", "stop_threshold": 0.5}),
     Variant("quantized_self", "chain", CHAIN),
     Variant("skip_layers", "chain", {"skip": ["1.mlp"], **CHAIN}),
     Variant("skip_layers", "stopping-tree", {"skip": ["1.mlp"], "shape": (2, 1), "adapt_threshold": True}),

@@ -16,8 +16,8 @@ from forerun.training.recipe import make_recipe, read_recipe, to_plain
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes" / "eagle3").glob("*.yaml"))
-TRAINING, SELF_SPECULATION = (
-    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("training.md", "self-speculation.md")
+TRAINING, SELF_SPECULATION, PARD = (
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("training.md", "self-speculation.md", "pard.md")
 )
 
 
@@ -62,7 +62,7 @@ def test_the_keys_and_defaults_of_the_training_guide_are_the_recipes() -> None:
 
 def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
     rows = table(TRAINING, "kind")
-    assert {row[0].strip("`") for row in rows} == set(OBJECTIVES) - {"eagle3", "distill", "layerskip"}
+    assert {row[0].strip("`") for row in rows} == set(OBJECTIVES) - {"eagle3", "distill", "pard", "layerskip"}
     for kind, key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
         value: Any = to_plain(make_recipe(kind, {"target": "a", "data": "b", "output": "c"}))
         fields = {field.name: field.default for field in dataclasses.fields(kind_named(kind).head.Config)}
@@ -73,8 +73,12 @@ def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "page", "more"),
-    [("distill", TRAINING, {"draft.start", "draft.options"}), ("layerskip", SELF_SPECULATION, set())],
-    ids=["distill", "layerskip"],
+    [
+        ("distill", TRAINING, {"draft.start", "draft.options"}),
+        ("pard", PARD, {"draft.start", "draft.options"}),
+        ("layerskip", SELF_SPECULATION, set()),
+    ],
+    ids=["distill", "pard", "layerskip"],
 )
 def test_the_settings_of_what_trains_whole_models_are_their_recipes(kind: str, page: str, more: set[str]) -> None:
     plain = to_plain(make_recipe(kind, {"target": "a", "data": "b", "output": "c"}))
@@ -82,7 +86,8 @@ def test_the_settings_of_what_trains_whole_models_are_their_recipes(kind: str, p
     own = {f"objective.{name}" for name in plain["objective"]} - {
         *("objective.gradient_checkpointing", "objective.lk_decay", "objective.mix")
     }
-    assert {row[0].strip("`") for row in rows} == own | more
+    shared = {row[0].strip("`") for row in table(TRAINING, "key of every kind")}
+    assert {row[0].strip("`") for row in rows} - shared == own - shared | more
     for key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
         section, name = key.split(".")
         assert str(plain[section][name]) == default, key

@@ -15,7 +15,8 @@ from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.training.batch import FeatureBatch
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.peagle import Masked, PEagleObjective, PEagleSettings
+from forerun.training.objectives.conditional_drop import Masked
+from forerun.training.objectives.peagle import PEagleObjective, PEagleSettings
 from forerun.types import LAST_HIDDEN
 from training.ttt import HIDDEN, VOCABULARY, batch_of, features, model, peagle, tokens
 
@@ -45,8 +46,8 @@ def test_every_depth_equals_drafting(options: dict[str, Any], checkpointed: bool
     """Of the second of two documents, behind every entry; the first must not be seen."""
     made, first, text = peagle(**options), tokens(6, seed=9), tokens(14)
     batch = batch_of([first, text], made.config.boundaries, padding=2)
-    masked = objective(made, depths=4, keep=1.0, gradient_checkpointing=checkpointed).masked(batch)
-    logits = trained_logits(made, masked.output)[0].detach()
+    masked, output = objective(made, depths=4, keep=1.0, gradient_checkpointing=checkpointed).masked(batch)
+    logits = trained_logits(made, output)[0].detach()
     runner = BlockRunner(made, Target(model(), rows=1, slots=64), rows=2, slots=64, run=6)
     seen, compared = features(text, made.config.boundaries), 0
     for entry in range(len(text) - 1):
@@ -79,8 +80,8 @@ def test_the_loss_equals_a_written_out_reference(few: bool) -> None:
     batch = batch_of(texts, made.config.boundaries, padding=3)
     batch.batch.loss_mask[0, :start] = False
     of = objective(made, depths=3, keep=0.5 if few else 1.0)
-    masked, report = of.masked(batch), of(batch)
-    logits = trained_logits(made, masked.output)[0].detach()
+    (masked, output), report = of.masked(batch), of(batch)
+    logits = trained_logits(made, output)[0].detach()
     teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
     kept = [set(masked.entries[0][(masked.depths == depth) & masked.counted[0]].tolist()) for depth in range(3)]
     total, weight, right, chains, first = torch.zeros(()), 0, [0] * 3, [0] * 3, 0
@@ -122,7 +123,7 @@ def test_deeper_depths_are_of_fewer_entries_of_those_above() -> None:
     torch.manual_seed(0)
     drops = set()
     for _ in range(6):
-        masked = of.masked(batch)
+        masked, _ = of.masked(batch)
         sizes = [int((masked.depths == depth).sum()) for depth in range(5)]
         assert sizes == [42, 20, 10, 8, 8]  # all, then ceil(39 x 0.5, 0.25, 0.2, 0.2)
         for depth in range(2, 5):
@@ -132,7 +133,7 @@ def test_deeper_depths_are_of_fewer_entries_of_those_above() -> None:
         drops.add(tuple(sorted(kept_by(masked, 1))))
     assert len(drops) == 6
     made.eval()
-    still = [kept_by(of.masked(batch), 2) for _ in range(2)]
+    still = [kept_by(of.masked(batch)[0], 2) for _ in range(2)]
     assert still[0] == still[1] and max(still[0]) - min(still[0]) > 20
 
 

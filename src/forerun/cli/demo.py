@@ -197,7 +197,7 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
     if isinstance(config, Mapping):
         grown = {key: _with_heads_for(scaled, value) for key, value in config.items()}
         model = config.get("model")
-        if isinstance(model, str) and method_of(model) != "draft_model":
+        if isinstance(model, str) and method_of(model) not in ("draft_model", "pard"):
             grown["model"] = str(scaled_head_folder(model, scaled))
         return grown
     return [_with_heads_for(scaled, item) for item in config] if isinstance(config, list) else config

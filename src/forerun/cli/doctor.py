@@ -42,7 +42,7 @@ def doctor(
     Parameters
     ----------
     head
-        Directory or hub id of a draft head. Exit code 1 if an engine cannot serve it.
+        Directory or hub id of a draft head, or of a PARD draft model. Exit code 1 if an engine cannot serve it.
     target
         Directory or hub id of the model that the head drafts for.
     engine
@@ -75,23 +75,28 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json:
         from forerun.checkpoints.base import TargetFacts
         from forerun.checkpoints.engines import ENGINES, diagnose, diagnose_files, worst
         from forerun.checkpoints.formats import parse, read_files
+        from forerun.checkpoints.pard import PardModel
 
         unknown = [name for name in engines if name not in ENGINES]
         if unknown:
             hint = nearest(unknown[0], ENGINES)
             raise ArgumentError(f"unknown engine {unknown[0]!r}; there are {', '.join(ENGINES)}.{hint}")
-        facts, stored = TargetFacts.read(target), read_files(head)
-        checkpoint = parse(stored, num_layers=facts.num_layers)
-        found = diagnose(checkpoint, facts) + diagnose_files(stored, checkpoint, facts)
+        facts, model, notes = TargetFacts.read(target), PardModel.at(head), tuple[str, ...]()
+        if model is not None:
+            found = list(model.findings(facts))
+        else:
+            stored = read_files(head)
+            checkpoint = parse(stored, num_layers=facts.num_layers)
+            notes, found = checkpoint.notes, diagnose(checkpoint, facts) + diagnose_files(stored, checkpoint, facts)
     asked = engines or ENGINES
     verdicts = {name: worst(found, name) for name in asked}
     found = [finding for finding in found if finding.engine in asked]
     if json:
         findings = [dataclasses.asdict(finding) for finding in found]
-        console.write_json({"head": head, "engines": verdicts, "findings": findings, "notes": list(checkpoint.notes)})
+        console.write_json({"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)})
     else:
         _show_verdicts(verdicts, found)
-        for note in checkpoint.notes:
+        for note in notes:
             console.warn(note)
     return int("fails" in verdicts.values())
 

@@ -11,26 +11,32 @@ from forerun.cli.options import Flag, Json
 
 
 def export(head: str, /, *, to: str, target: str, output: str, force: Flag = False, json: Json = False) -> int:
-    """Write a draft head as a serving engine reads it, and prove what was written.
+    """Write a draft head, or a PARD model, as a serving engine reads it, and prove what was written.
 
     Parameters
     ----------
     head
-        Directory or hub id of a draft head in any format.
+        Directory or hub id of a draft head in any format, or of a PARD draft model.
     to
         hf, or what reads such heads: of EAGLE's, vllm, sglang, trtllm, llama.cpp, speculators or modelopt.
     target
         Directory or hub id of the model that the head drafts for.
     output
-        Directory to write; new, empty, or a former export.
+        Directory to write; new, empty, or a former export of a head.
     force
         Write it even if the engine would serve it worse than it was trained.
     """
     with console.telling("exporting"):
         from forerun.checkpoints.base import TargetFacts
         from forerun.checkpoints.engines import export_head
+        from forerun.checkpoints.pard import PardModel, export_pard
 
-        done = export_head(head, TargetFacts.read(target), to, output, force=force)
+        facts, model = TargetFacts.read(target), PardModel.at(head)
+        done = (
+            export_head(head, facts, to, output, force=force)
+            if model is None
+            else export_pard(model, facts, to, output, force=force)
+        )
     if json:
         written = {"directory": str(done.directory), "format": done.format_name, "command": done.command}
         findings = [dataclasses.asdict(finding) for finding in done.findings]

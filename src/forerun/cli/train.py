@@ -45,8 +45,8 @@ def train(
     Parameters
     ----------
     kind
-        Of a head, a drafter that needs training (see: forerun drafters), such as eagle3; distill, a draft model;
-        layerskip, the target; or medusa2, the target with a head.
+        Of a head, a drafter that needs training (see: forerun drafters), such as eagle3; distill or pard, a draft
+        model; layerskip, the target; or medusa2, the target with a head.
     words
         A recipe file (YAML), then key=value for anything in it: training.learning_rate=1e-3 draft.vocab_size=32000.
     target
@@ -56,7 +56,7 @@ def train(
     output
         Directory of checkpoints, log and what is finished.
     draft
-        Directory or hub id of the draft model that distill trains, or of a head to go on from.
+        Directory or hub id of the draft model that distill or pard trains, or of a head to go on from.
     mode
         online: the target runs beside the head; offline: features come from disk.
     features

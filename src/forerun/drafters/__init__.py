@@ -67,6 +67,11 @@ DRAFTERS: dict[str, Entry] = {
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
         adapts=True,
     ),
+    "pard": Entry(
+        path="forerun.drafters.draft_models.pard:PardDrafter",
+        summary="a draft model that drafts all depths in one pass, from masks (PARD); the tree of the likeliest paths",
+        needs_training=True,
+    ),
     "tli": Entry(
         path="forerun.drafters.draft_models.tli:TliDrafter",
         summary="a causal LM with another tokenizer drafts the tokens that both vocabularies share; sampled or not",

@@ -4,7 +4,7 @@ drafter that runs a model once per level; the logits come from a function."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -169,6 +169,25 @@ class DynamicTree:
             scores, best = sums.topk(min(self.top_k, sums.shape[1]), dim=1)
             above, tokens, ids = best // pool.width, below.gather(1, best), first + best
         return pool.best(self.nodes, vocabulary)
+
+    def drawn(self, draw: Draw, temperature: float | None = None) -> FixedTree:
+        """What is drawn in its place above temperature 0: two children a node as far down as its nodes reach."""
+        shapes = [Shape.regular((2,) * wide + (1,) * (self.depth - wide)) for wide in range(self.depth + 1)]
+        fitting = [shape for shape in shapes if shape.size <= self.nodes] or shapes[:1]
+        return FixedTree(shape=fitting[-1], draw=draw, temperature=temperature)
+
+    def cuts(
+        self, context: DraftContext, active: Sequence[int], grown: Expanded, budget: Budget
+    ) -> Iterator[tuple[int, TokenTree, Drafted]]:
+        """(index, tree, proposal) of the active rows of the context, within its budget. A row for which the model's
+        logits are not finite has none: the drafter failed it."""
+        for index, row in zip(active, grown.fetch(), strict=True):
+            if any(math.isnan(node.probability) for node in row):
+                context.fail(index, not_finite())
+                continue
+            root, salt = context.tokens[index][-1], context.salt(index)
+            tree, drafted = self.cut(root, row, budget.nodes[index], budget.depth[index], salt)
+            yield index, tree, drafted
 
     def cut(
         self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None

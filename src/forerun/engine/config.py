@@ -199,22 +199,24 @@ def _copies_as_it_is(name: str) -> bool:
 
 
 def method_of(model: Any) -> str:
-    """The kind of a head, else ``draft_model``: from the object, its directory, or a hub id's name."""
+    """The kind of a head, else ``pard`` or ``draft_model``: from the object, its directory, or a hub id's name."""
     if not isinstance(model, str | Path):
-        return str(getattr(getattr(model, "config", None), "kind", "draft_model"))
+        config = getattr(model, "config", None)
+        return str(getattr(config, "kind", "draft_model" if getattr(config, "pard_token", None) is None else "pard"))
     from forerun import demo
 
     folder = Path(demo.resolve(model)).expanduser()
     if not (folder / "config.json").is_file():
         name = str(model).lower().replace("-", "").replace("_", "")
-        return "eagle3" if "eagle3" in name else "eagle" if "eagle" in name else "draft_model"
+        known = ("eagle3", "eagle", "/pard")
+        return next((one.removeprefix("/") for one in known if one in name), "draft_model")
     try:
         text = (folder / "config.json").read_text(encoding="utf-8")
         config = json.loads(text)
     except (OSError, ValueError):
         return "draft_model"  # whose loader says what is wrong with the directory
     if not isinstance(config, dict) or not any(key in text.lower() for key in _HEAD_KEYS):
-        return "draft_model"
+        return "pard" if isinstance(config, dict) and "pard_token" in config else "draft_model"
     from forerun.checkpoints import read_head
 
     return str(read_head(folder, num_layers=config.get("num_target_layers") or 64).config.kind)

@@ -11,6 +11,8 @@ from torch import nn
 
 from forerun import demo
 from forerun.checkpoints import TargetFacts
+from forerun.drafters.draft_models.pard import PardDrafter, mark
+from forerun.drafters.heads.kinds import kind_named, named
 from forerun.drafters.vocabulary import check_tokenizers, tokenizer_beside
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.load import LoadOptions, open_model, read_config
@@ -33,6 +35,7 @@ class TrainedModel(Trained):
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         super().__init__(recipe)
+        self.method: str = named(kind_named(recipe.kind).drafter).name  # What drafts with it
         draft = recipe.draft
         if draft.vocab_size is not None:
             raise ArgumentError("a draft model has its tokenizer's vocabulary; leave draft.vocab_size away")
@@ -63,21 +66,27 @@ class TrainedModel(Trained):
                     "whether they mean the same. Put the tokenizer's files beside the draft model."
                 )
 
+        if self.method == PardDrafter.name:
+            mark(self.module, tokenizer, self.recipe.objective.mask_token)
+
     def blank(self) -> nn.Module:
         return blank_model(self.module)
 
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
         depth = settings.num_speculative_tokens
-        base = {"method": "draft_model", "model": drafting_copy(self.module, model)}
-        tree = (branches(settings), *(1,) * (depth - 1))
-        return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, "shape": tree}}
+        base = {"method": self.method, "model": drafting_copy(self.module, model)}
+        tree: dict[str, Any] = {"shape": (branches(settings), *(1,) * (depth - 1))}
+        if self.method == PardDrafter.name:
+            tree = {"num_speculative_tokens": depth, "nodes": settings.nodes}
+        return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
 
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
-        """As ``{"method": "draft_model", "model": folder}`` takes it."""
+        """As ``{"method": "draft_model", "model": folder}`` takes it, or ``pard``."""
         write_model(module, self.module.generation_config, self.tokenizer, folder)
 
     def contents(self) -> dict[str, str]:
-        return hashes({"draft.start": self.recipe.draft.start, "objective.reference": self.recipe.objective.reference})
+        reference = getattr(self.recipe.objective, "reference", None)
+        return hashes({"draft.start": self.recipe.draft.start, "objective.reference": reference})
 
 
 def load_trainable(name: str) -> Any:

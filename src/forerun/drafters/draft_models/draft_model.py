@@ -19,11 +19,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_choice
 from forerun.drafters.drawing import DraftVocabulary
-from forerun.drafters.trees import Grown, Limits, Submitted, TreeOptions
+from forerun.drafters.trees import FixedTree, Grown, Limits, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import ArgumentError
 from forerun.model import Target
@@ -62,7 +63,7 @@ class _Row:
     """What the draft model's cache knows of one row."""
 
     cached: int = 0  # Committed tokens in the cache, counted as the draft model reads them
-    drafted: Submitted | None = None  # The last proposal, until the target has spoken
+    drafted: Proposal | None = None  # The last proposal, until the target has spoken
 
 
 class DraftModelDrafter(Drafter):
@@ -74,8 +75,8 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._tree = config.fixed_tree()
-        self.model = load_draft(Target, config, setup, self._room * setup.slots + self._tree.shape.size)
+        self._tree = self._fixed_tree()
+        self.model = load_draft(Target, config, setup, self._room * setup.slots + self._behind)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
@@ -104,7 +105,7 @@ class DraftModelDrafter(Drafter):
             drafted, row.drafted = row.drafted, None
             if drafted is not None:
                 drafted.learn(tokens[known:])
-                if drafted.run and row.cached == self._span(row_id, known) - 1:
+                if isinstance(drafted, Submitted) and drafted.run and row.cached == self._span(row_id, known) - 1:
                     rows.append(row_id)
                     paths.append(drafted.accepted(tokens[known:-1]))
                     row.cached += 1 + len(paths[-1])
@@ -123,8 +124,7 @@ class DraftModelDrafter(Drafter):
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         texts = [self._read(row, tokens) for row, tokens in zip(context.rows, context.tokens, strict=True)]
-        most = min(self.model.max_length, self.model.slots - self._tree.shape.size)
-        within = self._tree.within(dataclasses.replace(context, tokens=texts), budget, most)
+        within = self._tree.within(dataclasses.replace(context, tokens=texts), budget, self._most)
         active = [index for index, count in enumerate(within) if count > 0 and texts[index]]
         trees = context.trees()
         if not active:
@@ -158,6 +158,20 @@ class DraftModelDrafter(Drafter):
         size = first.shape[-1] if self._shared is None else self._shared.size
         draws = self._tree.draws(context, active, first.device, size)
         return self._tree.grow(draws, most, first, descend, self._shared, enough=ending.enough)
+
+    def _fixed_tree(self) -> FixedTree:
+        """What is drafted."""
+        return self.config.fixed_tree()
+
+    @property
+    def _behind(self) -> int:
+        """Slots that a draft needs behind a row's committed tokens."""
+        return self._tree.shape.size
+
+    @property
+    def _most(self) -> int:
+        """Most tokens of a text and a path behind it."""
+        return min(self.model.max_length, self.model.slots - self._behind)
 
     def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
         """The committed tokens as the draft model reads them."""
@@ -199,13 +213,21 @@ def fitted(logits: Tensor, vocabulary: int) -> Tensor:
 def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:
     """Cut the rows' caches to `cached` tokens, run what is `missing` behind them (at least one token for each row), and
     return the logits (B, 1, V) after the last token of each."""
+    return model.prefill(rows, catch_up(model, rows, cached, missing)).logits
+
+
+def catch_up(
+    model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Cut the rows' caches to `cached` tokens and run, of rows with much that is `missing` behind them, all but the
+    last token. Returns what is left to run, at least one token for each row."""
     model.truncate(rows, cached)
     rest = list(missing)
     for index, (row, text) in enumerate(zip(rows, missing, strict=True)):
         if len(text) > CHUNK:
             model.prefill([row], [text[:-1]])
             rest[index] = text[-1:]
-    return model.prefill(rows, rest).logits
+    return rest
 
 
 class Stop(StrEnum):

@@ -1,5 +1,5 @@
-"""Public heads by target, as their publishers' pages, papers and pull requests report them (``catalogue.json``).
-Nothing here was downloaded or measured by forerun. Imports no torch."""
+"""Public heads, and PARD draft models, by target, as their publishers' pages, papers and pull requests report them
+(``catalogue.json``). Nothing here was downloaded or measured by forerun. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class KnownHead:
     publisher: str
     collection: str  # Where it is reported: SpecBundle, a paper, a project
     format: str | None = None
-    """eagle (flat, SpecForge and SGLang), speculators, modelopt, dflash, or pickle, which is never opened; None where
-    it is not said."""
+    """eagle (flat, SpecForge and SGLang), speculators, modelopt, dflash, transformers, a whole draft model, or pickle,
+    which is never opened; None where it is not said."""
     boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
     acceptance_length: float | None = None  # Tokens per target pass as reported, under `conditions` alone
     conditions: str = ""

@@ -3,7 +3,6 @@ target's features as tokens are committed, so a proposal starts at the root's ch
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Limits, TreeOptions, not_finite
+from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Limits, TreeOptions
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
@@ -157,13 +156,8 @@ class HeadDrafter(Drafter):
         rows = [context.rows[index] for index in active]
         key = None if tree.stop_below else deepest
         grown = self.runner.unroll(rows, tree.run, grow, levels=deepest, key=key)
-        for index, row in zip(active, grown.fetch(), strict=True):
-            if any(math.isnan(node.probability) for node in row):
-                context.fail(index, not_finite())
-                continue
-            root, salt = context.tokens[index][-1], context.salt(index)
-            cut = tree.cut(root, row, budget.nodes[index], budget.depth[index], salt)
-            trees[index], self._rows[context.rows[index]].submitted = cut
+        for index, made, drafted in tree.cuts(context, active, grown, budget):
+            trees[index], self._rows[context.rows[index]].submitted = made, drafted
 
     def _fixed(self, tree: FixedTree, context: DraftContext, budget: Budget, trees: list[TokenTree]) -> None:
         within = [tree.shape.within(n, d) for n, d in zip(budget.nodes, budget.depth, strict=True)]
@@ -212,12 +206,10 @@ class HeadDrafter(Drafter):
         return FixedTree(shape=shape, draw=Draw(self.config.draw), temperature=self.config.temperature)
 
     def _sampled_tree(self, tree: FixedTree | DynamicTree) -> FixedTree | DynamicTree:
-        """In the place of a dynamic tree that nobody insists on: two children a node as far down as its nodes reach."""
+        """In the place of a dynamic tree that nobody insists on."""
         if isinstance(tree, FixedTree) or self.config.draw == Draw.DETERMINISTIC:
             return tree
-        shapes = [Shape.regular((2,) * wide + (1,) * (tree.depth - wide)) for wide in range(tree.depth + 1)]
-        fitting = [shape for shape in shapes if shape.size <= self.config.nodes] or shapes[:1]
-        return self._fixed_tree(fitting[-1])
+        return tree.drawn(Draw(self.config.draw), self.config.temperature)
 
 
 class BestFirstDrafter(HeadDrafter):

@@ -183,6 +183,15 @@ KINDS: dict[str, HeadKind] = {
             trains="draft_model",
         ),
         HeadKind(
+            name="pard",
+            title="PARD",
+            summary="a smaller causal LM that learns to draft all depths in one pass, from masks (PARD, PARD-2)",
+            module="transformers:AutoModelForCausalLM",
+            drafter="forerun.drafters.draft_models.pard:PardDrafter",
+            drafts="block",
+            trains="draft_model",
+        ),
+        HeadKind(
             name="layerskip",
             title="LayerSkip",
             summary="the target itself, whose first layers learn to draft for the others (LayerSkip)",

@@ -104,17 +104,22 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
 
 
 def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
-    """The additive mask (B, 1, S, S): a token sees its own document up to itself; a dict for mixed layers. Padding sees
-    padding, so that no row is masked altogether, and is seen by nobody else. A sliding window counts positions within
-    the document."""
+    """`additive_mask` of packed windows: a token sees its own document up to itself. Padding sees padding, so that no
+    row is masked altogether, and is seen by nobody else."""
     visible = (batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)).tril()
+    return additive_mask(visible, batch.positions, style, dtype)
+
+
+def additive_mask(visible: Tensor, positions: Tensor, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
+    """(B, 1, N, N) of who sees whom, (B, N, N) bool; a dict for mixed layers. A sliding window counts `positions` (B,
+    N), which are those within the document."""
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     lowest = torch.full_like(zero, torch.finfo(dtype).min)
     masks = {}
     for name in style.types:
         seen = visible
         if name != FULL:
-            seen = visible & style.within(name, batch.positions.unsqueeze(2), batch.positions.unsqueeze(1))
+            seen = visible & style.within(name, positions.unsqueeze(2), positions.unsqueeze(1))
         masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 

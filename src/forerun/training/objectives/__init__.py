@@ -22,6 +22,7 @@ OBJECTIVES: dict[str, str] = {
     "domino": "forerun.training.objectives.domino:DominoObjective",
     "mtp": "forerun.training.objectives.mtp:MtpObjective",
     "layerskip": "forerun.training.objectives.layerskip:LayerSkipObjective",
+    "pard": "forerun.training.objectives.pard:PardObjective",
     "distill": "forerun.training.objectives.distill:DistillObjective",
 }
 """Kind of head, or the one that it is stored as -> ``module:Class``, a `batch.Objective`."""

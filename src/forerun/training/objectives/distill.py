@@ -18,23 +18,20 @@ from forerun import demo
 from forerun.errors import UnsupportedModelError
 from forerun.model.layers import base_of
 from forerun.model.load import LoadOptions, open_model, read_config
-from forerun.model.masks import MaskStyle
+from forerun.model.masks import AttentionMask, MaskStyle
 from forerun.model.support import refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
-from forerun.training.chunked_loss import Divergence, Teacher, VocabularyLoss, soft_loss
-from forerun.training.features.online import packed_mask
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, counted
+from forerun.training.chunked_loss import VocabularyLoss, soft_loss
+from forerun.training.features.online import additive_mask, packed_mask
+from forerun.training.objectives.base import DistanceSettings, FrozenTarget, counted
+from forerun.training.objectives.conditional_drop import Masked
 from forerun.types import LAST_HIDDEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DistillSettings(ObjectiveSettings):
+class DistillSettings(DistanceSettings):
     """Distance to the target, and which tokens count."""
 
-    divergence: Divergence = Divergence.CROSS_ENTROPY
-    lk_decay: float = 3.0
-    mix: float = 0.1
-    """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
     reference: str | None = None
     """AdaSPEC: directory or hub id of a draft model that was distilled before; None: all tokens count."""
     keep: Annotated[float, Field(gt=0, le=1)] = 0.4
@@ -56,18 +53,27 @@ class DraftStates:
 
     def states(self, batch: TokenBatch) -> Tensor:
         """(B, S, H) after the final norm; each document sees itself alone."""
-        dtype = working_dtype(batch.tokens.device, self.model.dtype)
-        found: Tensor = self._base(
-            input_ids=batch.tokens,
-            position_ids=batch.positions,
-            attention_mask=packed_mask(batch, self._style, dtype),
-            use_cache=False,
-        ).last_hidden_state
-        return found
+        return self._run(batch.tokens, batch.positions, packed_mask(batch, self._style, self._dtype(batch)))
+
+    def masked(self, batch: TokenBatch, masked: Masked, mask_token: int) -> Tensor:
+        """(B, N, H) after the final norm, of all that is `masked`: tokens at depth 0, behind them the mask token."""
+        rows, behind = len(batch.tokens), masked.entries.shape[1] - batch.tokens.shape[1]
+        ids = torch.cat([batch.tokens, batch.tokens.new_full((rows, behind), mask_token)], 1)
+        mask = additive_mask(masked.sees(batch), masked.positions, self._style, self._dtype(batch))
+        return self._run(ids, masked.positions, mask)
 
     def linear(self, states: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
         """`FrozenTarget.linear` of the model's own output head as it is now."""
         return FrozenTarget.of(self.model).linear(states, vocabulary)
+
+    def _dtype(self, batch: TokenBatch) -> torch.dtype:
+        return working_dtype(batch.tokens.device, self.model.dtype)
+
+    def _run(self, ids: Tensor, positions: Tensor, mask: AttentionMask) -> Tensor:
+        found: Tensor = self._base(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        return found
 
     @torch.no_grad()
     def _check(self) -> None:
@@ -87,15 +93,45 @@ class DraftStates:
             )
 
 
-class DistillObjective(Objective):
-    """The distance of a draft model's distributions to the target's."""
+class DraftModelObjective(Objective):
+    """What the objectives of draft models share: the model that is trained, and its distance to the target."""
+
+    Settings: ClassVar[type[DistanceSettings]]
+    settings: Any
+
+    def __init__(self, draft: Any, target: FrozenTarget, settings: Any = None) -> None:
+        """`draft` is a transformers causal LM."""
+        self.target, self.settings = target, settings or self.Settings()
+        self.draft = DraftStates(draft, gradient_checkpointing=self.settings.gradient_checkpointing)
+
+    def parameters_module(self) -> nn.Module:
+        module: nn.Module = self.draft.model
+        return module
+
+    def distance(
+        self, draft: DraftStates, states: Tensor, shares: Tensor, following: Tensor, *, frozen: bool = False
+    ) -> VocabularyLoss:
+        """Of `draft` after its `states` (B, N, H) from the target after `following` (B, N, Ht), of the weights `shares`
+        (B, N); `frozen`: the forward divergence, without a gradient."""
+        hidden, weight = draft.linear(states, len(self.target.lm_head))
+        known = len(weight)
+        fewer = torch.arange(known, device=weight.device) if known < len(self.target.lm_head) else None
+        teacher, weights = self.target.teacher(following, fewer), shares.flatten().float()
+        if frozen:
+            return soft_loss(hidden.detach(), weight.detach(), weights, teacher)
+        settings = self.settings
+        return soft_loss(hidden, weight, weights, teacher, settings.divergence, settings.lk_decay, mix=settings.mix)
+
+
+class DistillObjective(DraftModelObjective):
+    """The loss of a draft model on a batch of features, of which the state after the final norm is read."""
 
     Settings: ClassVar[type[DistillSettings]] = DistillSettings
+    settings: DistillSettings
 
     def __init__(self, draft: Any, target: FrozenTarget, settings: DistillSettings | None = None) -> None:
         """`draft` is a transformers causal LM; the reference is loaded beside it."""
-        self.target, self.settings = target, settings or DistillSettings()
-        self.draft = DraftStates(draft, gradient_checkpointing=self.settings.gradient_checkpointing)
+        super().__init__(draft, target, settings)
         self.reference: DraftStates | None = None
         if self.settings.reference is not None:
             path = demo.resolve(self.settings.reference)
@@ -103,23 +139,19 @@ class DistillObjective(Objective):
             model = open_model(path, options, read_config(path, options), quiet=True)
             self.reference = DraftStates(model.requires_grad_(False))
 
-    def parameters_module(self) -> nn.Module:
-        module: nn.Module = self.draft.model
-        return module
-
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The sum over all counted tokens; how often the draft's likeliest token is the target's, and the overlap."""
-        counts = counted(batch.batch, -1)
+        counts, last = counted(batch.batch, -1), batch.features[LAST_HIDDEN]
         states = self.draft.states(batch.batch)
         shares = counts
         figures: VocabularyLoss | None = None
         if self.reference is not None:
-            figures = self._distance(self.draft, states.detach(), counts, batch, frozen=True)
-            learnt = self._distance(self.reference, self._of_reference(batch.batch), counts, batch, frozen=True)
+            figures = self.distance(self.draft, states.detach(), counts, last, frozen=True)
+            learnt = self.distance(self.reference, self._of_reference(batch.batch), counts, last, frozen=True)
             shares = most_to_gain(
                 figures.losses.view_as(counts), learnt.losses.view_as(counts), counts, self.settings.keep
             )
-        found = self._distance(self.draft, states, shares, batch)
+        found = self.distance(self.draft, states, shares, last)
         figures = figures or found
         seen = counts.sum().float()
         metrics = {"acceptance_0": (figures.agrees.sum(), seen), "overlap_0": (figures.overlap.sum(), seen)}
@@ -129,21 +161,6 @@ class DistillObjective(Objective):
     def _of_reference(self, batch: TokenBatch) -> Tensor:
         assert self.reference is not None, "there is one where it is asked"
         return self.reference.states(batch)
-
-    def _distance(
-        self, draft: DraftStates, states: Tensor, shares: Tensor, batch: FeatureBatch, *, frozen: bool = False
-    ) -> VocabularyLoss:
-        """From the target after each token, of the weights `shares` (B, S); `frozen`: the forward divergence, without a
-        gradient."""
-        hidden, weight = draft.linear(states, len(self.target.lm_head))
-        known = len(weight)
-        fewer = torch.arange(known, device=weight.device) if known < len(self.target.lm_head) else None
-        teacher: Teacher = self.target.teacher(batch.features[LAST_HIDDEN], fewer)
-        weights = shares.flatten().float()
-        if frozen:
-            return soft_loss(hidden.detach(), weight.detach(), weights, teacher)
-        settings = self.settings
-        return soft_loss(hidden, weight, weights, teacher, settings.divergence, settings.lk_decay, mix=settings.mix)
 
 
 def most_to_gain(losses: Tensor, learnt: Tensor, counts: Tensor, share: float) -> Tensor:

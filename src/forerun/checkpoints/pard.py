@@ -1,0 +1,130 @@
+"""PARD draft models for serving engines: a transformers directory with ``pard_token``, which is no head's.
+
+What engines make of it is from vLLM's and TensorRT-LLM's sources and documents; no engine was run with one. vLLM reads
+``pard_token`` of the draft model's ``config.json`` and drafts from masks with ``parallel_drafting``; TensorRT-LLM has a
+`decoding_type` of its own. To others it is an ordinary causal LM, which drafts token by token.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.checkpoints.base import TargetFacts
+from forerun.checkpoints.engines import Exported, Finding, check, degrades, fails, ok
+from forerun.checkpoints.formats import CONFIG, README, folder_of
+from forerun.drafters.draft_models.pard import KEY
+from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.manifests import read_object
+from forerun.model.load import weight_files
+from forerun.writing import written_folder
+
+TOKENS = 8  # Per step in the launch lines: what the public recipe trains for
+YAML = "trtllm.yaml"
+HEAD_KEY = "draft_vocab_size"  # Of heads alone
+KEPT = (".json", ".safetensors", ".txt", ".model", ".jinja")  # Suffixes of what a model's directory is made of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PardModel:
+    """A PARD draft model on disk."""
+
+    directory: Path
+    config: dict[str, Any]
+
+    @classmethod
+    def at(cls, path: str | Path) -> PardModel | None:
+        """In a directory or under a hub id; None where there is something else. Errors as `read_head`."""
+        directory = folder_of(path)
+        if not (directory / CONFIG).is_file():
+            return None
+        config = read_object(directory / CONFIG, "expected a model's configuration", CheckpointError)
+        names = [str(name).lower() for name in config.get("architectures") or []]
+        whole = any(name.endswith("forcausallm") and "eagle" not in name for name in names)
+        # P-EAGLE heads may have the key, too.
+        return cls(directory=directory, config=config) if KEY in config and whole and HEAD_KEY not in config else None
+
+    def findings(self, target: TargetFacts) -> Iterator[Finding]:
+        """What engines do with it."""
+        what, mask, size = "a PARD draft model", self.config[KEY], self.config.get("vocab_size")
+        yield from ok("vllm trtllm", what, "drafts all depths in one pass, from masks")
+        yield from degrades(
+            "sglang llama.cpp", what, f"does not read {KEY}: it drafts token by token", "use vLLM or TensorRT-LLM"
+        )
+        yield from fails("lmdeploy modelopt", what, "has no draft models", "use vLLM or TensorRT-LLM")
+        if size is not None and (not isinstance(mask, int) or not 0 <= mask < size):
+            why = f"there is no such token among its {size}"
+            yield from fails("vllm trtllm", f"{KEY} {mask!r}", why, "train it again, or correct config.json")
+        if size is not None and size != target.vocab_size:
+            why = f"wants both vocabularies equally large; the target has {target.vocab_size}"
+            yield from fails("vllm", f"a vocabulary of {size}", why, "draft here, or take a target of this size")
+        if self.config.get("pard2"):
+            why = "may want warp_model.bin, which mixes in the target's states; it is a pickle and is not exported"
+            yield from check("vllm trtllm", "a PARD-2 model", why, "without it such a model drafts as PARD does")
+
+
+def _vllm(directory: Path, target: str) -> str:
+    speculation = {
+        "method": "draft_model",
+        "model": str(directory),
+        "num_speculative_tokens": TOKENS,
+        "parallel_drafting": True,
+    }
+    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculation)])
+
+
+def _trtllm(directory: Path, target: str) -> str:
+    return shlex.join(["trtllm-serve", target, "--config", str(directory / YAML)])
+
+
+def _forerun(directory: Path, target: str) -> str:
+    drafter = ["--drafter", "pard", "--drafter-model", str(directory)]
+    return shlex.join(["forerun", "generate", target, *drafter, "--prompt", "def "])
+
+
+COMMANDS: dict[str, Callable[[Path, str], str]] = {"vllm": _vllm, "trtllm": _trtllm, "hf": _forerun}
+"""What ``--to`` can be -> the command line for a directory and a target."""
+
+
+def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Path, *, force: bool = False) -> Exported:
+    """Copy a PARD model to `output`, a new or empty directory, with what the engine `to` needs beside it, and compare.
+
+    ArgumentError: `to` reads no such models, or `output` holds something. CheckpointError: the engine would not serve
+    it and not `force`, or the copy is not what was to be written.
+    """
+    directory = Path(output).expanduser().absolute()
+    if to not in COMMANDS:
+        hint = nearest(to, COMMANDS)
+        raise ArgumentError(f"cannot export to {to!r}; PARD draft models go to {', '.join(COMMANDS)}.{hint}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ArgumentError(f"{directory} holds something, which would be deleted; name a new or empty directory")
+    found = [finding for finding in model.findings(target) if finding.engine == to]
+    wrong = [f"{one.what}: {to} {one.why} ({one.remedy})" for one in found if one.severity in ("degrades", "fails")]
+    if wrong and not force:
+        raise CheckpointError(
+            f"{to} would not serve this model as it was trained. {'; '.join(wrong)}. To write it nevertheless: "
+            "--force (force=True)"
+        )
+    weight_files(model.directory)  # raises where there are none
+    command = COMMANDS[to](directory, target.name_or_path)
+    texts = {README: f"# PARD draft model for {target.name_or_path}\n\nWritten by forerun.\n\n```\n{command}\n```\n"}
+    if to == "trtllm":
+        keys = {"decoding_type": "PARD", "max_draft_len": TOKENS, "speculative_model": json.dumps(str(directory))}
+        keys["mask_token_id"] = model.config[KEY]
+        texts[YAML] = "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in keys.items())
+    files = sorted(file for file in model.directory.iterdir() if file.suffix in KEPT and file.is_file())
+    with written_folder(directory) as folder:
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    lost = [file.name for file in files if not filecmp.cmp(file, directory / file.name, shallow=False)]
+    if lost:
+        raise CheckpointError(f"{directory} does not hold what was to be written: {', '.join(lost)}; is the disk full?")
+    return Exported(directory=directory, format_name="transformers", findings=tuple(found), command=command, notes=())

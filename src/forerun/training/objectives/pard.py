@@ -1,0 +1,91 @@
+"""PARD's objective (arXiv 2504.18583), and PARD-2's weights (2605.08632): a draft model learns to draft from masks.
+
+Entry i, at depth 0, is token i, and predicts token i + 1 as any causal LM does. Its mask of depth d stands at position
+i + d, sees the tokens up to i of its document and its own masks up to d, and predicts token i + 1 + d; deeper ones are
+of fewer entries: `conditional_drop`.
+
+PARD learns the data's tokens, which the target should have written. PARD-2 learns the target's distribution beside
+them, and weighs a prediction by how likely the target itself goes on as the data does up to there (confidence-adaptive
+tokens): what stands behind an unlikely token is hardly ever reached. Its states of the target are not read here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from forerun.drafters.draft_models.pard import mask_token
+from forerun.errors import ArgumentError
+from forerun.training.batch import FeatureBatch, LossReport
+from forerun.training.chunked_loss import hard_loss
+from forerun.training.objectives.base import DistanceSettings, ahead
+from forerun.training.objectives.conditional_drop import Masked, check_drop
+from forerun.training.objectives.distill import DraftModelObjective
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PardSettings(DistanceSettings):
+    """Depths, conditional drop, and what is learnt; the defaults are those of AMD's recipe for PARD."""
+
+    depths: int = 8
+    """Tokens that an entry learns to predict, at most."""
+    keep: float = 0.7
+    """Of the entries at a depth, the share that goes on to the next one."""
+    floor: float = 0.2
+    """The least share of a row's entries at any depth."""
+    data_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Of the cross-entropy of the data's tokens in the loss; PARD-2: 0.1."""
+    target_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Of the `divergence` from the target's distributions; PARD-2: 1."""
+    confidence: bool = False
+    """PARD-2: a prediction weighs the target's probability of the data's tokens between its entry and itself."""
+    mask_token: Annotated[int, Field(ge=0)] | None = None
+    """Id that a mask reads; None: the model's own, or the first that the tokenizer does not use (`pard.mark`)."""
+
+    def __post_init__(self) -> None:
+        check_drop(self)
+        if not self.data_weight and not self.target_weight:
+            raise ArgumentError("objective: data_weight and target_weight are both 0; there is nothing to learn")
+
+
+class PardObjective(DraftModelObjective):
+    """The loss of a PARD model on a batch of features, of which the state after the final norm is read."""
+
+    Settings: ClassVar[type[PardSettings]] = PardSettings
+    settings: PardSettings
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """The weighted sum over all counted predictions; how often a chain got to each depth, and the overlap there."""
+        settings, (masked, states) = self.settings, self.masked(batch)
+        weights, following = self._weights(masked, batch), masked.following(batch.features[LAST_HIDDEN])
+        found = self.distance(self.draft, states, weights, following, frozen=not settings.target_weight)
+        loss = settings.target_weight * found.loss
+        if settings.data_weight:
+            hidden, weight = self.draft.linear(states, len(self.target.lm_head))
+            wanted = masked.following(ahead(batch.batch.tokens, 1, 0))
+            loss = loss + settings.data_weight * hard_loss(hidden, weight, weights.flatten(), wanted.flatten()).loss
+        agrees, overlap = (part.view(weights.shape) for part in (found.agrees, found.overlap))
+        return LossReport(loss=loss, weight=weights.sum(), metrics=masked.metrics(agrees, overlap, settings))
+
+    def masked(self, batch: FeatureBatch) -> tuple[Masked, Tensor]:
+        """What is computed, and the model's states (B, N, H) after its final norm."""
+        random = self.parameters_module().training
+        masked = Masked.of(batch.batch, self.settings, 0, random=random)
+        return masked, self.draft.masked(batch.batch, masked, mask_token(self.draft.model))
+
+    def _weights(self, masked: Masked, batch: FeatureBatch) -> Tensor:
+        """(B, N) float32: what each prediction weighs, 0 where it does not count."""
+        weights = masked.counted.float()
+        if not self.settings.confidence:
+            return weights
+        next_token = ahead(batch.batch.tokens, 1, 0)
+        chances = self.target.chances(batch.features[LAST_HIDDEN], next_token)
+        reached = [torch.ones_like(chances)]
+        for depth in range(1, self.settings.depths):
+            reached.append(reached[-1] * ahead(chances, depth - 1, 1.0))
+        return weights * masked.pick(torch.stack(reached, 1))

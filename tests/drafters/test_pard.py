@@ -1,0 +1,127 @@
+"""PARD drafts in one pass, drops what its masks leave behind, and keeps to its context. Lossless: tests/contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.test_draft_model import PROMPT, WORDS, context, counted, model
+from forerun.core.tree import TokenTree
+from forerun.drafters.base import DrafterSetup
+from forerun.drafters.draft_models.pard import PardConfig, PardDrafter
+from forerun.errors import ArgumentError
+from forerun.model import Target
+from forerun.types import Budget, Drawn
+
+MASK = WORDS - 1
+
+
+def drafter(rows: int = 1, slots: int = 96, **options: Any) -> PardDrafter:
+    draft = model(seed=3)
+    draft.config.pard_token = MASK
+    setup = DrafterSetup(target=Target.load(model(), rows=rows, slots=slots), tokenizer=None, rows=rows, slots=slots)
+    return PardDrafter(PardConfig(model=draft, **options), setup)
+
+
+def propose(
+    made: PardDrafter, texts: list[list[int]], *, temperature: float = 0.0, nodes: int = 64, depth: int = 64
+) -> list[TokenTree]:
+    budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
+    return made.propose(context(texts, [0] * len(texts), temperature), budget)
+
+
+@torch.no_grad()
+def levels(text: list[int], depths: int) -> torch.Tensor:
+    """(depths, V) log-probabilities, by transformers' own forward."""
+    draft = model(seed=3)
+    return draft(torch.tensor([[*text, *[MASK] * (depths - 1)]])).logits[0, len(text) - 1 :].log_softmax(-1)
+
+
+@pytest.mark.parametrize("text", [PROMPT, list(range(WORDS)) * 3])
+def test_a_chain_is_the_likeliest_token_of_each_level(text: list[int]) -> None:
+    (tree,) = propose(drafter(shape=(1,) * 5), [text])
+    assert tree.tokens == [text[-1], *levels(text, 5).argmax(-1).tolist()] and not tree.sampled
+
+
+def test_the_default_is_the_tree_of_the_likeliest_paths() -> None:
+    """No path that was left out is likelier than one that was taken."""
+    (tree,) = propose(drafter(num_speculative_tokens=4, nodes=9), [PROMPT])
+    logs = levels(PROMPT, 4)
+    scores = dict[tuple[int, ...], float]({(): 0.0})
+    for depth in range(4):
+        paths = [path for path in scores if len(path) == depth]
+        scores |= {(*path, token): scores[path] + float(logs[depth, token]) for path in paths for token in range(WORDS)}
+    taken = {tuple(tree.tokens[node] for node in tree.path(node)) for node in range(1, tree.size + 1)}
+    best = sorted((path for path in scores if path), key=lambda path: -scores[path])[:9]
+    assert tree.size == 9 and taken == set(best)
+    assert all(kind is Drawn.DETERMINISTIC for kind in tree.drawn[1:])
+
+
+def test_a_sampled_tree_records_the_marginals_that_it_was_drawn_from() -> None:
+    made = drafter(num_speculative_tokens=3, nodes=14)
+    (tree,) = propose(made, [PROMPT], temperature=1.0)
+    logs, depths = levels(PROMPT, 3), tree.depths
+    assert tree.size == 14 and set(tree.draft_probs) == {node for node in range(7)}
+    for node, probs in tree.draft_probs.items():
+        torch.testing.assert_close(probs.float(), logs[depths[node]].exp(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_is_one_pass_over_what_is_new_and_the_masks(temperature: float) -> None:
+    made, text = drafter(rows=2, num_speculative_tokens=4), list(PROMPT)
+    first = propose(made, [text, [5, 6]], temperature=temperature)
+    grown = [[*text, first[0].tokens[1], 7], [5, 6, 8, 9, 1]]
+    made.extend(context(grown, [2, 3], temperature))
+    with counted(made) as passes:
+        propose(made, grown, temperature=temperature)
+    assert passes == [2 * (3 + 3)], "two and three new tokens, padded to three, and three masks each"
+    fresh = propose(drafter(rows=2, num_speculative_tokens=4), grown, temperature=temperature)
+    again = propose(made, grown, temperature=temperature)
+    assert [tree.tokens for tree in fresh] == [tree.tokens for tree in again]
+
+
+def test_masks_leave_nothing_behind() -> None:
+    """After a draft the cache holds the committed tokens alone, as a model has them that never saw a mask."""
+    made = drafter(num_speculative_tokens=6)
+    text = list(PROMPT)
+    for new in ([], [3], [7, 7, 2], [1]):
+        text += new
+        made.extend(context([text], [len(new)]))
+        propose(made, [text])
+        assert made.model.lengths == [len(text)]
+    plain = Target.load(model(seed=3), rows=1, slots=96)
+    plain.prefill([0], [text])
+    for one, other in zip(made.model.cache.read(0, 0, len(text)), plain.cache.read(0, 0, len(text)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"nodes": 300, "num_speculative_tokens": 4}, {"shape": (1,) * 4}], ids=["best-first", "chain"]
+)
+def test_rows_near_the_end_of_the_context_draft_less(options: dict[str, Any]) -> None:
+    texts = [[1] * (96 - left) for left in (0, 1, 3, 40)]
+    trees = propose(drafter(rows=4, **options), texts, nodes=300)
+    assert [max(tree.depths) for tree in trees] == [0, 1, 3, 4]
+
+
+def test_a_budget_is_kept() -> None:
+    made = drafter(rows=3)
+    budget = Budget(nodes=[0, 5, 64], depth=[8, 2, 0])
+    trees = made.propose(context([PROMPT, [5, 6], [7]], [0, 0, 0]), budget)
+    assert [tree.size for tree in trees] == [0, 5, 0] and max(trees[1].depths) <= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"nodes": 0}, "pard: nodes must be at least 1"),
+        ({"stop": "svip"}, "pard: stop=svip ends chains and fixed trees"),
+        ({"shape": (2, 0)}, "pard: shape needs"),
+        ({"draw": "random"}, "pard: draw is one of"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        PardConfig(model="x", **options)
