@@ -52,7 +52,7 @@ test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
-	$(BIN)/python tests_vllm/run.py $(ARGS)
+	$(BIN)/python -m pytest tests_vllm $(ARGS)
 
 waits: $(READY) ## how often a decoding step waits for the device, counted on a simulated accelerator
 	$(BIN)/python tests/simulated/waits.py $(ARGS)

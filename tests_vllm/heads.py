@@ -1,65 +1,102 @@
-"""The head that vLLM is to load: the one named, else the one that ships, else a stand-in that no training made.
-
-The stand-in is a fresh head whose ``fc`` is fitted in closed form, so that it guesses some tokens right: what the
-target will think of the next token, linearly from what it thinks of this one. Its boundaries are not vLLM's default, so
-layer ids that were read wrongly would show. Knows no engine.
-"""
+"""The heads that vLLM is to load: the shipped one, else one that `forerun train` makes in seconds, else a random one
+where vLLM refuses the kind anyway. Each is exported for vLLM, and started as the export says. Knows no engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import targets
 import torch
 from transformers import AutoModelForCausalLM
 
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.checkpoints.engines import export_head
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
+from forerun.checkpoints.engines import diagnose, engines_for, export_head
+from forerun.checkpoints.formats import format_for
+from forerun.cli import main as forerun
 from forerun.demo import FOLDER
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.kinds import kind_named
 
 SHIPPED = FOLDER / "eagle3"
-BOUNDARIES = (1, 4, 7)
-"""Of the stand-in; vLLM's default for 8 layers is 2, 4, 5."""
-RIDGE = 1e-2
-"""Of the fit, as a share of the mean squared feature."""
+TRAINING = (
+    *("training.learning_rate=2e-3", "training.dtype=float32", "target_dtype=float32", "windows.length=256"),
+    "training.log_every_steps=4",
+)
 
 
-def exported_head(named: Path | None, target: Path, texts: Sequence[Sequence[int]], work: Path) -> tuple[Path, str]:
-    """The directory that `forerun export --to vllm` wrote, and a sentence that says whose head it is.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A head for a target."""
 
-    Args:
-        named: a head's directory, or None.
-        target: the target's directory.
-        texts: token ids that the stand-in is fitted to, if one is needed.
-        work: where to write.
-    """
-    facts = TargetFacts.read(target)
-    source, what = named, f"the head in {named}"
-    if source is None and (SHIPPED / "config.json").is_file():
-        source, what = SHIPPED, "the shipped head"
-    if source is None:
-        source = write_head(HeadCheckpoint.of(stand_in(target, texts)), work / "stand-in", "flat", facts)
-        what = f"NOT a trained head: {SHIPPED} does not exist. A fresh head with a fitted fc, boundaries {BOUNDARIES}"
-    done = export_head(source, facts, "vllm", work / "eagle3")
-    return done.directory, what
+    directory: Path  # As exported for vLLM, or for forerun where nothing is
+    facts: TargetFacts
+    speculation: Mapping[str, Any]  # What the export's line gives vLLM
+    target: Path  # That vLLM loads
+
+    def findings(self) -> list[str]:
+        """What the doctor says of vLLM and this head, but that all is well."""
+        head = read_head(self.directory, num_layers=self.facts.num_layers)
+        found = (one for one in diagnose(head, self.facts) if one.engine == "vllm" and one.severity != "ok")
+        return [f"{one.severity}: {one.what}: {one.why}" for one in found]
 
 
-@torch.no_grad()
-def stand_in(target: Path, texts: Sequence[Sequence[int]]) -> EagleHead:
-    """An EAGLE-3.1 head in float32 that was fitted, not trained."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    options = {"boundaries": BOUNDARIES, "fc_norm": True, "norm_output": True}
-    head = EagleHead.initial(model, EagleConfig.for_target("eagle3", model, None, options))
-    size = head.fc.in_features
-    squares, products = torch.zeros(size, size), torch.zeros(size, head.config.hidden_size)
-    for text in texts:
-        states = model.model(torch.tensor([text]), output_hidden_states=True)
-        features = [norm(states.hidden_states[b][0]) for norm, b in zip(head.fc_norm, BOUNDARIES, strict=True)]
-        # Entry i reads the features of token i and predicts token i + 2, as the target's state at token i + 1 does.
-        read = torch.cat(features, dim=-1)[:-1]
-        wanted = (states.last_hidden_state[0] / model.model.norm.weight)[1:]
-        squares, products = squares + read.T @ read, products + read.T @ wanted
-    ridge = RIDGE * squares.diagonal().mean() * torch.eye(size)
-    head.fc.weight.copy_(torch.linalg.solve(squares + ridge, products).T)
-    return head
+def made(kind: str, work: Path, *, target: str = "demo", steps: int = 0, options: Mapping[str, Any]) -> Made:
+    """The head of a kind, trained for so many steps; 0: the shipped one of EAGLE-3, else a random one. What `work` holds
+    already is taken as it is."""
+    base = FOLDER / "target"
+    if target != "demo":
+        base = work / "targets" / target
+        if not base.exists():
+            targets.FAMILIES[target](base)
+    facts = TargetFacts.read(base)
+    name = kind if target == "demo" else f"{kind}-{target}"
+    if steps:
+        source = _trained(kind, work / "runs" / name, base, steps, options)
+    elif kind == "eagle3":
+        source = SHIPPED
+    elif kind == "mtp":
+        return Made(directory=base, facts=facts, speculation={"method": "mtp"}, target=base)
+    else:
+        source = _random(kind, base, work / "random" / kind, facts, options)
+    if "vllm" not in engines_for(kind).destinations:
+        return Made(directory=source, facts=facts, speculation={"method": kind, "model": str(source)}, target=base)
+    shutil.rmtree(work / "exported" / name, ignore_errors=True)
+    done = export_head(source, facts, "vllm", work / "exported" / name)
+    words = shlex.split(done.command)
+    return Made(directory=done.directory, facts=facts, speculation=json.loads(words[-1]), target=Path(words[2]))
+
+
+def prepared(work: Path, texts: Sequence[str]) -> Path:
+    """Training data of these texts, as `forerun data prepare` makes them."""
+    data = work / "prepared"
+    if not data.exists():
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (work / "texts.jsonl").write_text("".join(lines), encoding="utf-8")
+        words = ["data", "prepare", str(work / "texts.jsonl"), "--target", "demo", "--output", str(data)]
+        if forerun(words) != 0:
+            raise SystemExit("forerun data prepare failed")
+    return data
+
+
+def _trained(kind: str, run: Path, target: Path, steps: int, options: Mapping[str, Any]) -> Path:
+    if not (run / "head").exists():
+        words = ["train", kind, "--target", str(target), "--data", str(run.parents[1] / "prepared")]
+        words += ["--output", str(run), "--json", f"training.steps={steps}", *TRAINING]
+        if options:
+            words.append(f"draft.options={json.dumps(dict(options))}")
+        if forerun(words) != 0:
+            raise SystemExit(f"forerun {shlex.join(words)} failed")
+    return run / "head"
+
+
+def _random(kind: str, target: Path, folder: Path, facts: TargetFacts, options: Mapping[str, Any]) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    made_of = kind_named(kind).head
+    torch.manual_seed(0)
+    head = made_of.initial(model, made_of.Config.for_target(kind, model, None, options))
+    return write_head(HeadCheckpoint.of(head), folder, format_for(kind), facts)

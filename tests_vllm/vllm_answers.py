@@ -1,12 +1,13 @@
 """vLLM's greedy answers to the prompts of a plan, and what became of every draft, as JSON: one file per arm.
 
 Usage: ``python vllm_answers.py PLAN FOLDER``. Runs in vLLM's own environment, so it imports nothing of forerun. vLLM is
-imported once; every arm has a forked process, a fresh engine and a log of its own.
+imported once; every arm has a forked process, a fresh engine and a log of its own. What vLLM raises is the arm's answer.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -20,7 +21,7 @@ COUNTERS = "vllm:spec_decode_"
 
 
 def main() -> int:
-    """Answer with every arm of the plan; the exit code is the number of arms that failed."""
+    """Answer with every arm of the plan; the exit code is the number of arms whose process died."""
     plan_file, folder = map(Path, sys.argv[1:])
     plan = json.loads(plan_file.read_text(encoding="utf-8"))
     vllm.LLM, vllm.SamplingParams  # noqa: B018 - loaded here, not in every process
@@ -37,17 +38,21 @@ def _run(plan: dict[str, Any], arm: str, folder: Path) -> None:
     with (folder / f"{arm}.log").open("w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    found = answer(plan, arm)
+    try:
+        found = answer(plan, arm)
+    except Exception as error:
+        logging.exception("%s", arm)
+        found = {"refused": f"{type(error).__name__}: {error}", "version": vllm.__version__}
     (folder / f"{arm}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def answer(plan: dict[str, Any], arm: str) -> dict[str, Any]:
     """The answers in the plan's order, vLLM's counters, its version and which of its model runners worked."""
-    speculation = plan["arms"][arm]["vllm"]
+    target, speculation = plan["arms"][arm]["target"], plan["arms"][arm]["vllm"]
     # The counters are totals; which step accepted how much stands in each output, if asked for.
     more = {"speculative_config": speculation, "per_request_spec_decode_metrics": "detailed"} if speculation else {}
     llm = vllm.LLM(
-        model=plan["target"],
+        model=target,
         dtype=plan["dtype"],
         max_model_len=plan["max_model_len"],
         max_num_seqs=plan["rows"],

@@ -106,8 +106,26 @@ def test_layer_ids_are_counted_as_each_format_does(tmp_path: Path) -> None:
     keys = json.loads((write_head(made, tmp_path / "b", "speculators", FACTS) / "config.json").read_text())
     assert keys["aux_hidden_state_layer_ids"] == [1, 2, 3] and keys["sliding_window_non_causal"] is False
     assert keys["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
-    with pytest.raises(CheckpointError, match="use speculators"):
-        write_head(made, tmp_path / "c", "dflash", FACTS)
+
+
+def test_what_a_block_sees_is_said_as_vllm_reads_it(tmp_path: Path) -> None:
+    """Without a key vLLM takes blocks for causal in layers of ``layer_types`` with a window, and there alone."""
+    for number, (options, said) in enumerate(
+        [
+            ({}, None),
+            ({"sliding_window": 8}, False),
+            ({"sliding_window": 8, "full_layers": (1,), "causal_windows": True}, None),
+            ({"sliding_window": 8, "is_causal": True}, True),
+        ]
+    ):
+        for more, name in (({}, "causal"), ({"markov_rank": 6}, "is_causal")):
+            made = HeadCheckpoint.of(dflash(**options, **more))
+            folder = write_head(made, tmp_path / f"{number}{name}", "dflash", FACTS)
+            keys = json.loads((folder / "config.json").read_text())
+            assert (keys if more else keys["dflash_config"]).get(name) == said
+            assert differences(made, read_head(folder)) == []
+    with pytest.raises(CheckpointError, match="where none differs"):
+        write_head(HeadCheckpoint.of(dflash(causal_windows=True)), tmp_path / "none", "dflash", FACTS)
 
 
 def test_domino_and_jetspec_are_read_as_their_publishers_write_them(tmp_path: Path) -> None:
@@ -225,7 +243,15 @@ def test_an_export_starts_with_the_tokens_that_its_engine_counts(
         ({"own_lm_head": True, "draft_vocab_size": 30}, "sglang", "degrades", "a reduced vocabulary"),
         ({"own_embedding": True}, "sglang", "degrades", "an embedding of its own"),
         ({"is_causal": True}, "trtllm", "degrades", "do not see those behind"),
-        ({"qk_norm": False}, "vllm", "fails", "no norms of queries and keys"),
+        ({"qk_norm": False}, "sglang", "fails", "no norms of queries and keys"),
+        ({"qk_norm": False}, "vllm", "degrades", "no norms of queries and keys"),
+        ({"hidden_act": "gelu"}, "vllm", "fails", "the activation gelu"),
+        ({"mlp_bias": True}, "vllm", "degrades", "biases of the MLP"),
+        ({"boundaries": (3, 1, 2)}, "vllm", "degrades", "reads boundaries [3, 1, 2]"),
+        ({"sample_from_anchor": True}, "vllm", "fails", "sample_from_anchor"),
+        ({"sliding_window": 8, "full_layers": (1,)}, "vllm", "check", "layers with and without a window"),
+        ({"markov_rank": 6, "markov_head_type": "rnn"}, "vllm", "fails", "a table with rnn"),
+        ({"markov_rank": 6}, "vllm", "check", "a DSpark head"),
         ({"sliding_window": 8}, "vllm", "check", "a sliding window"),
         ({"markov_rank": 6}, "lmdeploy", "fails", "a DSpark head"),
         ({"selector_rank": 6}, "trtllm", "degrades", "a selector of paths"),

@@ -96,6 +96,16 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
     ("A: five layers", VARIANTS["five"], {"sglang": "check", "llama.cpp": "fails", "lmdeploy": "degrades"}),
     ("A: from the second", dataclasses.replace(PLAIN, boundaries=(2, 4, 6)), {"llama.cpp": "fails"}),
     (
+        "A: another order",
+        dataclasses.replace(PLAIN, boundaries=(5, 2, 7)),
+        {"vllm": "degrades", "sglang": "check", "llama.cpp": "fails"},
+    ),
+    (
+        "EAGLE-1 with an output head",
+        dataclasses.replace(FIRST, own_lm_head=True),
+        {"vllm": "fails", "sglang": "degrades", "trtllm": "fails", "llama.cpp": "fails", "modelopt": "fails"},
+    ),
+    (
         "A: embeddings",
         dataclasses.replace(PLAIN, boundaries=(0, 5, 7)),
         {"sglang": "degrades", "trtllm": "fails", "llama.cpp": "fails"},
@@ -163,7 +173,7 @@ def test_more_that_no_engine_survives() -> None:
 def test_less_obvious_vocabularies() -> None:
     head = sample(PLAIN)
     head.tensors["d2t"][:2] = torch.tensor([1, -1])
-    assert verdicts(diagnose(head, TARGET)) == {"trtllm": "degrades"}
+    assert verdicts(diagnose(head, TARGET)) == {"vllm": "fails", "trtllm": "degrades"}
     assert judged(dataclasses.replace(FIRST, own_lm_head=True, draft_vocab_size=24)) == {
         "vllm": "fails",
         "sglang": "fails",
@@ -216,7 +226,7 @@ OTHER = dataclasses.replace(PLAIN, boundaries=(1, 5, 7))
             PLAIN,
             "flat",
             {"tie_word_embeddings": True},
-            {"vllm": "degrades", "sglang": "degrades", "lmdeploy": "degrades"},
+            {"sglang": "degrades", "lmdeploy": "degrades"},
         ),
         (
             VARIANTS["five"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,12 @@ def test_the_public_format_is_written_and_read(layers: int, tmp_path: Path) -> N
     before = HeadCheckpoint.of(medusa(num_layers=layers))
     write_head(before, tmp_path / "head", "medusa", FACTS)
     keys = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert keys == {"base_model_name_or_path": "owner/target", "medusa_num_heads": 3, "medusa_num_layers": layers}
+    assert keys == {
+        **{"base_model_name_or_path": "owner/target", "medusa_num_heads": 3, "medusa_num_layers": layers},
+        # vLLM's MedusaConfig: without the last it drops the biases, without the sizes it takes a Llama's of 7 B.
+        **{"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": VOCABULARY},
+        "medusa_fc_bias": True,
+    }
     stored = load_file(tmp_path / "head" / "medusa_lm_head.safetensors")
     blocks = {f"{k}.{n}.linear.{part}" for k in range(3) for n in range(layers) for part in ("weight", "bias")}
     assert set(stored) == blocks | {f"{k}.{layers}.weight" for k in range(3)}
@@ -75,15 +81,30 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
         read_head(folder)
 
 
-def test_it_is_exported_for_forerun_and_doctor_claims_nothing(tmp_path: Path) -> None:
+def test_a_published_file_names_no_sizes(tmp_path: Path) -> None:
+    before = HeadCheckpoint.of(medusa())
+    folder = write_head(before, tmp_path / "head", "medusa", FACTS)
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1}))
+    assert differences(before, read_head(folder)) == []
+
+
+def test_it_is_exported_for_forerun_and_the_vllm_that_still_drafts_with_it(tmp_path: Path) -> None:
     before = HeadCheckpoint.of(medusa())
     folder = write_head(before, tmp_path / "head", "medusa", FACTS)
     exported = export_head(folder, FACTS, "hf", tmp_path / "out")
     assert exported.format_name == "medusa" and "--drafter medusa" in exported.command
     assert differences(before, read_head(tmp_path / "out")) == []
     assert "# Medusa-1 head for owner/target" in (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(ArgumentError, match="heads of the kind medusa go to hf"):
-        export_head(folder, FACTS, "vllm", tmp_path / "vllm")
-    findings = diagnose(before, FACTS)
-    assert [finding.engine for finding in findings] == list(ENGINES)
-    assert {finding.severity for finding in findings} == {"check"}
+    with pytest.raises(ArgumentError, match="heads of the kind medusa go to vllm, hf"):
+        export_head(folder, FACTS, "sglang", tmp_path / "sglang")
+    exported = export_head(folder, FACTS, "vllm", tmp_path / "vllm")
+    assert differences(before, read_head(tmp_path / "vllm")) == []
+    speculation = {"method": "medusa", "model": str(tmp_path / "vllm"), "num_speculative_tokens": 3}
+    assert json.loads(shlex.split(exported.command)[-1]) == speculation
+    with pytest.raises(ArgumentError, match="vLLM takes a path with 'eagle3' in it for a head of that kind"):
+        export_head(folder, FACTS, "vllm", tmp_path / "not-eagle3")
+    assert not (tmp_path / "not-eagle3").exists()
+    findings = {finding.engine: finding for finding in diagnose(before, FACTS)}
+    assert findings.keys() == set(ENGINES) and all(finding.remedy for finding in findings.values())
+    assert {engine for engine, finding in findings.items() if finding.severity != "fails"} == {"vllm", "modelopt"}
+    assert findings["vllm"].severity == "check" and "up to 0.32" in findings["vllm"].why

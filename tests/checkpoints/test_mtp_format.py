@@ -136,8 +136,8 @@ def test_doctor_says_what_engines_do_otherwise(tmp_path: Path) -> None:
         return {finding.what for finding in found if finding.engine == "vllm" and finding.severity == "check"}
 
     for name, family, modules, expected in (
-        ("one", "glm", 1, set()),
-        ("two", "glm", 2, {"2 modules"}),
+        ("one", "deepseek", 1, set()),
+        ("two", "glm", 2, {"2 modules", "several tokens from GLM's module"}),
         ("mimo", "mimo", 1, {"several tokens from MiMo's module"}),
     ):
         folder = Checkpoint(family, tmp_path / name, modules).folder

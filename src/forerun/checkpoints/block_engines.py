@@ -1,4 +1,6 @@
-"""What serving engines make of DFlash and DSpark heads, from their loaders' sources; no engine was run with one."""
+"""What serving engines make of DFlash and DSpark heads, from their loaders' sources (vLLM 0.32 and 0.33,
+``qwen3_dflash.py``, ``qwen3_dspark.py``). vLLM 0.32 was run with a DFlash head on the CPU (``tests_vllm``), no other
+engine with any."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
 from forerun.checkpoints.eagle import to_outputs
-from forerun.checkpoints.eagle_engines import DESTINATIONS, TRTLLM
+from forerun.checkpoints.eagle_engines import DESTINATIONS, TRTLLM, sorted_states, whole_order
 from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, degrades, fails
 
 RETRAIN = "train one without it"
@@ -30,6 +32,7 @@ class BlockEngines(Engines):
         ):
             if stored and config.kind != "dspark":
                 yield from degrades("sglang", what, "takes the target's instead", RETRAIN)
+        yield from _vllm_loader(head)
         if config.is_causal or config.causal_windows:
             what = "places of a block that do not see those behind them"
             yield from degrades("sglang trtllm", what, "is not known to read the key", RETRAIN)
@@ -39,10 +42,12 @@ class BlockEngines(Engines):
                 "vllm sglang trtllm llama.cpp", "a sliding window", why, "compare its acceptance with ours"
             )
         if not config.qk_norm:
-            yield from fails("vllm sglang trtllm", "no norms of queries and keys", "wants Qwen3's layers", RETRAIN)
+            what = "no norms of queries and keys"
+            yield from fails("sglang trtllm", what, "wants Qwen3's layers", RETRAIN)
+            yield from degrades("vllm", what, "has norms there, which nothing in the file fills", RETRAIN)
         if 0 in config.boundaries:
             what, remedy = "reads the embeddings (boundary 0)", "train on boundaries from 1"
-            yield from degrades("vllm sglang trtllm", what, "counts layers from 0, so the id -1 is written", remedy)
+            yield from degrades("sglang trtllm", what, "counts layers from 0, so the id -1 is written", remedy)
         if config.kind == "dspark" and config.markov_head_type != "vanilla":
             what = f"a table with {config.markov_head_type}"
             yield from check(
@@ -66,6 +71,29 @@ class BlockEngines(Engines):
             yield from degrades("vllm trtllm lmdeploy llama.cpp", what, why, remedy)
             why = "corrects 2,048 likely tokens only, at temperature 0, on one CUDA device (its pull request 36899)"
             yield from check("sglang", what, why, "compare its acceptance with ours")
+
+
+def _vllm_loader(head: HeadCheckpoint) -> Iterator[Finding]:
+    """What vLLM's loader drops or stops at; its model runner V1, which its CPU build has alone, stops at more."""
+    config = head.config
+    yield from whole_order(head)
+    yield from sorted_states(config.boundaries)
+    if config.hidden_act != "silu":
+        yield from fails("vllm", f"the activation {config.hidden_act}", "has heads with silu only", "train with silu")
+    if config.mlp_bias:
+        yield from degrades("vllm", "biases of the MLP", "does not use them, without a message", RETRAIN)
+    if config.kind == "dflash" and config.sample_from_anchor:
+        what = "a root that predicts the token after it (sample_from_anchor)"
+        yield from fails("vllm", what, "takes that of DSpark heads only", RETRAIN)
+    if config.kind == "dspark" and config.markov_head_type != "vanilla":
+        why = "has no place for what the table is multiplied with, and stops"
+        yield from fails("vllm", f"a table with {config.markov_head_type}", why, "train one with vanilla")
+    if config.kind == "dspark":
+        why = 'stops on a CPU: "Model Runner V1 does not support: dspark speculative decoding"'
+        yield from check("vllm", "a DSpark head", why, "serve it on an accelerator, or in forerun")
+    elif config.full_layers:
+        why = "stops on a CPU, where it has no model runner V2"
+        yield from check("vllm", "layers with and without a window", why, "serve it on an accelerator, or in forerun")
 
 
 def _vllm(launch: Launch) -> str:

@@ -4,7 +4,9 @@ configuration with a ``dflash_config`` (DSpark: the same keys at the top), tenso
 with causal blocks; of SpecForge's Domino (``projector_type``, ``prefix_gru.*``, ``embed_proj.*``), and of ModelOpt,
 which names DSpark's tensors without what stands before them.
 
-``target_layer_ids`` name the 0-based layer whose output is read: one less than our boundaries.
+``target_layer_ids`` name the 0-based layer whose output is read: one less than our boundaries. Where nothing says whether
+places of a block see those behind them, vLLM (``qwen3_dflash.py``) takes them to, but in layers whose ``layer_types`` is
+a sliding window, as z-lab's heads for Gemma are meant.
 """
 
 from __future__ import annotations
@@ -78,9 +80,9 @@ class DFlashFormat(Format):
             "block_size": keys.integer("block_size"),
             "mask_token_id": keys.integer("mask_token_id"),
             "sample_from_anchor": keys.flag("sample_from_anchor", _shifted(keys, made)),
-            "is_causal": keys.flag("causal", keys.flag("is_causal", keys.flag("causal_head"))),
             "target_hidden_size": keys.integer("target_hidden_size", size),
             "draft_vocab_size": keys.integer("draft_vocab_size", fields["vocab_size"]),
+            **_causality(keys, fields),
             **_window(keys, fields),
             **(read_markov(keys) if made is DSparkConfig else {}),
             **{name: keys.integer(name, LEAST.get(name)) for name in OWN.get(made, ())},
@@ -100,13 +102,14 @@ class DFlashFormat(Format):
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         config = checkpoint.config
-        if config.causal_windows:
-            raise CheckpointError("this format has no key for blocks that are causal in windows alone; use speculators")
-        nested: dict[str, Any] = {
-            "mask_token_id": config.mask_token_id,
-            LAYER_IDS: eagle.to_outputs(config.boundaries),
-            **({"causal": True, "causal_head": True} if config.is_causal else {}),
-        }
+        if config.causal_windows and (config.is_causal or config.sliding_window is None):
+            raise CheckpointError("this format has no key for blocks that are causal in windows, where none differs")
+        nested: dict[str, Any] = {"mask_token_id": config.mask_token_id, LAYER_IDS: eagle.to_outputs(config.boundaries)}
+        if config.is_causal or (config.sliding_window is not None and not config.causal_windows):
+            # vLLM looks for the one in `NESTED`, for the other at the top.
+            nested["is_causal" if config.kind == "dspark" else "causal"] = config.is_causal
+        if config.is_causal:
+            nested["causal_head"] = True
         if config.kind == "domino":
             nested |= {PROJECTOR: "domino", "shift_label": config.sample_from_anchor}
         elif config.sample_from_anchor != (config.kind == "dspark"):
@@ -178,6 +181,13 @@ def _boundaries(keys: Keys, layers: int, target_layers: int | None) -> tuple[int
     if ids is None and not stated:
         raise CheckpointError(f"config.json has neither {LAYER_IDS} nor num_target_layers: name the target")
     return spread_boundaries(stated, layers) if ids is None else eagle.from_outputs(ids)
+
+
+def _causality(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers' blocks are causal; vLLM's default where nothing says so."""
+    said = [keys.flag(name) for name in ("is_causal", "causal", "causal_head") if keys.get(name) is not None]
+    windows = fields["sliding_window"] is not None and keys.get("layer_types") is not None
+    return {"is_causal": said[0]} if said else {"causal_windows": windows}
 
 
 def _window(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """What serving engines make of EAGLE heads: how each loads them, what it silently degrades, and how it is started.
 
 A tensor that an engine allocates and nothing fills stays as it happens to be, and one that it has no place for is lost,
-mostly without a message. Names are forerun's own. From reading vLLM 0.33, SGLang 0.5.23, TensorRT-LLM 1.3-1.4 (release
-candidates), llama.cpp's converter (``conversion/llama.py``), and LMDeploy 0.18 without its loader; ModelOpt 0.47 by the
-keys of its configuration. No engine is run.
+mostly without a message. Names are forerun's own. From reading vLLM 0.32 and 0.33, SGLang 0.5.23, TensorRT-LLM 1.3-1.4
+(release candidates), llama.cpp's converter (``conversion/llama.py``), and LMDeploy 0.18 without its loader; ModelOpt
+0.47 by the keys of its configuration. vLLM 0.32 was run on the CPU (``tests_vllm``), no other engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -237,6 +237,7 @@ def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         yield from fails("llama.cpp", f"reads boundaries {shown}", why, "train on the default boundaries")
         if len(shown) != 3:
             yield from degrades("lmdeploy", f"reads {len(shown)} boundaries", UNKNOWN, "train on three")
+    yield from sorted_states(config.boundaries)
     if config.use_aux_hidden_state and 2 != shown[0] != LAST_HIDDEN:
         why = "takes ids that do not begin with 1 for boundaries in some of its targets (its pull request 25454)"
         yield from check(
@@ -246,6 +247,20 @@ def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         what, remedy = "reads the embeddings (boundary 0)", "train on boundaries from 1"
         yield from degrades("sglang", what, "counts layers from 0, so the id -1 is written; not tried", remedy)
         yield from fails("trtllm", what, "counts layers from 0, and takes -1 for the last layer", remedy)
+
+
+def sorted_states(boundaries: Sequence[int]) -> Iterator[Finding]:
+    """vLLM (``EagleModelMixin``) captures states as its layers run, whatever the order of the ids."""
+    if list(boundaries) != sorted(boundaries):
+        what, why = f"reads boundaries {list(boundaries)}", "hands their states over in the order of the layers"
+        yield from degrades("vllm", what, why, "train on ascending boundaries")
+
+
+def whole_order(head: HeadCheckpoint) -> Iterator[Finding]:
+    """vLLM's loaders have a place for ``d2t`` only where the head's vocabulary is smaller than the target's."""
+    if not head.config.reduced_vocabulary and bool(head.tensors["d2t"].any()):
+        why = "has a place for d2t only beside a reduced vocabulary, and stops"
+        yield from fails("vllm", "a vocabulary in another order", why, "sort the vocabulary")
 
 
 def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -342,11 +357,14 @@ def _vocabulary(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         why = "takes the target's embedding for a head of the same width; right only if both are equal"
         yield from degrades("sglang trtllm", "an embedding of its own", why, "train with the target's embedding frozen")
     if config.generation == 1 and config.own_lm_head:
+        what, remedy = "an output head of its own", "train with the target's output head"
+        yield from fails("vllm", what, "has no place for one in EAGLE-1, and stops", remedy)
         why = "takes the target's output head for EAGLE-1; right only if both are equal"
-        yield from degrades("sglang", "an output head of its own", why, "train with the target's output head")
+        yield from degrades("sglang", what, why, remedy)
     if config.generation == 3 and not config.own_lm_head:
         why, remedy = "needs draft_vocab_size and an output head in the checkpoint", "copy the target's head into it"
         yield from fails("llama.cpp", "no output head of its own", why, remedy)
+    yield from whole_order(head)
     if not config.reduced_vocabulary and bool(head.tensors["d2t"].any()):
         why = "reads d2t only for a reduced vocabulary; the order is lost"
         yield from degrades("trtllm", "a vocabulary in another order", why, "sort the vocabulary")
@@ -398,7 +416,9 @@ def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
         yield from fails("sglang llama.cpp", "no draft_vocab_size", "needs the key, if only as null")
     if config.get("tie_word_embeddings") and head.config.own_lm_head:
         why = "puts the embedding in place of the head's lm_head"
-        yield from degrades("vllm sglang lmdeploy", "tie_word_embeddings", why)
+        yield from degrades("sglang lmdeploy", "tie_word_embeddings", why)
+    if "d2t" in stored.tensors and not head.config.reduced_vocabulary and not bool(head.tensors["d2t"].any()):
+        yield from fails("vllm", "a d2t beside the whole vocabulary", "has no place for it, and stops")
     yield from _windows(config, head)
     if head.config.norm_output:
         if not config.get("norm_output"):

@@ -114,6 +114,21 @@ def forerun_line(launch: Launch) -> str:
     return shlex.join(["forerun", "generate", launch.target.name_or_path, *drafter, "--prompt", "def "])
 
 
+NAMES_METHOD = ("eagle-", "eagle3", "dflash", "dspark")
+
+
+def plainly_named(launch: Launch) -> Path:
+    """The directory; ArgumentError if vLLM (``SpeculativeConfig``) would read another method than the one that it is
+    told out of its path, as it does for all but EAGLE, DFlash and DSpark heads."""
+    found = [word for word in NAMES_METHOD if word in str(launch.directory).lower()]
+    if found:
+        raise ArgumentError(
+            f"vLLM takes a path with {found[0]!r} in it for a head of that kind, whatever it is told; write the "
+            f"{launch.head.config.kind} head to a path without it, not to {launch.directory}"
+        )
+    return launch.directory
+
+
 FORERUN = Destination(title="forerun and trainers", command=forerun_line, counting="`-k` counts drafted tokens.")
 
 

@@ -44,7 +44,11 @@ FORMATS: dict[str, Entry] = {
         path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3", "peagle", "dflash", "dspark")
     ),
     "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
-    "medusa": Entry(path="forerun.checkpoints.medusa:MedusaFormat", kinds=("medusa",)),
+    "medusa": Entry(
+        path="forerun.checkpoints.medusa:MedusaFormat",
+        kinds=("medusa",),
+        engines="forerun.checkpoints.medusa_engines:MedusaEngines",
+    ),
     "hydra": Entry(
         path="forerun.checkpoints.hydra:HydraFormat",
         kinds=("hydra",),

@@ -1,6 +1,7 @@
 """Medusa's own format: three keys in ``config.json``, tensors ``DEPTH.LAYER.*`` in ``medusa_lm_head.safetensors``.
 
-The file names no sizes: they are those of the tensors. The published ``medusa_lm_head.pt`` is a pickle and is refused.
+The sizes are those of the tensors. vLLM (to 0.32, ``MedusaConfig``, ``models/medusa.py``) reads the tensors by the same
+names and wants keys for the sizes and the biases, without which it drops these; they are written, too. The published ``medusa_lm_head.pt`` is a pickle and is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN
 
 HEADS, LAYERS, TARGET = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
+ENGINE = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
+"""What vLLM looks for."""
 NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
 
 
@@ -30,7 +33,8 @@ class MedusaFormat(Format):
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)
         heads, layers = keys.integer(HEADS), keys.integer(LAYERS, 1)
-        keys.get(TARGET)  # said again when written
+        for name in (TARGET, "hidden_size", "vocab_size", *ENGINE):
+            keys.get(name)  # said again when written
         found = {}
         for stored, tensor in tensors.items():
             name = NAME.fullmatch(stored)
@@ -57,6 +61,7 @@ class MedusaFormat(Format):
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         config = checkpoint.config
-        keys = {TARGET: target.name_or_path, HEADS: config.num_heads, LAYERS: config.num_layers}
+        sizes = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
+        keys = {TARGET: target.name_or_path, HEADS: config.num_heads, LAYERS: config.num_layers, **sizes, **ENGINE}
         tensors = {name.removeprefix("heads."): tensor for name, tensor in checkpoint.tensors.items()}
         return {**config.extra, **keys}, tensors

@@ -1,5 +1,5 @@
 """What serving engines make of MTP layers: they read them in the target's own checkpoint, so an export is a copy of it.
-From their loaders' sources; no engine was run with layers of ours."""
+From their loaders' sources; vLLM 0.32 was run with layers of ours (``tests_vllm``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
-from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check
+from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, plainly_named
 from forerun.checkpoints.mtp import stitch
 
 TOKENS = 3  # Tokens of a step in the launch lines, for which FastMTP trains
@@ -25,6 +25,9 @@ class MtpEngines(Engines):
         if not head.config.norm_output:
             what, remedy = "several tokens from MiMo's module", "draft one token, or compare its acceptance with ours"
             yield from check("vllm sglang", what, "hands another state on, or refuses", remedy)
+        elif head.config.latent is None:
+            what, remedy = "several tokens from GLM's module", "draft one token, or compare its acceptance with ours"
+            yield from check("vllm", what, "hands the state on before its norm", remedy)
         why, remedy = "is not known here to read these layers", "compare its acceptance with ours"
         yield from check("trtllm lmdeploy modelopt", "MTP layers", why, remedy)
         remedy = "convert the target with its layers there, and compare its acceptance with ours"
@@ -33,6 +36,11 @@ class MtpEngines(Engines):
 
 def _stitched(launch: Launch) -> Path:
     return stitch(launch.head, launch.target.name_or_path, launch.directory)
+
+
+def _stitched_for_vllm(launch: Launch) -> Path:
+    plainly_named(launch)
+    return _stitched(launch)
 
 
 def _vllm(launch: Launch) -> str:
@@ -54,7 +62,7 @@ MtpEngines.destinations = {
         engine="vllm",
         command=_vllm,
         counting="`num_speculative_tokens` counts drafted tokens.",
-        write=_stitched,
+        write=_stitched_for_vllm,
     ),
     "sglang": Destination(
         title="SGLang",

@@ -1,7 +1,7 @@
-"""What serving engines make of P-EAGLE heads, from vLLM's sources; no engine was run with one.
+"""What serving engines make of P-EAGLE heads, from vLLM's sources; vLLM 0.32 was run with one (``tests_vllm``).
 
-vLLM alone drafts with them, from 0.16 on, as EAGLE-3 with ``parallel_drafting``. The others' loaders of EAGLE-3 heads
-drop ``mask_hidden`` or stop at it.
+vLLM alone drafts with them, from 0.16 on, as EAGLE-3 with ``parallel_drafting`` and its model runner V1. The others'
+loaders of EAGLE-3 heads drop ``mask_hidden`` or stop at it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.checkpoints.eagle_engines import DESTINATIONS, EagleEngines
-from forerun.checkpoints.engines import TOKENS, Destination, Finding, Launch, check, fails
+from forerun.checkpoints.engines import TOKENS, Destination, Finding, Launch, fails
 
 
 class PEagleEngines(EagleEngines):
@@ -32,14 +32,10 @@ class PEagleEngines(EagleEngines):
             "does not read mask_hidden: it has no such head",
             "use vLLM",
         )
-        wide = len(config.boundaries) * config.target_hidden_size
-        room = (3 if config.use_aux_hidden_state else 1) * config.hidden_size
-        if wide != room:
-            why = f"has had room for {room} values of mask_hidden, the head has {wide}; newer versions may differ"
-            yield from check("vllm", f"reads {len(config.boundaries)} boundaries", why, "try it there")
-        if config.qk_norm:
-            why = "is not known to read mask_hidden beside norms of queries and keys"
-            yield from check("vllm", "qk_norm in parallel drafting", why, "compare its acceptance with ours")
+        if config.latent is not None or not (config.use_aux_hidden_state or config.qk_norm):
+            shape = "one target state" if config.latent is None else "latent attention"
+            why = "has no mask_hidden in such a head, and stops"
+            yield from fails("vllm", f"{what} with {shape}", why, "train it on boundaries, with ordinary attention")
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         return (finding for finding in super().file_findings(stored, head, target) if finding.engine == "vllm")

@@ -1,0 +1,212 @@
+"""The same targets, heads and prompts in both engines, greedy, in float32, and what became of every draft.
+
+In float32 only a fault should part two texts (in bfloat16 the two engines' rounding would, at every near tie), so
+drafts are compared on the same text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import heads
+from compare import Answer, Position, Steps, positions, same_steps
+from rich.table import Table
+
+from forerun import LLM, SamplingParams
+from forerun.demo import FOLDER, prompts
+from forerun.types import CompletionOutput
+
+CONTEXT, ROWS, MAX_MODEL_LEN, LENGTH = 300, 4, 1024, 5
+"""Tokens of a prompt; answers at once; most tokens of prompt and answer in vLLM; tokens of a draft."""
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+"""Of vLLM's processes, where the caller has not said otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One way to draft. Without `kind`, `vllm` says it all, and `forerun` where it differs."""
+
+    kind: str | None = None
+    target: str = "demo"  # Or a family of `targets.FAMILIES`
+    steps: int = 0  # Of training; see `heads.made`
+    options: Mapping[str, Any] = field(default_factory=dict)  # Of the head's shape
+    length: int = LENGTH  # Tokens of a draft
+    vllm: Mapping[str, Any] | None = None
+    forerun: Mapping[str, Any] = field(default_factory=dict)
+    compared: str = "steps"
+    """``steps``: both run the same network, so each step accepts the same; ``rates``: both accept as much at each
+    position; ``first``: at the first."""
+    refused: str = ""  # What vLLM says, a regular expression; empty: it drafts
+    doctor: str = ""  # What `forerun doctor` says then, or of what is not the same
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is drafted."""
+        return self.kind is None and self.vllm is None
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    length: int
+    refused: str = ""
+    texts: bool | None = None
+    ours: Sequence[Answer] = ()
+    theirs: Sequence[Answer] = ()
+
+    @property
+    def lines(self) -> list[Position]:
+        return positions(self.name, self.ours, self.theirs, self.length)
+
+    @property
+    def steps(self) -> Steps:
+        return same_steps(self.ours, self.theirs, self.length)
+
+    def cells(self) -> list[str]:
+        loads = self.refused.splitlines()[0] if self.refused else "yes"
+        if self.texts is None or not self.length:
+            return [self.name, loads, "-" if self.texts is None else str(self.texts).lower(), "-", "-", "-"]
+        rates, lengths = [], []
+        for engine, answers in ((1, self.theirs), (0, self.ours)):
+            lines = [line for line in self.lines if line.drafted[engine]]
+            rates.append(" ".join(f"{line.accepted[engine] / line.drafted[engine]:.2f}" for line in lines))
+            steps = [kept for answer in answers for kept in answer.accepted]
+            lengths.append(f"{1 + sum(steps) / max(1, len(steps)):.2f}")
+        same = f"{self.steps.same} / {self.steps.compared}"
+        return [self.name, loads, str(self.texts).lower(), " | ".join(rates), " / ".join(lengths), same]
+
+    def as_json(self) -> dict[str, str]:
+        return dict(zip(COLUMNS, self.cells(), strict=True))
+
+
+COLUMNS = (
+    "kind",
+    "vLLM drafts with it",
+    "text equal",
+    "accepted of the drafts that reached a position: vLLM | forerun",
+    "mean acceptance length: vLLM / forerun",
+    "steps that accept the same",
+)
+
+
+class Lab:
+    """Both engines' answers, arm by arm."""
+
+    def __init__(self, *, work: Path, python: Path, prompts: int, tokens: int) -> None:
+        self.work, self.python, self.count, self.tokens = work.absolute(), python, prompts, tokens
+        self.rows: dict[str, Row] = {}
+        self.heads: dict[str, heads.Made] = {}
+        self.plain: dict[str, list[Answer]] = {}  # By target
+        self.found: dict[str, dict[str, Any]] = {}
+        self.prompts: list[list[int]] = []
+
+    def run(self, arms: Mapping[str, Arm]) -> None:
+        """Make the heads, and let both engines answer."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        heads.prepared(self.work, [prompt.text[:4000] for prompt in prompts()])
+        for name, arm in arms.items():
+            if arm.kind is not None:
+                self.heads[name] = heads.made(
+                    arm.kind, self.work, target=arm.target, steps=arm.steps, options=arm.options
+                )
+        for target in dict.fromkeys(arm.target for arm in arms.values()):
+            self._forerun(target, {name: arm for name, arm in arms.items() if arm.target == target})
+        self._vllm(arms)
+
+    def _forerun(self, target: str, arms: Mapping[str, Arm]) -> None:
+        """Our plain answers, and those with each drafter that vLLM does not refuse."""
+        folder = next((made.target for name, made in self.heads.items() if name in arms), FOLDER / "target")
+        llm = LLM(folder, dtype="float32", max_num_seqs=ROWS, max_model_len=MAX_MODEL_LEN)
+        if not self.prompts:
+            texts = [llm.tokenizer.encode(one.text, add_special_tokens=False, verbose=False) for one in prompts()]
+            self.prompts = [text[:CONTEXT] for text in texts[: self.count]]
+        params = SamplingParams(temperature=0.0, max_tokens=self.tokens, ignore_eos=True)
+        requests = [{"prompt_token_ids": prompt} for prompt in self.prompts]
+
+        def answers(speculative: Any) -> list[Answer]:
+            made = llm.generate(requests, params, speculative=speculative, trace=True)
+            return [_answer(output.outputs[0]) for output in made]
+
+        self.plain[target] = answers(False)
+        for name, arm in arms.items():
+            self.rows[name] = row = Row(name=name, length=0 if arm.plain else arm.length)
+            if arm.plain:
+                row.ours = self.plain[target]
+            elif not arm.refused:
+                row.ours = answers(self._speculative(name, arm))
+
+    def _speculative(self, name: str, arm: Arm) -> dict[str, Any]:
+        """What forerun is told: a chain as vLLM drafts it, the same at every step."""
+        fixed = {"num_speculative_tokens": arm.length, "adaptive": False}
+        if arm.kind is None:
+            return {**(arm.vllm or {}), **arm.forerun, **fixed}
+        return {"method": arm.kind, "model": str(self.heads[name].directory), **arm.forerun, **fixed}
+
+    def _vllm(self, arms: Mapping[str, Arm]) -> None:
+        """What `vllm_answers.py` found; everything vLLM says goes to logs. AssertionError: a process of it died."""
+        plan: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_tokens": self.tokens}
+        plan |= {"rows": ROWS, "prompts": self.prompts, "arms": {}}
+        for name, arm in arms.items():
+            made = self.heads.get(name)
+            target, speculation = FOLDER / "target" if made is None else made.target, None
+            if not arm.plain:
+                speculation = {**(arm.vllm or {}), **(made.speculation if made else {})}
+                speculation["num_speculative_tokens"] = arm.length
+            plan["arms"][name] = {"target": str(target), "vllm": speculation}
+            (self.work / f"{name}.json").unlink(missing_ok=True)
+        (self.work / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        command = [self.python, Path(__file__).with_name("vllm_answers.py"), self.work / "plan.json", self.work]
+        with (self.work / "vllm.log").open("w", encoding="utf-8") as log:
+            subprocess.run(command, stdout=log, stderr=log, env={**ENVIRONMENT, **os.environ}, check=False)
+        for name in arms:
+            file = self.work / f"{name}.json"
+            if not file.exists():
+                continue
+            found = self.found[name] = json.loads(file.read_text(encoding="utf-8"))
+            self.rows[name].refused = found.get("refused", "")
+            self.rows[name].theirs = [Answer(**answer) for answer in found.get("answers", ())]
+
+
+def counters(row: Row, found: Mapping[str, Any]) -> str:
+    """Empty where vLLM's metrics tell what its outputs tell; otherwise one of them was misread."""
+    told = [sum(kept > index for answer in row.theirs for kept in answer.accepted) for index in range(row.length)]
+    metric = found["counters"].get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    steps = sum(len(answer.accepted) for answer in row.theirs), found["counters"].get("vllm:spec_decode_num_drafts")
+    if told == metric and steps[0] == steps[1] and steps[0] > 0:
+        return ""
+    return f"vLLM's metrics say {metric} of {steps[1]} drafts, its outputs {told} of {steps[0]}"
+
+
+def table(lab: Lab) -> Table:
+    versions = sorted({f"{found['version']}, model runner {found.get('runner', '-')}" for found in lab.found.values()})
+    made = Table(title=f"vLLM {'; '.join(versions)}; greedy, float32, CPU", title_justify="left")
+    for column in COLUMNS:
+        made.add_column(column, overflow="fold")
+    for row in lab.rows.values():
+        made.add_row(*row.cells())
+    return made
+
+
+def _answer(output: CompletionOutput) -> Answer:
+    steps = [step for step in output.trace if step.nodes]
+    return Answer(
+        token_ids=list(output.token_ids),
+        text=output.text,
+        drafted=[len(step.nodes) for step in steps],
+        accepted=[len(step.path) for step in steps],
+    )

@@ -1,0 +1,84 @@
+"""Proof in vLLM: the same targets, heads and drafts here and there. `make test-vllm` runs this.
+
+vLLM's text must be ours without speculation, token for token, with every kind that it drafts with, and it must accept
+what we accept. Where it refuses a kind, the test knows its words, and so does `forerun doctor`. Features that vLLM
+captures must be the target's own hidden states.
+"""
+
+from __future__ import annotations
+
+import re
+
+import features
+import pytest
+from both import ENVIRONMENT, Arm, Lab, counters
+from compare import SIGNIFICANCE, text_differences
+from rich.console import Console
+
+from forerun.demo import FOLDER
+
+DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
+LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+CHAIN = {"shape": [1] * 5}
+"""Of kinds that draft a tree by default, which vLLM does not."""
+ARMS: dict[str, Arm] = {
+    "plain": Arm(),
+    # Of several earlier occurrences vLLM copies behind the first, forerun behind the last.
+    "ngram": Arm(vllm=LOOKUP, compared="rates"),
+    # vLLM gives a draft model the target's number format, forerun the one of its checkpoint.
+    "draft_model": Arm(vllm=DRAFT, forerun={"dtype": "float32"}),
+    "eagle3": Arm(kind="eagle3"),
+    "eagle": Arm(kind="eagle", steps=20),
+    "peagle": Arm(kind="peagle", steps=24, options={"num_hidden_layers": 2}, forerun=CHAIN),
+    "dflash": Arm(kind="dflash", steps=24, options={"num_hidden_layers": 2, "block_size": 6}, forerun=CHAIN),
+    "medusa": Arm(kind="medusa", steps=20, forerun=CHAIN, doctor="up to 0.32, with model runner V1"),
+    # vLLM puts zeros in the place of a text's first embedding: a step in many accepts another number.
+    "mtp_mimo": Arm(kind="mtp", target="mimo", steps=12, length=1),
+    "mtp_glm": Arm(kind="mtp", target="glm", steps=12, length=1),
+    "mtp_glm_3": Arm(
+        kind="mtp", target="glm", steps=12, length=3, compared="first", doctor="hands the state on before its norm"
+    ),
+    "mtp_deepseek": Arm(kind="mtp", target="deepseek", length=3),
+    "dspark": Arm(
+        kind="dspark",
+        options={"num_hidden_layers": 1, "block_size": 5, "markov_rank": 16},
+        refused="Model Runner V1 does not support: dspark speculative decoding",
+        doctor="Model Runner V1 does not support: dspark speculative decoding",
+    ),
+    "mlp_speculator": Arm(
+        kind="mlp_speculator",
+        options={"n_predict": 3, "inner_dim": 64},
+        length=3,
+        refused="MLPSpeculatorPreTrainedModel",
+        doctor="no drafter for it since its V1 engine",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
+    arm, row = ARMS[name], lab.rows[name]
+    assert name in lab.found, f"vLLM died; its logs are {lab.work}/{name}.log and vllm.log"
+    if arm.kind is not None:
+        said = lab.heads[name].findings()
+        assert any(arm.doctor in finding for finding in said) if arm.doctor else not said, said
+    if arm.refused:
+        assert re.search(arm.refused, row.refused), row.refused or "vLLM drafts with it now"
+        return
+    assert not row.refused, row.refused
+    parted = [*text_differences(name, lab.plain[arm.target], row.theirs)]
+    parted += text_differences(name, lab.plain[arm.target], row.ours)
+    row.texts = not parted
+    assert not parted
+    if arm.plain:
+        return
+    assert counters(row, lab.found[name]) == ""
+    lines = row.lines[: 1 if arm.compared == "first" else None]
+    far = [line for line in lines if line.chance < SIGNIFICANCE / len(lines)]
+    assert not far, "a difference that is no noise"
+    if arm.compared == "steps":
+        assert row.steps.agree, row.steps
+
+
+def test_features_are_the_targets_own_states(lab: Lab) -> None:
+    assert features.differences(lab.python, lab.work / "features", ENVIRONMENT, Console()) == []
