@@ -24,6 +24,9 @@ from forerun.types import CompletionOutput
 
 CONTEXT, ROWS, MAX_MODEL_LEN, LENGTH = 300, 4, 1024, 5
 """Tokens of a prompt; answers at once; most tokens of prompt and answer in vLLM; tokens of a draft."""
+LEARNED = 64
+"""Tokens of each prompt before the answer that heads are trained on: the target's own to these prompts, so that they
+guess some tokens right after seconds."""
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -118,37 +121,42 @@ class Lab:
     def run(self, arms: Mapping[str, Arm]) -> None:
         """Make the heads, and let both engines answer."""
         self.work.mkdir(parents=True, exist_ok=True)
-        heads.prepared(self.work, [prompt.text[:4000] for prompt in prompts()])
+        llm = LLM(FOLDER / "target", dtype="float32", max_num_seqs=ROWS, max_model_len=MAX_MODEL_LEN)
+        texts = [llm.tokenizer.encode(one.text, add_special_tokens=False, verbose=False) for one in prompts()]
+        self.prompts = [text[:CONTEXT] for text in texts[: self.count]]
+        self.plain["demo"] = self._answers(llm, False)
+        learned = [
+            prompt[-LEARNED:] + answer.token_ids for prompt, answer in zip(self.prompts, self.plain["demo"], strict=True)
+        ]
+        heads.prepare(self.work, [(llm.tokenizer.decode(text), LEARNED) for text in learned])
         for name, arm in arms.items():
             if arm.kind is not None:
                 self.heads[name] = heads.made(
                     arm.kind, self.work, target=arm.target, steps=arm.steps, options=arm.options
                 )
-        for target in dict.fromkeys(arm.target for arm in arms.values()):
-            self._forerun(target, {name: arm for name, arm in arms.items() if arm.target == target})
+        for target in sorted({arm.target for arm in arms.values()}, key=lambda one: one != "demo"):
+            chosen = {name: arm for name, arm in arms.items() if arm.target == target}
+            if target != "demo":
+                folder = next(self.heads[name].target for name in chosen)
+                llm = LLM(folder, dtype="float32", max_num_seqs=ROWS, max_model_len=MAX_MODEL_LEN)
+                self.plain[target] = self._answers(llm, False)
+            self._forerun(llm, target, chosen)
         self._vllm(arms)
 
-    def _forerun(self, target: str, arms: Mapping[str, Arm]) -> None:
-        """Our plain answers, and those with each drafter that vLLM does not refuse."""
-        folder = next((made.target for name, made in self.heads.items() if name in arms), FOLDER / "target")
-        llm = LLM(folder, dtype="float32", max_num_seqs=ROWS, max_model_len=MAX_MODEL_LEN)
-        if not self.prompts:
-            texts = [llm.tokenizer.encode(one.text, add_special_tokens=False, verbose=False) for one in prompts()]
-            self.prompts = [text[:CONTEXT] for text in texts[: self.count]]
+    def _answers(self, llm: LLM, speculative: Any) -> list[Answer]:
         params = SamplingParams(temperature=0.0, max_tokens=self.tokens, ignore_eos=True)
         requests = [{"prompt_token_ids": prompt} for prompt in self.prompts]
+        made = llm.generate(requests, params, speculative=speculative, trace=True)
+        return [_answer(output.outputs[0]) for output in made]
 
-        def answers(speculative: Any) -> list[Answer]:
-            made = llm.generate(requests, params, speculative=speculative, trace=True)
-            return [_answer(output.outputs[0]) for output in made]
-
-        self.plain[target] = answers(False)
+    def _forerun(self, llm: LLM, target: str, arms: Mapping[str, Arm]) -> None:
+        """Our answers with each drafter that vLLM does not refuse."""
         for name, arm in arms.items():
             self.rows[name] = row = Row(name=name, length=0 if arm.plain else arm.length)
             if arm.plain:
                 row.ours = self.plain[target]
             elif not arm.refused:
-                row.ours = answers(self._speculative(name, arm))
+                row.ours = self._answers(llm, self._speculative(name, arm))
 
     def _speculative(self, name: str, arm: Arm) -> dict[str, Any]:
         """What forerun is told: a chain as vLLM drafts it, the same at every step."""

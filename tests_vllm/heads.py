@@ -24,8 +24,8 @@ from forerun.drafters.heads.kinds import kind_named
 
 SHIPPED = FOLDER / "eagle3"
 TRAINING = (
-    *("training.learning_rate=2e-3", "training.dtype=float32", "target_dtype=float32", "windows.length=256"),
-    "training.log_every_steps=4",
+    *("training.learning_rate=5e-3", "training.dtype=float32", "target_dtype=float32", "windows.length=256"),
+    "training.log_every_steps=8",
 )
 
 
@@ -46,8 +46,8 @@ class Made:
 
 
 def made(kind: str, work: Path, *, target: str = "demo", steps: int = 0, options: Mapping[str, Any]) -> Made:
-    """The head of a kind, trained for so many steps; 0: the shipped one of EAGLE-3, else a random one. What `work` holds
-    already is taken as it is."""
+    """The head of a kind, trained for so many steps; 0: the shipped one of EAGLE-3, else a random one. What `work`
+    holds already is taken as it is."""
     base = FOLDER / "target"
     if target != "demo":
         base = work / "targets" / target
@@ -71,16 +71,15 @@ def made(kind: str, work: Path, *, target: str = "demo", steps: int = 0, options
     return Made(directory=done.directory, facts=facts, speculation=json.loads(words[-1]), target=Path(words[2]))
 
 
-def prepared(work: Path, texts: Sequence[str]) -> Path:
-    """Training data of these texts, as `forerun data prepare` makes them."""
+def prepare(work: Path, texts: Sequence[tuple[str, int]]) -> None:
+    """Make training data of these texts and the number of tokens at the beginning of each that do not count."""
     data = work / "prepared"
     if not data.exists():
-        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        lines = [json.dumps({"text": text, "prompt_tokens": tokens}) + "\n" for text, tokens in texts]
         (work / "texts.jsonl").write_text("".join(lines), encoding="utf-8")
         words = ["data", "prepare", str(work / "texts.jsonl"), "--target", "demo", "--output", str(data)]
         if forerun(words) != 0:
             raise SystemExit("forerun data prepare failed")
-    return data
 
 
 def _trained(kind: str, run: Path, target: Path, steps: int, options: Mapping[str, Any]) -> Path:

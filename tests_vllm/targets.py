@@ -65,7 +65,7 @@ def glm(folder: Path) -> Path:
 
 
 def deepseek(folder: Path) -> Path:
-    """DeepSeek-V3's kind: random weights, its sizes of latent attention, one layer with experts before the MTP layer."""
+    """DeepSeek-V3's kind: random weights, its sizes of latent attention, one layer with experts before the MTP one."""
     shipped, _ = _shipped()
     config = DeepseekV3Config(
         **{name: shipped[name] for name in ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")},

@@ -1,7 +1,8 @@
 """vLLM's greedy answers to the prompts of a plan, and what became of every draft, as JSON: one file per arm.
 
 Usage: ``python vllm_answers.py PLAN FOLDER``. Runs in vLLM's own environment, so it imports nothing of forerun. vLLM is
-imported once; every arm has a forked process, a fresh engine and a log of its own. What vLLM raises is the arm's answer.
+imported once; every arm has a forked process, a fresh engine and a log of its own. What vLLM raises is the arm's
+answer.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ configuration with a ``dflash_config`` (DSpark: the same keys at the top), tenso
 with causal blocks; of SpecForge's Domino (``projector_type``, ``prefix_gru.*``, ``embed_proj.*``), and of ModelOpt,
 which names DSpark's tensors without what stands before them.
 
-``target_layer_ids`` name the 0-based layer whose output is read: one less than our boundaries. Where nothing says whether
-places of a block see those behind them, vLLM (``qwen3_dflash.py``) takes them to, but in layers whose ``layer_types`` is
-a sliding window, as z-lab's heads for Gemma are meant.
+``target_layer_ids`` name the 0-based layer whose output is read: one less than our boundaries. Where nothing says
+whether places of a block see those behind them, vLLM (``qwen3_dflash.py``) lets them, but in layers whose
+``layer_types`` is a sliding window, as z-lab's heads for Gemma are meant.
 """
 
 from __future__ import annotations

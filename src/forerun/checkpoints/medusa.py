@@ -1,7 +1,8 @@
 """Medusa's own format: three keys in ``config.json``, tensors ``DEPTH.LAYER.*`` in ``medusa_lm_head.safetensors``.
 
 The sizes are those of the tensors. vLLM (to 0.32, ``MedusaConfig``, ``models/medusa.py``) reads the tensors by the same
-names and wants keys for the sizes and the biases, without which it drops these; they are written, too. The published ``medusa_lm_head.pt`` is a pickle and is refused.
+names, and wants keys for the sizes and the biases, without which it drops these; they are written, too. The published
+``medusa_lm_head.pt`` is a pickle and is refused.
 """
 
 from __future__ import annotations
