@@ -81,28 +81,28 @@ class Row:
         return same_steps(self.ours, self.theirs, self.length)
 
     def cells(self) -> list[str]:
-        loads = self.refused.splitlines()[0] if self.refused else "yes"
+        """The line itself, by `COLUMNS`."""
+        loads = self.refused.splitlines()[0] if self.refused else "drafts"
         if self.texts is None or not self.length:
-            return [self.name, loads, "-" if self.texts is None else str(self.texts).lower(), "-", "-", "-"]
-        rates, lengths = [], []
-        for engine, answers in ((1, self.theirs), (0, self.ours)):
-            lines = [line for line in self.lines if line.drafted[engine]]
-            rates.append(" ".join(f"{line.accepted[engine] / line.drafted[engine]:.2f}" for line in lines))
-            steps = [kept for answer in answers for kept in answer.accepted]
-            lengths.append(f"{1 + sum(steps) / max(1, len(steps)):.2f}")
+            return [self.name, loads, "-" if self.texts is None else _yes(self.texts), "-", "-", "-"]
+        first = self.lines[0]
+        rates = [f"{kept / max(1, tried):.2f}" for kept, tried in zip(first.accepted, first.drafted, strict=True)]
+        lengths = [_mean_length(answers) for answers in (self.theirs, self.ours)]
         same = f"{self.steps.same} / {self.steps.compared}"
-        return [self.name, loads, str(self.texts).lower(), " | ".join(rates), " / ".join(lengths), same]
+        return [self.name, loads, _yes(self.texts), " / ".join(rates[::-1]), " / ".join(lengths), same]
 
-    def as_json(self) -> dict[str, str]:
-        return dict(zip(COLUMNS, self.cells(), strict=True))
+    def as_json(self) -> dict[str, Any]:
+        """The line, and the counts behind it, ours first."""
+        lines = [{"accepted": line.accepted, "drafted": line.drafted} for line in self.lines]
+        return {**dict(zip(COLUMNS, self.cells(), strict=True)), "positions": lines}
 
 
 COLUMNS = (
     "kind",
-    "vLLM drafts with it",
-    "text equal",
-    "accepted of the drafts that reached a position: vLLM | forerun",
-    "mean acceptance length: vLLM / forerun",
+    "vLLM",
+    "same text",
+    "first token accepted, vLLM / forerun",
+    "mean acceptance length, vLLM / forerun",
     "steps that accept the same",
 )
 
@@ -208,6 +208,15 @@ def table(lab: Lab) -> Table:
     for row in lab.rows.values():
         made.add_row(*row.cells())
     return made
+
+
+def _yes(truth: bool) -> str:
+    return "yes" if truth else "no"
+
+
+def _mean_length(answers: Sequence[Answer]) -> str:
+    steps = [kept for answer in answers for kept in answer.accepted]
+    return f"{1 + sum(steps) / max(1, len(steps)):.2f}"
 
 
 def _answer(output: CompletionOutput) -> Answer:

@@ -42,6 +42,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     found = config.stash.get(LAB, None)
     if found is None or not found.rows:
         return
-    Console().print(table(found))
+    Console(width=140).print(table(found))
     rows = [row.as_json() for row in found.rows.values()]
     (found.work / "results.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -31,8 +31,9 @@ MIMO = {
 def mimo(folder: Path) -> Path:
     """MiMo's kind, a Qwen2 by its layers: biases of zero, and a dense MTP layer."""
     config, tensors = _shipped()
-    module = {MIMO.get(name, name): tensor for name, tensor in _fresh(tensors, state_first=True).items()}
-    tensors |= {f"model.mtp_layers.0.{name}": tensor for name, tensor in module.items()}
+    for name, tensor in _fresh(tensors, state_first=True).items():
+        module, kind = name.rsplit(".", 1)
+        tensors[f"model.mtp_layers.0.{MIMO.get(module, module)}.{kind}"] = tensor
     for name, weight in list(tensors.items()):
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             tensors[name.replace("weight", "bias")] = torch.zeros(len(weight), dtype=weight.dtype)
@@ -89,7 +90,9 @@ def deepseek(folder: Path) -> Path:
     module["eh_proj.weight"] = torch.cat([torch.zeros(128, 128), torch.eye(128)], 1).to(torch.bfloat16)
     tensors |= {f"model.layers.2.{name}": tensor for name, tensor in module.items()}
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return _written(folder, {**written, "num_hidden_layers": 2}, tensors)
+    # Publishers' files say how experts are chosen; without it vLLM has no place for the routers' corrections.
+    chosen = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return _written(folder, {**written, **chosen, "num_hidden_layers": 2}, tensors)
 
 
 FAMILIES = {"mimo": mimo, "glm": glm, "deepseek": deepseek}

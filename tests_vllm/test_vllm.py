@@ -29,14 +29,14 @@ ARMS: dict[str, Arm] = {
     "draft_model": Arm(vllm=DRAFT, forerun={"dtype": "float32"}),
     "eagle3": Arm(kind="eagle3"),
     "eagle": Arm(kind="eagle", steps=20),
-    "peagle": Arm(kind="peagle", steps=24, options={"num_hidden_layers": 2}, forerun=CHAIN),
-    "dflash": Arm(kind="dflash", steps=24, options={"num_hidden_layers": 2, "block_size": 6}, forerun=CHAIN),
+    "peagle": Arm(kind="peagle", steps=48, options={"num_hidden_layers": 2}, forerun=CHAIN),
+    "dflash": Arm(kind="dflash", steps=72, options={"num_hidden_layers": 2, "block_size": 6}, forerun=CHAIN),
     "medusa": Arm(kind="medusa", steps=20, forerun=CHAIN, doctor="up to 0.32, with model runner V1"),
     # vLLM puts zeros in the place of a text's first embedding: a step in many accepts another number.
-    "mtp_mimo": Arm(kind="mtp", target="mimo", steps=12, length=1),
-    "mtp_glm": Arm(kind="mtp", target="glm", steps=12, length=1),
+    "mtp_mimo": Arm(kind="mtp", target="mimo", steps=24, length=1),
+    "mtp_glm": Arm(kind="mtp", target="glm", steps=24, length=1),
     "mtp_glm_3": Arm(
-        kind="mtp", target="glm", steps=12, length=3, compared="first", doctor="hands the state on before its norm"
+        kind="mtp", target="glm", steps=24, length=3, compared="first", doctor="hands the state on before its norm"
     ),
     "mtp_deepseek": Arm(kind="mtp", target="deepseek", length=3),
     "dspark": Arm(
