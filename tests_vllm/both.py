@@ -124,10 +124,8 @@ class Lab:
         llm = LLM(FOLDER / "target", dtype="float32", max_num_seqs=ROWS, max_model_len=MAX_MODEL_LEN)
         texts = [llm.tokenizer.encode(one.text, add_special_tokens=False, verbose=False) for one in prompts()]
         self.prompts = [text[:CONTEXT] for text in texts[: self.count]]
-        self.plain["demo"] = self._answers(llm, False)
-        learned = [
-            prompt[-LEARNED:] + answer.token_ids for prompt, answer in zip(self.prompts, self.plain["demo"], strict=True)
-        ]
+        plain = self.plain["demo"] = self._answers(llm, False)
+        learned = [prompt[-LEARNED:] + one.token_ids for prompt, one in zip(self.prompts, plain, strict=True)]
         heads.prepare(self.work, [(llm.tokenizer.decode(text), LEARNED) for text in learned])
         for name, arm in arms.items():
             if arm.kind is not None:

@@ -16,7 +16,7 @@ from scipy.stats import fisher_exact
 from forerun.certify.reference import first_difference
 
 SIGNIFICANCE = 0.01
-"""Chance of a false alarm, of all positions of all arms together."""
+"""Chance of a false alarm, of all positions of an arm together."""
 SAME_STEPS = 0.98
 """Share of the comparable steps that must accept the same number of tokens where both engines run the same drafter."""
 

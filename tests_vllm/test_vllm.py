@@ -12,7 +12,7 @@ import re
 import features
 import pytest
 from both import ENVIRONMENT, Arm, Lab, counters
-from compare import SIGNIFICANCE, text_differences
+from compare import bound, text_differences
 from rich.console import Console
 
 from forerun.demo import FOLDER
@@ -76,7 +76,7 @@ def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
         return
     assert counters(row, lab.found[name]) == ""
     lines = row.lines[: 1 if arm.compared == "first" else None]
-    far = [line for line in lines if line.chance < SIGNIFICANCE / len(lines)]
+    far = [line for line in lines if line.chance < bound(lines)]
     assert not far, "a difference that is no noise"
     if arm.compared == "steps":
         assert row.steps.agree, row.steps
