@@ -18,8 +18,8 @@ LAB = pytest.StashKey[Lab]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--prompts", type=int, default=8, help="how many of the shipped prompts vLLM answers")
-    parser.addoption("--tokens", type=int, default=48, help="new tokens per prompt")
+    parser.addoption("--prompts", type=int, default=6, help="how many of the shipped prompts vLLM answers")
+    parser.addoption("--tokens", type=int, default=40, help="new tokens per prompt")
     parser.addoption("--work", type=Path, default=ROOT / "build/vllm", help="where heads, exports, answers and logs go")
     parser.addoption("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/python", help="Python of vLLM's environment")
 
