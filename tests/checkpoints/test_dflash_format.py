@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from forerun.checkpoints import TargetFacts, differences, read_head, write_head
 from forerun.checkpoints.base import HeadCheckpoint
-from forerun.checkpoints.engines import diagnose, export_head
+from forerun.checkpoints.engines import diagnose, diagnose_files, export_head
+from forerun.checkpoints.formats import read_files
 from forerun.errors import CheckpointError
 from training.ttt import HIDDEN, VOCABULARY, dflash
 
@@ -214,6 +215,32 @@ def test_speculators_name_their_layers(tmp_path: Path) -> None:
         read_head(change(folder, aux_hidden_state_layer_ids=None))
     with pytest.raises(CheckpointError, match=r"'xpress'; .* eagle3, peagle, dflash, dspark are supported"):
         read_head(change(folder, speculators_model_type="xpress"))
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "what"),
+    [
+        ({}, {}, set()),
+        ({}, {"sliding_window_non_causal": False}, {"sliding_window_non_causal false beside layers without a window"}),
+        ({"sliding_window": 8}, {"sliding_window_non_causal": None}, {"no sliding_window_non_causal"}),
+        ({"markov_rank": 6}, {"sample_from_anchor": None}, {"no sample_from_anchor"}),
+    ],
+    ids=str,
+)
+def test_doctor_knows_where_vllm_takes_speculators_keys_otherwise(
+    options: dict[str, Any], keys: dict[str, Any], what: set[str], tmp_path: Path
+) -> None:
+    folder = write_head(HeadCheckpoint.of(dflash(**options)), tmp_path / "head", "speculators", FACTS)
+    stored = read_files(change(folder, **keys))
+    found = diagnose_files(stored, read_head(folder), FACTS)
+    assert {finding.what for finding in found} == {f"{words} (as the files are)" for words in what}
+    assert all((finding.engine, finding.severity) == ("vllm", "degrades") for finding in found)
+
+
+def test_speculators_cannot_say_that_some_layers_alone_are_causal(tmp_path: Path) -> None:
+    made = HeadCheckpoint.of(dflash(causal_windows=True, sliding_window=8, full_layers=(1,)))
+    with pytest.raises(CheckpointError, match="with a window or not; use dflash"):
+        write_head(made, tmp_path / "head", "speculators", FACTS)
 
 
 @pytest.mark.parametrize("options", [{}, {"markov_rank": 6}], ids=["dflash", "dspark"])

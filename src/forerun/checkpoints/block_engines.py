@@ -10,10 +10,11 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.checkpoints.eagle import to_outputs
 from forerun.checkpoints.eagle_engines import DESTINATIONS, TRTLLM, sorted_states, whole_order
 from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, degrades, fails
+from forerun.checkpoints.speculators import KIND, NON_CAUSAL
 
 RETRAIN = "train one without it"
 METHODS = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "domino": "dflash"}
@@ -71,6 +72,21 @@ class BlockEngines(Engines):
             yield from degrades("vllm trtllm lmdeploy llama.cpp", what, why, remedy)
             why = "corrects 2,048 likely tokens only, at temperature 0, on one CUDA device (its pull request 36899)"
             yield from check("sglang", what, why, "compare its acceptance with ours")
+
+    def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+        """What vLLM makes of keys in the speculators format (``configs/speculators/algos.py``)."""
+        keys, config, remedy = stored.config, head.config, "forerun export --to vllm"
+        if KIND not in keys:
+            return
+        if keys.get(NON_CAUSAL) is None and config.causal_windows:
+            what, why = f"no {NON_CAUSAL} (as the files are)", "takes it for true, speculators means false"
+            yield from degrades("vllm", what, why, remedy)
+        if keys.get(NON_CAUSAL) is False and (config.full_layers or config.sliding_window is None):
+            what, why = f"{NON_CAUSAL} false beside layers without a window (as the files are)", "means them by it, too"
+            yield from degrades("vllm", what, why, remedy)
+        if config.kind == "dspark" and keys.get("sample_from_anchor") is None:
+            what, why = "no sample_from_anchor (as the files are)", "takes it for false, speculators means true"
+            yield from degrades("vllm", what, why, remedy)
 
 
 def _vllm_loader(head: HeadCheckpoint) -> Iterator[Finding]:

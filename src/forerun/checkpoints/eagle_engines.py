@@ -568,5 +568,5 @@ def _as_stored(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -
         return
     yield from fails("sglang trtllm lmdeploy", "speculators format", "reads the flat format only")
     yield from _windows(stored.config[LAYERS], head)
-    if stored.config.get("norm_before_residual") is None:
+    if stored.config[KIND] == "eagle3" and stored.config.get("norm_before_residual") is None:
         yield from degrades("vllm", "no norm_before_residual", "takes it for true, speculators means false")

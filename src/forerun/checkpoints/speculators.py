@@ -29,6 +29,7 @@ OWN = {
 }  # Kinds of this format, and their architectures
 FUSED = ("eagle3", "peagle")  # Kinds whose layers are EAGLE-3's
 DEFAULT_TOKENS = 5  # Drafted tokens per step that are written where the file it came from did not say
+NON_CAUSAL = "sliding_window_non_causal"
 AT_THE_TOP = ("speculators_version", "embed_requires_grad", "transformers_version", "auto_map")
 """Keys without meaning for drafting that belong beside, not inside, the nested configuration."""
 RESIDUAL_NOTE = (
@@ -57,7 +58,8 @@ class SpeculatorsFormat(Format):
             keys.get(stated), layers.get(stated)  # said again when written
         windowed = fields["sliding_window"] is not None and layers.get("layer_types") is None
         fused = kind in FUSED
-        made, own, notes = _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind)
+        windows = fields["sliding_window"] is not None
+        made, own, notes = _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind, windows)
         if kind == "peagle":
             made, own, found = (
                 PEagleConfig,
@@ -140,8 +142,9 @@ def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
     return {**{flag: getattr(config, flag) for flag in eagle.FLAGS}, eagle.IDS: list(config.boundaries), **mask}
 
 
-def _dflash(keys: Keys, kind: str) -> Own:
-    """What DFlash and DSpark add to the layers: layer ids are required, and are boundaries."""
+def _dflash(keys: Keys, kind: str, windows: bool) -> Own:
+    """What DFlash and DSpark add to the layers, of which some have `windows`: layer ids are required, and are
+    boundaries."""
     boundaries = keys.integers(BLOCK_IDS)
     if boundaries is None:
         raise CheckpointError(f"config.json has no {BLOCK_IDS}; the configuration of a {kind} head needs it")
@@ -150,7 +153,7 @@ def _dflash(keys: Keys, kind: str) -> Own:
         "block_size": keys.integer("block_size", 8),
         "mask_token_id": keys.integer("mask_token_id"),
         "sample_from_anchor": keys.flag("sample_from_anchor", kind == "dspark"),
-        "causal_windows": not keys.flag("sliding_window_non_causal"),
+        "causal_windows": not keys.flag(NON_CAUSAL) and windows,
     }
     return (DSparkConfig, fields | dflash.read_markov(keys), {}) if kind == "dspark" else (DFlashConfig, fields, {})
 
@@ -160,12 +163,16 @@ def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
         raise CheckpointError(
             "speculators has no key for blocks that are causal in layers without a window; use dflash"
         )
+    if config.causal_windows and config.full_layers:
+        raise CheckpointError(
+            f"vLLM takes {NON_CAUSAL} of this format for all layers, with a window or not; use dflash"
+        )
     return {
         BLOCK_IDS: list(config.boundaries),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": not (config.causal_windows or config.is_causal),
+        NON_CAUSAL: not (config.causal_windows or config.is_causal),
         **(dflash.write_markov(config) if isinstance(config, DSparkConfig) else {}),
     }
 
