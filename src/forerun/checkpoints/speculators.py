@@ -164,9 +164,7 @@ def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
             "speculators has no key for blocks that are causal in layers without a window; use dflash"
         )
     if config.causal_windows and config.full_layers:
-        raise CheckpointError(
-            f"vLLM takes {NON_CAUSAL} of this format for all layers, with a window or not; use dflash"
-        )
+        raise CheckpointError(f"vLLM takes {NON_CAUSAL} here for all layers, with a window or not; use dflash")
     return {
         BLOCK_IDS: list(config.boundaries),
         "block_size": config.block_size,
