@@ -34,8 +34,8 @@ class MedusaFormat(Format):
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)
         heads, layers = keys.integer(HEADS), keys.integer(LAYERS, 1)
-        for name in (TARGET, "hidden_size", "vocab_size", *ENGINE):
-            keys.get(name)  # said again when written
+        for stated in (TARGET, "hidden_size", "vocab_size", *ENGINE):
+            keys.get(stated)  # said again when written
         found = {}
         for stored, tensor in tensors.items():
             name = NAME.fullmatch(stored)
