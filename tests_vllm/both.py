@@ -45,6 +45,7 @@ class Arm:
     kind: str | None = None
     target: str = "demo"  # Or a family of `targets.FAMILIES`
     steps: int = 0  # Of training; see `heads.made`
+    rate: float = 5e-3  # Of learning
     options: Mapping[str, Any] = field(default_factory=dict)  # Of the head's shape
     length: int = LENGTH  # Tokens of a draft
     vllm: Mapping[str, Any] | None = None
@@ -129,9 +130,8 @@ class Lab:
         heads.prepare(self.work, [(llm.tokenizer.decode(text), LEARNED) for text in learned])
         for name, arm in arms.items():
             if arm.kind is not None:
-                self.heads[name] = heads.made(
-                    arm.kind, self.work, target=arm.target, steps=arm.steps, options=arm.options
-                )
+                shape = {"target": arm.target, "steps": arm.steps, "rate": arm.rate, "options": arm.options}
+                self.heads[name] = heads.made(arm.kind, self.work, **shape)
         for target in sorted({arm.target for arm in arms.values()}, key=lambda one: one != "demo"):
             chosen = {name: arm for name, arm in arms.items() if arm.target == target}
             if target != "demo":

@@ -23,10 +23,7 @@ from forerun.demo import FOLDER
 from forerun.drafters.heads.kinds import kind_named
 
 SHIPPED = FOLDER / "eagle3"
-TRAINING = (
-    *("training.learning_rate=5e-3", "training.dtype=float32", "target_dtype=float32", "windows.length=256"),
-    "training.log_every_steps=8",
-)
+TRAINING = (*("training.dtype=float32", "target_dtype=float32", "windows.length=256", "training.log_every_steps=8"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +42,7 @@ class Made:
         return [f"{one.severity}: {one.what}: {one.why}" for one in found]
 
 
-def made(kind: str, work: Path, *, target: str = "demo", steps: int = 0, options: Mapping[str, Any]) -> Made:
+def made(kind: str, work: Path, *, target: str, steps: int, rate: float, options: Mapping[str, Any]) -> Made:
     """The head of a kind, trained for so many steps; 0: the shipped one of EAGLE-3, else a random one. What `work`
     holds already is taken as it is."""
     base = FOLDER / "target"
@@ -56,7 +53,9 @@ def made(kind: str, work: Path, *, target: str = "demo", steps: int = 0, options
     facts = TargetFacts.read(base)
     name = kind if target == "demo" else f"{kind}-{target}"
     if steps:
-        source = _trained(kind, work / "runs" / name, base, steps, options)
+        settings = [f"training.steps={steps}", f"training.learning_rate={rate}", *TRAINING]
+        settings += [f"draft.options={json.dumps(dict(options))}"] if options else []
+        source = _trained(kind, work / "runs" / name, base, settings)
     elif kind == "eagle3":
         source = SHIPPED
     elif kind == "mtp":
@@ -82,12 +81,10 @@ def prepare(work: Path, texts: Sequence[tuple[str, int]]) -> None:
             raise SystemExit("forerun data prepare failed")
 
 
-def _trained(kind: str, run: Path, target: Path, steps: int, options: Mapping[str, Any]) -> Path:
+def _trained(kind: str, run: Path, target: Path, settings: Sequence[str]) -> Path:
     if not (run / "head").exists():
         words = ["train", kind, "--target", str(target), "--data", str(run.parents[1] / "prepared")]
-        words += ["--output", str(run), "--json", f"training.steps={steps}", *TRAINING]
-        if options:
-            words.append(f"draft.options={json.dumps(dict(options))}")
+        words += ["--output", str(run), "--json", *settings]
         if forerun(words) != 0:
             raise SystemExit(f"forerun {shlex.join(words)} failed")
     return run / "head"

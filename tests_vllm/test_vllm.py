@@ -30,7 +30,9 @@ ARMS: dict[str, Arm] = {
     "eagle3": Arm(kind="eagle3"),
     "eagle": Arm(kind="eagle", steps=20),
     "peagle": Arm(kind="peagle", steps=48, options={"num_hidden_layers": 2}, forerun=CHAIN),
-    "dflash": Arm(kind="dflash", steps=72, options={"num_hidden_layers": 2, "block_size": 6}, forerun=CHAIN),
+    "dflash": Arm(
+        kind="dflash", steps=120, rate=2e-3, options={"num_hidden_layers": 2, "block_size": 6}, forerun=CHAIN
+    ),
     "medusa": Arm(kind="medusa", steps=20, forerun=CHAIN, doctor="up to 0.32, with model runner V1"),
     # vLLM puts zeros in the place of a text's first embedding: a step in many accepts another number.
     "mtp_mimo": Arm(kind="mtp", target="mimo", steps=24, length=1),
