@@ -41,23 +41,29 @@ def mimo(folder: Path) -> Path:
 
 
 def glm(folder: Path) -> Path:
-    """GLM-4.5's kind: dense layers, and behind them an MTP layer with experts, of which the shared one knows most."""
+    """GLM-4.5's kind: experts in the last layer, for vLLM wants some, of which all but the shared one give nothing; and
+    in the MTP layer behind it."""
     config, tensors = _shipped()
-    layers, size = config["num_hidden_layers"], config["hidden_size"]
-    where, random = f"model.layers.{layers}.", torch.Generator().manual_seed(1)
-    for name, tensor in _fresh(tensors, state_first=False).items():
-        tensors[where + name.replace("mlp.", "mlp.shared_experts.")] = tensor
-        if name.startswith("mlp."):
-            for expert in range(EXPERTS):
-                noise = torch.randn(tensor.shape, generator=random) * 0.02
+    last, random = config["num_hidden_layers"] - 1, torch.Generator().manual_seed(1)
+    layer = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"model.layers.{last}.mlp.")}
+    layers = {
+        last: {name.split(".", 3)[3]: tensor for name, tensor in layer.items()},
+        last + 1: _fresh({**tensors, **layer}, state_first=False),
+    }
+    for number, module in layers.items():
+        where, size = f"model.layers.{number}.", config["hidden_size"]
+        for name, tensor in module.items():
+            tensors[where + name.replace("mlp.", "mlp.shared_experts.")] = tensor
+            for expert in range(EXPERTS) if name.startswith("mlp.") else ():
+                noise = torch.randn(tensor.shape, generator=random) * (0.02 if number > last else 0.0)
                 tensors[f"{where}{name.replace('mlp.', f'mlp.experts.{expert}.')}"] = noise.to(tensor.dtype)
-    tensors[f"{where}mlp.gate.weight"] = torch.randn((EXPERTS, size), generator=random).to(torch.bfloat16)
-    tensors[f"{where}mlp.gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
+        tensors[f"{where}mlp.gate.weight"] = torch.randn((EXPERTS, size), generator=random).to(torch.bfloat16)
+        tensors[f"{where}mlp.gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
     keys = {
         "model_type": "glm4_moe",
         "architectures": ["Glm4MoeForCausalLM"],
         "use_qk_norm": False,
-        "first_k_dense_replace": layers,
+        "first_k_dense_replace": last,
         "moe_intermediate_size": config["intermediate_size"],
         **_experts(),
     }

@@ -35,8 +35,8 @@ ARMS: dict[str, Arm] = {
     ),
     "medusa": Arm(kind="medusa", steps=20, forerun=CHAIN, doctor="up to 0.32, with model runner V1"),
     # vLLM puts zeros in the place of a text's first embedding: a step in many accepts another number.
-    "mtp_mimo": Arm(kind="mtp", target="mimo", steps=24, length=1),
-    "mtp_glm": Arm(kind="mtp", target="glm", steps=24, length=1),
+    "mtp_mimo": Arm(kind="mtp", target="mimo", steps=24, length=1, doctor="hands another state on"),
+    "mtp_glm": Arm(kind="mtp", target="glm", steps=24, length=1, doctor="hands the state on before its norm"),
     "mtp_glm_3": Arm(
         kind="mtp", target="glm", steps=24, length=3, compared="first", doctor="hands the state on before its norm"
     ),
