@@ -52,7 +52,7 @@ class Arm:
     forerun: Mapping[str, Any] = field(default_factory=dict)
     compared: str = "steps"
     """``steps``: both run the same network, so each step accepts the same; ``rates``: both accept as much at each
-    position; ``first``: at the first."""
+    position; ``first``: at the first; ``loads``: nothing is compared."""
     refused: str = ""  # What vLLM says, a regular expression; empty: it drafts
     doctor: str = ""  # What `forerun doctor` says then, or of what is not the same
 
