@@ -98,7 +98,7 @@ def _vllm_loader(head: HeadCheckpoint) -> Iterator[Finding]:
         yield from fails("vllm", f"the activation {config.hidden_act}", "has heads with silu only", "train with silu")
     if config.mlp_bias:
         yield from degrades("vllm", "biases of the MLP", "does not use them, without a message", RETRAIN)
-    if config.kind == "dflash" and config.sample_from_anchor:
+    if config.kind in ("dflash", "dflash2") and config.sample_from_anchor:
         what = "a root that predicts the token after it (sample_from_anchor)"
         yield from fails("vllm", what, "takes that of DSpark heads only", RETRAIN)
     if config.kind == "dspark" and config.markov_head_type != "vanilla":
@@ -107,6 +107,9 @@ def _vllm_loader(head: HeadCheckpoint) -> Iterator[Finding]:
     if config.kind == "dspark":
         why = 'stops on a CPU: "Model Runner V1 does not support: dspark speculative decoding"'
         yield from check("vllm", "a DSpark head", why, "serve it on an accelerator, or in forerun")
+    elif config.kind == "dflash2":
+        why = 'stops on a CPU: "Model Runner V1 does not support: DFlash candidate-head drafts"'
+        yield from check("vllm", "a DFlash 2 head", why, "serve it on an accelerator, or in forerun")
     elif config.full_layers:
         why = "stops on a CPU, where it has no model runner V2"
         yield from check("vllm", "layers with and without a window", why, "serve it on an accelerator, or in forerun")
