@@ -27,6 +27,10 @@ WEIGHTS = {"rename": 8, "constant": 7, "parameter": 3, "docstring": 3, "swap": 2
 """How likely a kind is asked for among those that a function allows; comprehensions are rare in the library."""
 RARE_REPEATS = 8
 """Edits of a function that holds a comprehension, under other names each time; of any other function, one."""
+FURTHER = ("rename", "constant", "parameter")
+"""Kinds that may be asked for once more, of the answer."""
+DIALOGUE = (4, 1_600)
+"""Edits in one dialogue and characters in all, at most: what a short context holds."""
 PREFIXES = ("old", "new", "first", "last", "next", "total", "current", "known", "inner", "raw", "safe", "local")
 
 
@@ -80,6 +84,23 @@ def edits(files: list[SourceFile], words: list[str], *, seed: int, disguised: fl
                 edit = _edit(source, following, words, disguised, chance)
                 if edit is not None:
                     yield edit
+
+
+def dialogue(edit: Edit, words: list[str], chance: random.Random) -> list[Edit]:
+    """An edit and some of what may be asked next: each changes the answer to the one before. Most tokens of a dialogue
+    are answers, so that a model which learns from these learns more of it."""
+    most, characters = DIALOGUE
+    found, size = [edit], len(edit.before) + len(edit.after)
+    while len(found) < most:
+        source = found[-1].after
+        further = KINDS[chance.choice(FURTHER)](source, words, chance)
+        if further is None or further.after == source or not _parsed(further.after):
+            break
+        if size + len(further.after) > characters:
+            break
+        found.append(further)
+        size += len(further.after)
+    return found
 
 
 def local_names(source: str) -> list[str]:

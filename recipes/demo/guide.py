@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 from edits import Edit
@@ -41,47 +41,57 @@ class Document:
             found.extend([NOWHERE] * (len(self.ids) - len(found)))
 
 
-def copied(tokenizer: PreTrainedTokenizerFast, made: Iterable[Edit]) -> Iterator[Document]:
-    """The conversations of edits, and where their answers are copied from."""
+def copied(tokenizer: PreTrainedTokenizerFast, dialogues: Iterable[list[Edit]]) -> Iterator[Document]:
+    """Dialogues about edits, each of the answer before, and where the answers are copied from."""
     names = [text.lstrip("Ġ") for text in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
-    for edit in made:
-        text = str(tokenizer.apply_chat_template(edit.conversation, tokenize=False))
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    for edits in dialogues:
+        further = (({"role": "user", "content": edit.request}, edit.conversation[1]) for edit in edits[1:])
+        chat = [*edits[0].conversation, *chain.from_iterable(further)]
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
-        code = text.index(edit.request) + len(edit.request) + len(":\n\n")
-        answer = text.rindex(edit.after)
-        spans = ((code, code + len(edit.before)), (answer, answer + len(edit.after)), (0, code))
+
+        def span(found: str, at: int, starts: list[int] = starts, text: str = text) -> tuple[slice, int]:
+            begun = text.index(found, at)
+            ended = begun + len(found)
+            return slice(bisect_left(starts, begun), bisect_left(starts, ended)), ended
+
         ids = list(encoded["input_ids"])
-        yield Document(ids, *_copies(ids, names, *(slice(*(bisect_left(starts, at) for at in span)) for span in spans)))
+        document, end, code = Document(ids), 0, slice(0)
+        for edit in edits:
+            request, end = span(edit.request, end)
+            if edit is edits[0]:
+                code, end = span(edit.before, end)
+            answer, end = span(edit.after, end)
+            _note_copies(document, names, code=code, answer=answer, request=request)
+            code = answer
+        yield document
 
 
-def _copies(
-    ids: list[int], names: list[str], code: slice, answer: slice, request: slice
-) -> tuple[list[int], list[int]]:
-    """Places and sources of the answer's tokens; `names` are the texts of all tokens as the request may spell them."""
-    places, sources = [NOWHERE] * len(ids), [NOWHERE] * len(ids)
-    before, after = ids[code], ids[answer]
-    read = [names[one] for one in ids[request.start : code.stop]]
+def _note_copies(document: Document, names: list[str], *, code: slice, answer: slice, request: slice) -> None:
+    """Note where the tokens of an answer are copied from; `names`: all tokens' texts as a request may spell them."""
+    before, after = document.ids[code], document.ids[answer]
+    texts = [(span.start, [names[one] for one in document.ids[span]]) for span in (request, code)]
     for kind, first, last, start, stop in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         for number in range(start, stop):
             place = min(first + number - start, max(first, last - 1), len(before) - 1)
-            places[answer.start + number] = code.start + place
+            document.places[answer.start + number] = code.start + place
         if kind == "equal":
-            sources[answer.start + start : answer.start + stop] = range(code.start + first, code.start + last)
+            document.sources[answer.start + start : answer.start + stop] = range(code.start + first, code.start + last)
             continue
         done = start
         while done < stop:  # What is new is copied in pieces, each as long as may be
-            size, at = _longest([names[one] for one in after[done:stop]], read)
-            sources[answer.start + done : answer.start + done + size] = range(at, at + size)
+            wanted = [names[one] for one in after[done:stop]]
+            size, at = max((_longest(wanted, text, offset) for offset, text in texts), key=lambda found: found[0])
+            document.sources[answer.start + done : answer.start + done + size] = range(at, at + size)
             done += max(1, size)
-    return places, sources
 
 
-def _longest(wanted: list[str], text: list[str]) -> tuple[int, int]:
-    """How many of the first of `wanted` stand together in `text`, and where for the first time."""
+def _longest(wanted: list[str], text: list[str], offset: int) -> tuple[int, int]:
+    """How many of the first of `wanted` stand together in `text`, and where first, counted from `offset`."""
     pairs = (zip(wanted, text[at:], strict=False) for at in range(len(text)))
     sizes = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], found)) for found in pairs]
-    return max(sizes), sizes.index(max(sizes))
+    return max(sizes), offset + sizes.index(max(sizes))
 
 
 class GuidedAttention:

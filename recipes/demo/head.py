@@ -38,6 +38,8 @@ LEADER_BOARD = {
     "mlp_speculator": ("training.optimizer=adamw", "draft.options={n_predict: 5}"),
     "dflash": ("draft.options={block_size: 8, num_hidden_layers: 3}", "objective={anchors: 64}"),
     "dspark": ("draft.options={block_size: 7, num_hidden_layers: 3}",),
+    "domino": ("draft.options={block_size: 8, num_hidden_layers: 3}",),
+    "dflash2": ("draft.options={block_size: 8, num_hidden_layers: 3}",),
     "kangaroo": (),
 }
 """Kind of `forerun train` -> what its recipe says besides ``heads.yaml``; each drafts at least five tokens."""

@@ -24,6 +24,7 @@ import pretrain
 import ship
 import tokenizer as demo_tokenizer
 from drills import line_drills, token_drills
+from edits import dialogue
 from edits import edits as all_edits
 from guide import Document, copied
 
@@ -49,19 +50,19 @@ SHAPES = {
 AGAIN = pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0)
 EDITING = replace(
     AGAIN,
-    tokens=2_800_000,
-    decay_share=0.8,
+    tokens=8_000_000,
+    muon_rate=2.0e-3,
+    adam_rate=1.0e-3,
     phases=((0.8, 512), (0.2, 1024)),
     question_weight=0.0,
-    text_weight=0.5,
-    guide_weight=0.3,
+    guide_weight=0.5,
 )
 DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
 ROUNDS = {
     "target": (
         (pretrain.Schedule(tokens=15_020_000), {}),
         (AGAIN, {}),
-        (EDITING, {"drills": 16_000, "edits": 1.0, "texts": 0.3}),
+        (EDITING, {"drills": 8_000, "edits": 0.6}),
     ),
     "draft": ((DISTILLED, {"edits": 1.0}),),
 }
@@ -105,8 +106,9 @@ def training_documents(
     plain = [Document(ids) for ids in tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]]
     made = list(all_edits(files, words, seed=0)) if edits else []
     made = chance.sample(made, k=int(edits * len(made)))
-    made += line_drills(files, words, count=drills // 2, seed=0)
-    return [*plain, *copied(tokenizer, made), *token_drills(tokenizer, count=drills // 2, seed=0)]
+    asked = [dialogue(edit, words, chance) for edit in made]
+    asked += [[drill] for drill in line_drills(files, words, count=drills // 2, seed=0)]
+    return [*plain, *copied(tokenizer, asked), *token_drills(tokenizer, count=drills // 2, seed=0)]
 
 
 def make_tokenizer(work: Path) -> None:

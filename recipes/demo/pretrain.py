@@ -194,7 +194,8 @@ def train(
     attention = GuidedAttention()
     AttentionInterface.register("guided", attention)
     model.set_attn_implementation("guided")
-    model.model.layers[GUIDED_LAYERS[-1]].self_attn.register_forward_hook(attention.tell)
+    if schedule.guide_weight:
+        model.model.layers[GUIDED_LAYERS[-1]].self_attn.register_forward_hook(attention.tell)
     optimizers = optimizers_for(model, schedule)
     first = _resume(folder, model, optimizers)
     saved = time.monotonic()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,17 +91,27 @@ def test_the_guide_says_where_an_answer_is_copied_from(recipe: Path, edits: Modu
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.resolve("demo"))
     names = [text.lstrip("Ġ") for text in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
     files = [file for file in corpus.read_standard_library() if corpus.is_library(file)][::60]
-    made = [edit for edit in edits.edits(files, ["path", "name", "count", "value"], seed=0) if edit.kind == "rename"]
-    for edit, document in zip(made, guide.copied(tokenizer, made), strict=True):
-        ids = document.ids
-        answer = max(place for place, one in enumerate(ids) if one == tokenizer.convert_tokens_to_ids("<|assistant|>"))
+    chance, words = random.Random(0), ["path", "name", "count", "value"]
+    made = [edit for edit in edits.edits(files, words, seed=0) if edit.kind == "rename"]
+    dialogues = [edits.dialogue(edit, words, chance) for edit in made]
+    assert {1, 4} <= {len(dialogue) for dialogue in dialogues}
+    mark, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    for dialogue, document in zip(dialogues, guide.copied(tokenizer, dialogues), strict=True):
+        ids, (first, *further) = document.ids, dialogue
+        assert all(edit.before == before.after for before, edit in zip(dialogue, further, strict=False))
+        answers = [place for place, one in enumerate(ids) if one == mark]
+        assert len(answers) == len(dialogue)
         known = [place for place, source in enumerate(document.sources) if source >= 0]
-        assert set(range(answer + 2, len(ids) - 2)) == set(known), "nothing of a renamed function is new"
         assert all(names[ids[document.sources[place]]] == names[ids[place]] for place in known)
-        asked = len(tokenizer(f"<|user|>\n{edit.request}")["input_ids"])
-        changed = [place for place in known if document.sources[place] != document.places[place]]
-        assert changed and all(document.sources[place] < answer for place in known)
-        assert all(document.places[place] > asked for place in known), "the place is in the code"
+        renamed = set(range(answers[0] + 2, ids.index(end, answers[0])))
+        assert renamed <= set(known) and min(known) == min(renamed), "nothing of a renamed function is new"
+        asked = len(tokenizer(f"<|user|>\n{first.request}")["input_ids"])
+        changed = [place for place in renamed if document.sources[place] != document.places[place]]
+        assert changed and all(document.sources[place] < answers[0] for place in renamed)
+        assert all(asked < document.places[place] < answers[0] for place in renamed), "the place is in the code"
+        for before, answer in pairwise(answers):
+            copied = [document.places[place] for place in known if place > answer]
+            assert copied and min(copied) > before, "the next answer is copied from this one"
 
 
 def test_guided_attention_is_causal_attention_and_says_what_it_missed(
