@@ -157,13 +157,15 @@ class SpeculationStats:
             else:
                 setattr(self, name, own + more)
 
-    def record(self, *, drafted: int, depth: int, accepted: int, rule: str = "") -> None:
-        """Count one step that drafted `drafted` nodes down to `depth`, of which `rule` kept a path of `accepted`."""
+    def record(self, *, drafted: int, depth: int, accepted: int, rule: str | None = None) -> None:
+        """Count one step that drafted `drafted` nodes down to `depth`, of which `rule`, if known, kept a path of
+        `accepted`."""
         if drafted == 0:
             self.num_plain_steps += 1
             return
         self.num_spec_steps += 1
-        self.steps_per_rule[rule] += 1
+        if rule is not None:
+            self.steps_per_rule[rule] += 1
         self.num_draft_tokens += drafted
         self.num_accepted_draft_tokens += accepted
         self.num_emitted_tokens += accepted + 1

@@ -225,7 +225,8 @@ def test_it_learns_while_it_serves_and_goes_on_after_a_restart(
     plain = tokens_of(llm.generate(WORDS, params, speculative=False))
     for _ in range(400):
         assert tokens_of(llm.generate(WORDS, params)) == plain
-        if llm.adaptation.stats().version >= 2 or not llm.adaptation.stats().running:
+        stats = llm.adaptation.stats()
+        if (stats.version >= 2 and stats.candidate_acceptance > 0) or not stats.running:
             break
     llm.adaptation.close()
     stats = llm.adaptation.stats()

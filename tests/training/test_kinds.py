@@ -110,8 +110,8 @@ def test_what_is_no_kind_or_another_ones_is_refused_by_name() -> None:
         make_recipe("eagel3", given)
     with pytest.raises(ArgumentError, match="forerun train eagle3"):
         make_recipe("eagle", {**given, "kind": "eagle3"})
-    with pytest.raises(ArgumentError, match=r"unknown key 'objective\.noise"):
-        make_recipe("eagle3", {**given, "objective": {"noise": 0.1}})
+    with pytest.raises(ArgumentError, match=r"unknown key 'objective\.anchors"):
+        make_recipe("eagle3", {**given, "objective": {"anchors": 64}})
     drafting = dataclasses.replace(kind_named("eagle3"), name="later", trains="draft_model")
     with pytest.raises(ArgumentError, match="later cannot be trained here"):
         objective_for(drafting)

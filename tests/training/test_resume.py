@@ -40,6 +40,7 @@ OTHER: dict[str, Any] = {
     "draft.start": "elsewhere",
     "draft.options": {"boundaries": [1, 2, 3]},
     "objective.divergence": "lk",
+    "objective.writer": "target",
     "training.steps": 2,
     "training.max_seconds": 1e9,
     "training.optimizer": "muon",

@@ -64,7 +64,7 @@ def soft_loss(
     target = _Target(
         weights=row_weights,
         teacher=teacher,
-        divergence=divergence,
+        divergence=Divergence(divergence),
         decay=decay,
         mix=mix,
         unknown=teacher.unknown() if skip_unknown else None,
