@@ -12,13 +12,11 @@ from torch.nn.functional import log_softmax
 
 from forerun.drafters.heads.base import Above
 from forerun.drafters.heads.dflash2 import BlockConvolution, DFlash2Config, DFlash2Head
-from forerun.drafters.heads.runner import BlockRunner
 from forerun.errors import ArgumentError
-from forerun.model import Target
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.dflash2 import DFlash2Objective, DFlash2Settings
 from forerun.types import LAST_HIDDEN
-from training.ttt import HIDDEN, VOCABULARY, batch_of, dflash, features, model, tokens
+from training.ttt import HIDDEN, VOCABULARY, batch_of, dflash, drafted_block, model, tokens
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -33,26 +31,11 @@ def head(**options: Any) -> DFlash2Head:
     return made
 
 
-@torch.no_grad()
 def drafted(made: DFlash2Head, text: list[int], root: int) -> list[Tensor]:
-    """Logits of every depth behind the root, the text's own tokens being drafted beside others."""
-    runner = BlockRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
-    states = {boundary: state[:, :root] for boundary, state in features(text, made.config.boundaries).items()}
-    runner.ingest([0], [text[1 : root + 1]], states)
-    depths = made.config.max_depth or 0
-    others = [7, *text[root + 1 :], *[0] * depths]
-
-    def levels(logits: Tensor) -> list[Tensor]:
-        found, parent = [logits[0, 0]], 0
-        for depth in range(1, depths):
-            # The path's token stands second; its parent's place is 0 under the root.
-            logits = runner.descend(torch.tensor([[others[0], others[depth]]]), torch.full((1, 2), parent))
-            parent = 1
-            assert not torch.equal(logits[0, 0], logits[0, 1])
-            found.append(logits[0, 1])
-        return found
-
-    return runner.unroll([0], 6, levels)
+    """Logits of every depth behind the root, where the tokens above are the text's."""
+    found = drafted_block(made, text, root)
+    assert not any(torch.equal(other, own) for other, own, _ in found[1:])
+    return [own for _, own, _ in found]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

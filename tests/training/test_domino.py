@@ -13,13 +13,11 @@ from torch.nn.functional import log_softmax
 
 from forerun.drafters.heads.base import Above
 from forerun.drafters.heads.domino import DominoHead
-from forerun.drafters.heads.runner import BlockRunner
 from forerun.errors import ArgumentError
-from forerun.model import Target
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.domino import DominoObjective, DominoSettings
 from forerun.types import LAST_HIDDEN
-from training.ttt import HIDDEN, VOCABULARY, batch_of, dflash, features, model, tokens
+from training.ttt import HIDDEN, VOCABULARY, batch_of, dflash, drafted_block, model, tokens
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -39,27 +37,13 @@ def objective(made: DominoHead, **settings: Any) -> DominoObjective:
     return DominoObjective(made, FrozenTarget.of(model()), DominoSettings(**settings))
 
 
-@torch.no_grad()
 def drafted(made: DominoHead, text: list[int], root: int) -> list[Tensor]:
-    """Logits of every depth behind the root, the text's own tokens being drafted beside others."""
-    runner = BlockRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
-    states = {boundary: state[:, :root] for boundary, state in features(text, made.config.boundaries).items()}
-    runner.ingest([0], [text[1 : root + 1]], states)
-    depths = made.config.max_depth or 0
-    others = [7, *text[root + 1 :], *[0] * depths]
-
-    def levels(logits: Tensor) -> list[Tensor]:
-        found, parent = [logits[0, 0]], 0
-        for depth in range(1, depths):
-            # The path's token stands second; its parent's place is 0 under the root.
-            logits = runner.descend(torch.tensor([[others[0], others[depth]]]), torch.full((1, 2), parent))
-            parent = 1
-            alike = torch.equal(logits[0, 0], logits[0, 1])
-            assert alike == (depth < made.config.pure_draft_prefix_len or not made.embed_proj[2].weight.any())
-            found.append(logits[0, 1])
-        return found
-
-    return runner.unroll([0], 6, levels)
+    """Logits of every depth behind the root, where the tokens above are the text's."""
+    found = drafted_block(made, text, root)
+    for depth, (other, own, _) in enumerate(found[1:], start=1):
+        plain = depth < made.config.pure_draft_prefix_len or not made.embed_proj[2].weight.any()
+        assert torch.equal(other, own) == plain
+    return [own for _, own, _ in found]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

@@ -14,13 +14,11 @@ from forerun import LLM, SamplingParams
 from forerun.drafters.drawing import Children
 from forerun.drafters.heads.base import Above
 from forerun.drafters.heads.dspark import DSparkHead
-from forerun.drafters.heads.runner import BlockRunner
 from forerun.errors import ArgumentError
-from forerun.model import Target
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.dspark import DSparkObjective, DSparkSettings
 from forerun.types import LAST_HIDDEN
-from training.ttt import VOCABULARY, batch_of, dflash, features, model, tokens
+from training.ttt import VOCABULARY, batch_of, dflash, drafted_block, model, tokens
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -42,25 +40,10 @@ def objective(made: DSparkHead, **settings: Any) -> DSparkObjective:
 
 
 def drafted(made: DSparkHead, text: list[int], root: int) -> list[tuple[Tensor, Tensor | None]]:
-    """Logits and acceptance of every depth behind the root, the text's own tokens being drafted."""
-    runner = BlockRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
-    states = {boundary: state[:, :root] for boundary, state in features(text, made.config.boundaries).items()}
-    runner.ingest([0], [text[1 : root + 1]], states)
-    assert made.config.max_depth is not None
-    others = [7, *text[root + 1 :], *[0] * made.config.max_depth]
-
-    def levels(logits: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        found = [(logits[0, 0], None if runner.acceptance is None else runner.acceptance[0, 0])]
-        parent = 0
-        for depth in range(1, made.config.max_depth or 0):
-            # The path's token stands second; its parent's place is 0 under the root.
-            pair, above = torch.tensor([[others[0], others[depth]]]), torch.full((1, 2), parent)
-            logits, parent = runner.descend(pair, above), 1
-            assert not torch.equal(logits[0, 0], logits[0, 1])
-            found.append((logits[0, 1], None if runner.acceptance is None else runner.acceptance[0, 1]))
-        return found
-
-    return runner.unroll([0], 6, levels)
+    """Logits and acceptance of every depth behind the root, where the tokens above are the text's."""
+    found = drafted_block(made, text, root)
+    assert not any(torch.equal(other, own) for other, own, _ in found[1:])
+    return [(own, sure) for _, own, sure in found]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

@@ -21,6 +21,7 @@ from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.drafters.heads.mtp import MtpConfig, MtpHead
 from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
+from forerun.drafters.heads.runner import BlockRunner
 from forerun.model import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
@@ -190,6 +191,31 @@ def features(text: list[int], boundaries: tuple[int, ...]) -> dict[int, torch.Te
     target = Target(model(), rows=1, slots=len(text) + 1)
     scored = target.prefill([0], [text], boundaries={*boundaries, LAST_HIDDEN})
     return {boundary: states.clone() for boundary, states in scored.hidden_states.items()}
+
+
+@torch.no_grad()
+def drafted_block(
+    made: Any, text: list[int], root: int
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """What a head whose depths depend on the tokens above drafts behind the root, the text's own tokens beside others:
+    of every depth the logits below another token and below the text's, and the acceptance there."""
+    runner = BlockRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+    states = {boundary: state[:, :root] for boundary, state in features(text, made.config.boundaries).items()}
+    runner.ingest([0], [text[1 : root + 1]], states)
+    depths = made.config.max_depth or 0
+    drafts = [7, *text[root + 1 :], *[0] * depths]
+
+    def levels(logits: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        found, place = [], 0
+        for depth in range(depths):
+            if depth:  # The path's token stands second; its parent's place is 0 under the root
+                pair, above = torch.tensor([[drafts[0], drafts[depth]]]), torch.full((1, 2), place)
+                logits, place = runner.descend(pair, above), 1
+            sure = None if runner.acceptance is None else runner.acceptance[0, place]
+            found.append((logits[0, 0], logits[0, place], sure))
+        return found
+
+    return runner.unroll([0], 6, levels)
 
 
 def batch_of(documents: list[list[int]], boundaries: tuple[int, ...], padding: int = 0) -> FeatureBatch:
