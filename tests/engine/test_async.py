@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from forerun import LLM, AsyncLLM, SamplingParams
+from forerun.engine import async_llm
 from forerun.errors import ArgumentError, EngineError, SlowReaderError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -131,6 +133,24 @@ async def test_the_engine_does_not_run_ahead_of_a_loop_that_is_busy(llm: AsyncLL
         text += chunk.text
         time.sleep(0.05)
     assert text == (await llm.generate(PROMPTS[0], GREEDY))[0].outputs[0].text
+
+
+async def test_a_reader_takes_a_chunk_before_the_next_one_comes() -> None:
+    """However long its delivery takes: else one who waits for nothing else would count as slow."""
+    handover, loop, order = async_llm._Handover(), asyncio.get_running_loop(), list[str]()
+
+    def deliver() -> None:
+        time.sleep(0.1)
+        loop.call_soon(order.append, "read")
+
+    def step() -> None:
+        for _ in range(3):
+            handover.give(loop, deliver)
+            handover.give(loop, partial(order.append, "next"))
+
+    await asyncio.to_thread(step)
+    await asyncio.sleep(0.1)
+    assert order == ["read", "next"] * 3
 
 
 def test_an_engine_outlives_the_loops_that_it_was_asked_from(checkpoint: Path) -> None:

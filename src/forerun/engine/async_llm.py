@@ -239,24 +239,26 @@ class _Handover:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None  # What was last given something
-        self._begun = threading.Event()  # It has begun with that
-        self._begun.set()
+        self._done = threading.Event()  # With that: whoever it woke has a place in the loop before the next task
+        self._done.set()
 
     def give(self, loop: asyncio.AbstractEventLoop, task: Callable[[], None]) -> None:
-        """Have the loop do the task, once it has begun with the one before; nothing happens if it has been closed."""
-        while not self._begun.wait(_LOOK_S):
+        """Have the loop do the task, once it has done the one before; nothing happens if it has been closed."""
+        while not self._done.wait(_LOOK_S):
             if self._loop is not None and self._loop.is_closed():
-                break  # and will never begin
+                break  # and will never do it
         self._loop = loop
-        self._begun.clear()
+        self._done.clear()
         try:
-            loop.call_soon_threadsafe(self._begin, task)
+            loop.call_soon_threadsafe(self._do, task)
         except RuntimeError:  # closed: nobody waits
-            self._begun.set()
+            self._done.set()
 
-    def _begin(self, task: Callable[[], None]) -> None:
-        self._begun.set()
-        task()
+    def _do(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        finally:
+            self._done.set()
 
 
 class _Worker(ThreadPoolExecutor):
