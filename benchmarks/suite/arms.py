@@ -71,7 +71,7 @@ class ForerunArm:
             temperature=setting.temperature,
             top_p=setting.top_p,
             top_k=0,
-            max_tokens=setting.length(index),
+            max_tokens=setting.new_tokens,
             ignore_eos=True,
             seed=seed,
             detokenize=False,
@@ -111,7 +111,7 @@ class TransformersArm:
         result = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=setting.length(index),
+            max_new_tokens=setting.new_tokens,
             stopping_criteria=[clock],
             **sampling,
             **self.options,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.arms import TREE_NODES, TREE_TOP_K, Arm, TransformersArm
-from benchmarks.suite.contest import PLAIN, Contestant, Workload
+from benchmarks.suite.arms import TREE_NODES, TREE_TOP_K, Arm
+from benchmarks.suite.contest import PLAIN, Contestant, TransformersContestant, Workload
 from benchmarks.suite.speed import Progress
 from forerun import LLM
 from forerun.demo import prompts
@@ -100,11 +100,11 @@ def contestants(llm: LLM, work: Workload, field: Field, costs: Mapping[str, Draf
     ]
 
 
-def peers(model: Any, lookup: int) -> list[Arm]:
+def peers(model: Any, work: Workload, lookup: int) -> list[Arm]:
     """transformers' plain decoding and its prompt lookup."""
     return [
-        TransformersArm("transformers plain", model, {}),
-        TransformersArm("transformers prompt lookup", model, {"prompt_lookup_num_tokens": lookup}),
+        TransformersContestant("transformers plain", model, {}, work),
+        TransformersContestant("transformers prompt lookup", model, {"prompt_lookup_num_tokens": lookup}, work),
     ]
 
 

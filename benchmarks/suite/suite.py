@@ -126,7 +126,7 @@ def _host_goals(contest: Contest) -> list[Goal]:
     """Drafting by copy, verification and commit of greedy steps."""
     found = []
     for line in contest.lines:
-        greedy = line.workload in ("complete, T = 0", "edit, T = 0")
+        greedy = line.workload in ("complete, T = 0", "edit, replayed")
         if greedy and line.host_share is not None and line.summary.arm in [f"forerun {name}" for name in COPYING]:
             found.append(at_most(f"time outside the model, {line.summary.arm}, {line.workload}", 0.03, line.host_share))
     return found
@@ -490,7 +490,7 @@ def _drafters(models: _Models) -> None:
     stock = load_transformers(models.target)
     contest = models.results.contest = Contest()
     for work in workloads(llm.tokenizer, quick=options.quick):
-        arms: list[Arm] = [*peers(stock, options.lookup), *contestants(llm, work, there, costs)]
+        arms: list[Arm] = [*peers(stock, work, options.lookup), *contestants(llm, work, there, costs)]
         compete(arms, work, contest, models.progress, cost)
 
 

@@ -15,12 +15,6 @@ class Setting:
     top_p: float = 1.0
     seeds: tuple[int, ...] = (1,)
     new_tokens: int = 96
-    lengths: tuple[int, ...] = ()
-    """Tokens of the answer to each prompt, where they differ."""
-
-    def length(self, prompt: int) -> int:
-        """Tokens of the answer to prompt number `prompt`."""
-        return self.lengths[prompt] if self.lengths else self.new_tokens
 
     @property
     def label(self) -> str:

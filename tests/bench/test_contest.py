@@ -15,16 +15,15 @@ from benchmarks.suite.contest import (
     Contest,
     Contestant,
     ContestLine,
+    TransformersContestant,
     Workload,
     compete,
     workloads,
 )
-from benchmarks.suite.contestants import peers
 from benchmarks.suite.speed import ArmSummary
 from benchmarks.suite.suite import burden_goals, contest_goals
 from benchmarks.suite.workloads import Setting
 from forerun import LLM
-from forerun.demo import edits
 
 
 class Letters:
@@ -32,9 +31,6 @@ class Letters:
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(letter) % 128 for letter in text]
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return "".join(message["content"] for message in messages)
 
 
 def quiet(_: str) -> None:
@@ -49,32 +45,35 @@ class TestWorkloads:
         assert len(repeat.prompts) == FAMILY
         assert list(repeat.prompts[0][SHIFT:]) == list(repeat.prompts[1][:-SHIFT])
 
-    def test_an_edit_asks_for_the_longest_functions_and_predicts_them_unchanged(self) -> None:
+    def test_an_edited_file_is_mostly_the_file(self) -> None:
         edit = workloads(Letters(), quick=True)[-1]
-        assert edit.label == "edit, T = 0" and edit.predictions is not None
-        answers = {len(one.answer) + 1 for one in edits()}
-        assert [edit.setting.length(number) for number in (0, 1)] == sorted(answers)[-2:]
-        for prompt, prediction in zip(edit.prompts, edit.predictions, strict=True):
-            assert list(prompt[-len(prediction) :]) == list(prediction) and 10 < len(prompt) - len(prediction) < 150
+        assert edit.label == "edit, replayed" and edit.answers is not None and edit.predictions == edit.prompts
+        assert edit.setting.new_tokens <= min(map(len, edit.answers))
+        for prompt, answer in zip(edit.prompts, edit.answers, strict=True):
+            assert list(prompt) != list(answer) and abs(len(prompt) - len(answer)) < 150
 
 
 class TestContest:
     @pytest.fixture
     def work(self) -> Workload:
         prompts = [[5, 6, 7, 8, 9, 10, 11] * 4, [20, 21, 22, 23] * 6]
-        return Workload(name="edit", setting=Setting(name="edit", temperature=0.0, lengths=(12, 9)), prompts=prompts)
+        answers = [[5, 6, 7, 8, 30, 9, 10, 11, 5, 6, 7, 8], [20, 21, 22, 40, 23, 20, 21, 22, 23, 20, 21, 22]]
+        setting = Setting(name="edit", temperature=0.0, new_tokens=12)
+        return Workload(name="edit", setting=setting, prompts=prompts, answers=answers)
 
-    def test_every_arm_is_held_against_plain(self, source_tied: Path, work: Workload) -> None:
+    def test_every_arm_says_the_given_text_and_is_held_against_plain(self, source_tied: Path, work: Workload) -> None:
         llm = LLM(str(source_tied), tokenizer=False, max_num_seqs=1, max_model_len=96)
         arms: Sequence[Any] = [
             Contestant(PLAIN, llm, False, work),
             Contestant("forerun ngram", llm, {"method": "ngram"}, work),
-            *peers(load_transformers(source_tied), lookup=4),
+            TransformersContestant(
+                "transformers prompt lookup", load_transformers(source_tied), {"prompt_lookup_num_tokens": 4}, work
+            ),
         ]
         contest = Contest()
         compete(arms, work, contest, quiet)
-        lines = {line.summary.arm: line for line in contest.of("edit, T = 0")}
-        assert list(lines) == [PLAIN, "forerun ngram", "transformers plain", "transformers prompt lookup"]
+        lines = {line.summary.arm: line for line in contest.of("edit, replayed")}
+        assert list(lines) == [PLAIN, "forerun ngram", "transformers prompt lookup"]
         assert lines[PLAIN].speedup == pytest.approx(1.0)
         assert set(contest.unlike.values()) == {0}
         length = lines["forerun ngram"].summary.tokens_per_pass
@@ -96,19 +95,19 @@ class TestGoals:
     def test_auto_is_held_against_the_best_of_each_workload(self) -> None:
         contest = Contest(
             lines=[
-                line("edit, T = 0", "transformers prompt lookup", 2.0),
-                line("edit, T = 0", "forerun plain", 1.0),
-                line("edit, T = 0", "forerun suffix", 4.0, host_share=0.02, predicted=4.2),
-                line("edit, T = 0", "forerun auto", 3.0),
+                line("edit, replayed", "transformers prompt lookup", 2.0),
+                line("edit, replayed", "forerun plain", 1.0),
+                line("edit, replayed", "forerun suffix", 4.0, host_share=0.02, predicted=4.2),
+                line("edit, replayed", "forerun auto", 3.0),
                 line("complete, T = 0", "forerun ngram", 1.2, host_share=0.05, predicted=1.2),
                 line("complete, T = 0", "forerun eagle3", 2.0),
                 line("complete, T = 0", "forerun auto", 2.0),
             ]
         )
         goals = {goal.what: goal for goal in contest_goals(contest)}
-        assert goals["copying / plain, edit, T = 0"].met
-        assert goals["copying / transformers prompt lookup, edit, T = 0"].measured == pytest.approx(2.0)
-        assert goals["auto / best single drafter, edit, T = 0"].measured == pytest.approx(0.75)
+        assert goals["copying / plain, edit, replayed"].met
+        assert goals["copying / transformers prompt lookup, edit, replayed"].measured == pytest.approx(2.0)
+        assert goals["auto / best single drafter, edit, replayed"].measured == pytest.approx(0.75)
         assert goals["auto / best single drafter, complete, T = 0"].met
         assert not goals["training-free / plain, complete, T = 0"].met
         mix = goals["auto / best drafter of each workload, over the mix"]

@@ -161,20 +161,19 @@ def test_what_drafts_unless_told_otherwise_fits_any_target(forerun: Forerun, che
     assert found["identical"] is True and found["right"] is None and found["prompt"] == "chunk.py"
 
 
-def test_unless_told_otherwise_an_edit_is_asked_for_and_looked_at(
+def test_an_edit_is_asked_for_and_looked_at(
     forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, answer = "Rename a to b:\n\ndef f(a):\n    return a", "def f(b):\n    return b"
-    edit = Edit(name=demo.DEFAULT_EDIT, request=request, answer=answer)
+    edit = Edit(name="rename-1", request="Rename a to b:\n\ndef f(a):\n    return a", answer="def f(b):\n    return b")
     monkeypatch.setattr(demo.shipped, "edits", lambda: [edit])
-    asked = ("demo", checkpoint, "-n", 12, "--repeats", 1)
+    asked = ("demo", checkpoint, "--prompt-name", "rename-1", "-n", 12, "--repeats", 1)
     ran = forerun(*asked)
     assert ran.code == 0, ran.err
     for words in ("Rename a to b", "def f(a):", "what it changed", "wrong: a script made this", "identical: yes"):
         assert words in ran.out
     assert ran.out.rstrip("\n").endswith("- def f(a):\n+ def f(b):\n-     return a\n+     return b")
     found = json.loads(forerun(*asked, "--json").out)
-    assert found["right"] is False and found["prompt"] == demo.DEFAULT_EDIT and found["temperature"] == 0
+    assert found["right"] is False and found["prompt"] == "rename-1" and found["temperature"] == 0
     monkeypatch.setattr(demo.shipped, "edits", lambda: [replace(edit, answer=found["text"])])
     right = forerun(*asked).out
     assert "right: exactly what a script made" in right and "wrong" not in right
@@ -195,17 +194,6 @@ def test_what_an_edit_changed_is_marked_word_by_word(capsys: pytest.CaptureFixtu
     assert printed[:2] == ["- ", "+ 0"] and printed[-1] == "... and 7 lines more"
     fewer = demo.changes("a = 1\nb = [2]\n", "a = [1, 2]").plain
     assert fewer.splitlines() == ["- a = 1", "- b = [2]", "+ a = [1, 2]"]
-
-
-def test_a_model_without_a_chat_template_continues_a_file(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
-    bare = shutil.copytree(checkpoint, tmp_path / "bare")
-    (bare / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((bare / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    ran = forerun("demo", bare, "-n", 12, "--repeats", 1, "--json")
-    assert ran.code == 0, ran.err
-    assert json.loads(ran.out)["prompt"] == demo.DEFAULT_FILE
 
 
 def test_repetition_counts_runs_that_came_before() -> None:

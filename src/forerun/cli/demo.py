@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
 """Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a target."""
-DEFAULT_EDIT = "rename-1"
-DEFAULT_FILE = "test/test_asyncio/test_taskgroups.py"  # For a model that has no chat template
+DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
 DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
 EDIT_TOKENS = 512  # At most; an edit ends by itself
@@ -55,7 +54,7 @@ def demo(
     /,
     *,
     scale: float | None = None,
-    prompt_name: str | None = None,
+    prompt_name: str = DEFAULT_PROMPT,
     temperature: Annotated[float | None, Parameter(alias="-t")] = None,
     top_p: float | None = 0.95,
     seed: int = DEFAULT_SEED,
@@ -67,7 +66,7 @@ def demo(
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
-    """Edit the same function plainly and speculatively; show both texts and both speeds.
+    """Answer the same question plainly and speculatively; show both texts and both speeds.
 
     Exit code 1 if greedy answers differ by more than a numeric tie.
 
@@ -77,8 +76,7 @@ def demo(
         Enlarge the model to about this many billion parameters first, and EAGLE-3 heads with it. Its answers stay the
         same, its cost becomes real.
     prompt_name
-        Which shipped edit to ask for ("constant-2"), or which held-out file to continue ("chunk.py"). By default an
-        edit, or a file where the model has no chat template.
+        Which shipped held-out file to continue ("chunk.py"), or which edit to ask for in a chat ("constant-2").
     temperature
         By default 0, greedy, for an edit and 0.8 for a file. Above 0, deterministic drafts give the same text for a
         seed, sampled ones the same distribution.
@@ -101,8 +99,7 @@ def demo(
         raise ArgumentError("--heads goes with --all; for one head give --drafter and --drafter-model")
     if repeats < 1:
         raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
-    if prompt_name is not None:
-        question(prompt_name)  # a wrong name is told before a model is loaded
+    asked = question(prompt_name)
     config = speculation.config() or (DEFAULT_DRAFTER if model == "demo" else {"method": "auto"})
     from forerun.cli import session
     from forerun.types import SamplingParams
@@ -111,7 +108,6 @@ def demo(
     if loading.dtype == "auto" and scale is None:
         loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
     llm = session.load(path, loading, drafting, max_num_seqs=1)
-    asked = question(prompt_name or (DEFAULT_EDIT if getattr(llm.tokenizer, "chat_template", None) else DEFAULT_FILE))
     continues = isinstance(asked, Prompt)
     length = max_tokens or ((64 if scale else 128) if continues else EDIT_TOKENS)
     temperature = (0.8 if continues else 0.0) if temperature is None else temperature

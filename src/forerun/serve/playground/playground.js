@@ -8,7 +8,7 @@ const QUESTIONS = {
   chat: `Rename \`rows\` to \`records\`:
 
 def read_table(path, rows=None):
-    """Read a table: a list of cells for each line."""
+    """Return the rows of a table, each a list of its cells."""
     if rows is None:
         rows = []
     with open(path, newline="") as file:
@@ -18,7 +18,7 @@ def read_table(path, rows=None):
                 continue
             rows.append(cells)
     if not rows:
-        raise ValueError("the table is empty")
+        raise ValueError(f"no rows in {path}")
     return rows`,
   text: `"""Read and write small tables."""
 
@@ -380,18 +380,14 @@ async function begin() {
   at("ask").addEventListener("submit", (event) => { event.preventDefault(); run(); });
   const suggest = () => {
     const unchanged = ["", ...Object.values(QUESTIONS)].includes(at("prompt").value);
-    if (!unchanged) return;
-    at("prompt").value = QUESTIONS[at("mode").value];
-    at("temperature").value = at("mode").value === "chat" ? 0 : 0.8;
+    if (unchanged) at("prompt").value = QUESTIONS[at("mode").value];
   };
   at("mode").addEventListener("change", suggest);
   suggest();
   try {
     const model = (await call("v1/models")).data[0];
     at("model").textContent = model.id;
-    at("mode").value = model.chat ? "chat" : "text";
     at("mode").disabled = !model.chat;
-    suggest();
     at("drafter").replaceChildren(...model.speculation.drafters.map((name) => made("option", {}, name)));
     const limit = () => { at("count").max = model.speculation.max_speculative_tokens[at("drafter").value]; };
     at("drafter").addEventListener("change", limit);
