@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 NOWHERE = -1
 """The place of a token that is copied from nowhere."""
-GUIDED_LAYERS = (3, 5)
-"""Of the eight: the layer that is shown the place in the code, and the one that is shown the token itself."""
 GUIDED_GROUPS = {3: 1, 5: 3}
-"""Groups of heads that are shown it: a place is known by one of them, a token is told by the values of all three."""
+"""Of the eight layers, the one that is shown the place in the code and the one that is shown the token itself -> groups
+of heads that are shown it: a place is known by one of them, a token is told by the values of all three."""
+GUIDED_LAYERS = tuple(GUIDED_GROUPS)
 QUERY_BLOCK = 128
 
 
