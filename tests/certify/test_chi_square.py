@@ -134,7 +134,7 @@ def test_a_rule_that_favours_drafts_fails(
     honest = SampleWalk.verify
 
     def eager(self: SampleWalk, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        if tree.size and rng.flip(0.5, 1) and target.probs(0).of_child(1) > 0:
+        if tree.size and target.probs(0).of_child(1) > 0:
             return Verdict(path=(1,), next_token=target.probs(1).draw(rng), kind=Source.RECOVERED)
         return honest(self, tree, target, rng)
 
