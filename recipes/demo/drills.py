@@ -1,6 +1,8 @@
-"""Copying practice in the form of edits: shuffled lines and random tokens, which nobody can answer from memory.
+"""Copying practice in the form of edits: shuffled lines, lines of few names and random tokens, which nobody can answer
+from memory.
 
-A small model predicts most of a function without looking at the question, so edits alone teach it to copy slowly.
+A small model predicts most of a function without looking at the question, so edits alone teach it to copy slowly. Most
+words are one token behind a space and another one without it; what is renamed must be written either way.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from corpus import SourceFile
-from edits import Edit, other_number, standing
+from edits import NUMBERS, Edit, new_name, other_number, standing
 from guide import NOWHERE, Document
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +24,26 @@ TOKENS = (20, 220)
 """Of a drill of random tokens, fewest and most."""
 ALPHABETS = (6, 20, 60, 400)
 """Distinct tokens in one: the fewer, the more of the past must match before the next is known."""
+NAMES, NAMED_LINES = (3, 10), (2, 14)
+"""Of a drill of names: distinct ones and lines, fewest and most."""
+FORMS = (
+    "{} = {}",
+    "{}({}, {})",
+    "{}.{} = {}",
+    "{} = {}.{}({})",
+    "if {} in {}:",
+    "for {} in {}:",
+    "return {}",
+    "return {}[{}], {}",
+    "def {}({}, {}):",
+    "def {}(self, {}={}):",
+    "self.{} = {}",
+    "while {} < {} and not {}:",
+    "{}[{}:{}] = [{}]",
+    "print({} + {}, -{})",
+    "{{{}: {}, '{}': {}}}",
+)
+"""Of its lines."""
 TWINS = 0.25
 """Share of the lines that are followed by themselves with another word, so that a copy must not skip one."""
 
@@ -57,16 +79,45 @@ def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: 
         yield Edit("drill", request, before, after)
 
 
+def name_drills(words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
+    """`count` edits of lines of few names, each of which stands in many places: a name or a number is another one."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        names = [new_name(words, chance) for _ in range(chance.randint(*NAMES))]
+        names += [str(number) for number in chance.sample(NUMBERS, k=2)]
+        old, new = chance.choice(names), new_name(words, chance)
+        lines = []
+        for _ in range(chance.randint(*NAMED_LINES)):
+            form = chance.choice(FORMS)
+            drawn = [old if chance.random() < 0.2 else chance.choice(names) for _ in range(form.count("{}"))]
+            lines.append(" " * chance.choice((0, 4, 4, 8)) + form.format(*drawn))
+        before = "\n".join(lines)
+        request = chance.choice(("Rename `{}` to `{}`", "Rename {} to {}", "Please rename `{}` to `{}`"))
+        if old.isdigit():
+            new, request = other_number(chance), chance.choice(("Change {} to {}", "Change `{}` to `{}`"))
+        yield Edit("drill", request.format(old, new), before, re.sub(standing(old), new, before))
+
+
 def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -> Iterator[Document]:
-    """`count` conversations that ask for random tokens again and get them."""
+    """`count` conversations that ask for random tokens again and get them; every other one asks for words without the
+    space before them that the question has, or with one."""
     chance = random.Random(seed)
     ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
-    for _ in range(count):
-        alphabet = chance.sample(ordinary, k=chance.choice(ALPHABETS))
+    known = tokenizer.get_vocab()
+    spaced = [(known[text], known[f"Ġ{text}"]) for text in sorted(known) if f"Ġ{text}" in known]
+    for number in range(count):
+        request = "Repeat this"
+        if number % 2:
+            request = chance.choice(("Put a space before each word", "Remove the space before each word"))
+            pairs = spaced if request.startswith("Put") else [(second, first) for first, second in spaced]
+        else:
+            pairs = [(one, one) for one in ordinary]
+        alphabet = chance.sample(pairs, k=chance.choice(ALPHABETS))
         drawn = chance.choices(alphabet, k=chance.randint(*TOKENS))
-        chat = [{"role": "user", "content": "Repeat this:\n\n<|pad|>"}, {"role": "assistant", "content": "<|pad|>"}]
+        chat = [{"role": "user", "content": f"{request}:\n\n<|pad|>"}, {"role": "assistant", "content": "<|pad|>"}]
         marked = tokenizer(str(tokenizer.apply_chat_template(chat, tokenize=False)))["input_ids"]
         first, second = (place for place, one in enumerate(marked) if one == tokenizer.pad_token_id)
-        ids = [*marked[:first], *drawn, *marked[first + 1 : second], *drawn, *marked[second + 1 :]]
+        asked, answer = map(list, zip(*drawn, strict=True))
+        ids = [*marked[:first], *asked, *marked[first + 1 : second], *answer, *marked[second + 1 :]]
         places = [NOWHERE] * (second - 1 + len(drawn)) + list(range(first, first + len(drawn)))
         yield Document(ids, places, list(places))

@@ -120,7 +120,7 @@ def same_code(one: str, other: str) -> bool:
 def _edit(source: str, following: str, words: list[str], disguised: float, chance: random.Random) -> Edit | None:
     if chance.random() < disguised:
         for name in chance.sample(local_names(source), k=min(DISGUISES, len(local_names(source)))):
-            source = _renamed(source, name, _new_name(words, chance)) or source
+            source = _renamed(source, name, new_name(words, chance)) or source
     kinds = list(WEIGHTS)
     while kinds:
         kind = chance.choices(kinds, weights=[WEIGHTS[kind] for kind in kinds])[0]
@@ -138,7 +138,7 @@ def _rename(source: str, words: list[str], chance: random.Random) -> Edit | None
     known = [name for name in known if all(len(part) < 2 or part in plain for part in name.split("_"))]
     if not known:
         return None
-    old, new = chance.choice(known), _new_name(words, chance)
+    old, new = chance.choice(known), new_name(words, chance)
     after = _renamed(source, old, new)
     request = chance.choice(("Rename `{}` to `{}`", "Rename {} to {}", "Please rename `{}` to `{}`"))
     return None if after is None else Edit("rename", request.format(old, new), source, after)
@@ -170,7 +170,7 @@ def _parameter(source: str, words: list[str], chance: random.Random) -> Edit | N
     taken = function.args
     if taken.vararg or taken.kwonlyargs or taken.kwarg or taken.posonlyargs:
         return None
-    new = _new_name(words, chance)
+    new = new_name(words, chance)
     default = chance.choice(("None", "0", "1", "True", "False", '""', other_number(chance)))
     if not taken.defaults and chance.random() < 0.5:
         added, request = new, f"Add a parameter `{new}`"
@@ -328,7 +328,8 @@ def _offset(source: str, line: int, column: int) -> int:
     return sum(len(text) + 1 for text in source.split("\n")[: line - 1]) + column
 
 
-def _new_name(words: list[str], chance: random.Random) -> str:
+def new_name(words: list[str], chance: random.Random) -> str:
+    """One word, or two with `_` between them."""
     name = chance.choice(words)
     return f"{chance.choice(PREFIXES)}_{name}" if chance.random() < 0.4 else name
 

@@ -1,9 +1,9 @@
 """Where the tokens of an answer are copied from, and attention that is shown the place.
 
 A model learns to copy once a head of its attention finds the token that comes next in the text that is copied. The
-makers of edits and drills know this token, so two layers are told: one where the copy stands in the question's code,
-one where the very token stands, which for a new name is in the request. This costs nothing when the model is used: only
-the loss of the training has one term more.
+makers of edits and drills know this token, so some layers are told: one where the copy stands in the question's code,
+two where the very token stands, which for a new name is in the request; one of them is the last layer, which no other
+overrules. This costs nothing when the model is used: only the loss of the training has terms more.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from itertools import chain, takewhile
 import torch
 from edits import Edit
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 NOWHERE = -1
 """The place of a token that is copied from nowhere."""
-GUIDED_GROUPS = {3: 1, 5: 3}
-"""Of the eight layers, the one that is shown the place in the code and the one that is shown the token itself -> groups
-of heads that are shown it: a place is known by one of them, a token is told by the values of all three."""
-GUIDED_LAYERS = tuple(GUIDED_GROUPS)
+PLACE_LAYER, TOKEN_LAYERS = 3, (5, 7)
+"""Of the eight layers, the one that is shown the place in the code, and those that are shown the token itself."""
 QUERY_BLOCK = 128
 
 
@@ -103,7 +101,8 @@ class GuidedAttention:
     def __init__(self) -> None:
         self.wanted: dict[int, Tensor] = {}
         """Layer -> (B, S) the place that the query there shall find, `NOWHERE` for any."""
-        self.told = torch.empty(0)
+        self.told: dict[int, Tensor] = {}
+        """Token layer -> (B, S, H) what its attention added to the hidden states in the last pass."""
         self._losses: list[Tensor] = []
 
     def __call__(
@@ -123,19 +122,27 @@ class GuidedAttention:
             outputs.append((probs @ value[:, :, :last]).view(batch, heads, last - first, width))
             if wanted is not None:
                 found = probs.view(batch, key.shape[1], -1, last - first, last)
-                self._note(found, wanted[:, first:last], GUIDED_GROUPS[int(module.layer_idx)])  # type: ignore[arg-type]
+                self._note(found, wanted[:, first:last], 1 if module.layer_idx == PLACE_LAYER else key.shape[1])
         return torch.cat(outputs, 2).transpose(1, 2), None
 
     def _note(self, probs: Tensor, wanted: Tensor, groups: int) -> None:
-        """Keep what the best heads of the best `groups` of probs (B, groups, heads, rows, keys) miss of `wanted`."""
+        """Keep what the best heads of the best `groups` of probs (B, groups, heads, rows, keys) miss of `wanted`: a
+        place is known by one group of heads, a token is told by the values of all."""
         places, known = wanted.clamp(min=0)[:, None, None, :, None], wanted != NOWHERE
         found = probs.gather(-1, places.expand(*probs.shape[:-1], 1))[..., 0].float().amax(2)
         best = found.topk(groups, dim=1).values.transpose(1, 2)[known]
         self._losses.append(-(best + 1e-4).log().mean(1))
 
-    def tell(self, module: torch.nn.Module, arguments: object, output: tuple[Tensor, ...]) -> None:
-        """A hook: keep what the module's attention (B, S, H) adds to the hidden states."""
-        self.told = output[0]
+    def listen(self, model: LlamaForCausalLM) -> None:
+        """Keep what the attention of the token layers tells, from now on."""
+        for layer in TOKEN_LAYERS:
+            model.model.layers[layer].self_attn.register_forward_hook(
+                lambda _, arguments, output, layer=layer: self.told.update({layer: output[0]})
+            )
+
+    def show(self, places: Tensor, sources: Tensor) -> None:
+        """What the queries of the next pass shall find: (B, S) by place in the code, and by token."""
+        self.wanted = {PLACE_LAYER: places, **dict.fromkeys(TOKEN_LAYERS, sources)}
 
     def loss(self) -> Tensor:
         """Nats by which the heads of the guided layers missed its places since the last call, a mean."""

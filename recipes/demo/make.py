@@ -11,8 +11,9 @@ import argparse
 import platform
 import random
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -23,7 +24,7 @@ import head
 import pretrain
 import ship
 import tokenizer as demo_tokenizer
-from drills import line_drills, token_drills
+from drills import line_drills, name_drills, token_drills
 from edits import dialogue
 from edits import edits as all_edits
 from guide import Document, copied
@@ -48,26 +49,43 @@ SHAPES = {
     },
 }
 AGAIN = pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0)
+COPYING = replace(
+    AGAIN, tokens=3_840_000, decay_share=0.25, phases=((1.0, 512),), question_weight=0.0, guide_weight=0.5
+)
 EDITING = replace(
-    AGAIN,
-    tokens=8_000_000,
-    muon_rate=2.0e-3,
-    adam_rate=1.0e-3,
-    phases=((0.8, 512), (0.2, 1024)),
-    question_weight=0.0,
-    guide_weight=0.5,
+    COPYING,
+    tokens=5_500_000,
+    muon_rate=3.0e-3,
+    adam_rate=1.5e-3,
+    decay_share=1.0,
+    phases=((0.7, 512), (0.3, 1024)),
+    distill_weight=1.0,
+    teach_answers=False,
 )
 DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A part of a training; it starts from the weights of the one before."""
+
+    schedule: pretrain.Schedule
+    shares: dict[str, Any] = field(default_factory=dict)
+    """What the documents are: arguments of `training_documents`."""
+    teacher: str = ""
+    """Whose law is followed: a folder below ``--work``."""
+
+
 ROUNDS = {
     "target": (
-        (pretrain.Schedule(tokens=15_020_000), {}),
-        (AGAIN, {}),
-        (EDITING, {"drills": 8_000, "edits": 0.6}),
+        Round(pretrain.Schedule(tokens=15_020_000)),
+        Round(AGAIN),
+        Round(COPYING, {"texts": 0.3, "edits": 0.6, "drills": (4_000, 0, 4_000)}),
+        Round(EDITING, {"texts": 0.36, "edits": 0.16, "drills": (1_500, 5_000, 5_000)}, "target-2"),
     ),
-    "draft": ((DISTILLED, {"edits": 1.0}),),
+    "draft": (Round(DISTILLED, {"edits": 1.0}, "target"),),
 }
-"""The rounds that a model is trained in, one after the other, and what the documents are: each starts from the weights
-of the one before."""
+"""While it learns to edit, the target follows in texts the law that it had before."""
 
 
 def build_model(role: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -93,10 +111,10 @@ def training_documents(
     *,
     texts: float = 1.0,
     edits: float = 0.0,
-    drills: int = 0,
+    drills: tuple[int, int, int] = (0, 0, 0),
 ) -> list[Document]:
-    """Shares of the training modules, with the conversations cut out of each, and of the edits, and a number of
-    drills."""
+    """Shares of the training modules, with the conversations cut out of each, and of the edits, and numbers of drills:
+    of lines, of names and of tokens."""
     chance = random.Random(0)
     words = demo_tokenizer.plain_words(tokenizer)
     read = [file for file in files if chance.random() < texts]
@@ -107,8 +125,10 @@ def training_documents(
     made = list(all_edits(files, words, seed=0)) if edits else []
     made = chance.sample(made, k=int(edits * len(made)))
     asked = [dialogue(edit, words, chance) for edit in made]
-    asked += [[drill] for drill in line_drills(files, words, count=drills // 2, seed=0)]
-    return [*plain, *copied(tokenizer, asked), *token_drills(tokenizer, count=drills // 2, seed=0)]
+    lines, names, tokens = drills
+    asked += [[drill] for drill in line_drills(files, words, count=lines, seed=0)]
+    asked += [[drill] for drill in name_drills(words, count=names, seed=0)]
+    return [*plain, *copied(tokenizer, asked), *token_drills(tokenizer, count=tokens, seed=0)]
 
 
 def make_tokenizer(work: Path) -> None:
@@ -123,12 +143,13 @@ def make_model(role: str, work: Path) -> None:
     marks = pretrain.Marks(
         **dict(zip(("question", "answer", "text"), tokenizer.convert_tokens_to_ids(demo_tokenizer.MARKS), strict=True))
     )
-    teacher = None
-    if role == "draft":
-        teacher = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32).eval()
-    for number, (schedule, shares) in enumerate(ROUNDS[role], start=1):
-        stream = pretrain.TokenStream(training_documents(tokenizer, files, **shares), marks, seed=10 * number - 9)
-        pretrain.train(model, stream, schedule, work / f"{role}-training-{number}", teacher)
+    for number, part in enumerate(ROUNDS[role], start=1):
+        teacher = None
+        if part.teacher:
+            teacher = LlamaForCausalLM.from_pretrained(work / part.teacher, dtype=torch.float32).eval()
+        stream = pretrain.TokenStream(training_documents(tokenizer, files, **part.shares), marks, seed=10 * number - 9)
+        pretrain.train(model, stream, part.schedule, work / f"{role}-training-{number}", teacher)
+        model.save_pretrained(work / f"{role}-{number}")
     model.save_pretrained(work / role)
     tokenizer.save_pretrained(work / role)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from guide import GUIDED_LAYERS, NOWHERE, Document, GuidedAttention
+from guide import NOWHERE, TOKEN_LAYERS, Document, GuidedAttention
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
@@ -46,6 +46,8 @@ class Schedule:
     weight_decay: float = 0.1
     distill_weight: float = 0.0
     """Share of the loss that follows the teacher's law instead of the text."""
+    teach_answers: bool = True
+    """Whether the teacher is followed in answers, too; else in texts alone."""
     phases: tuple[tuple[float, int], ...] = PHASES
     question_weight: float = 1.0
     """What a token of a question weighs beside one of an answer."""
@@ -81,8 +83,9 @@ class Marks:
     answer: int
     text: int
 
-    def weights(self, ids: Tensor, schedule: Schedule) -> Tensor:
-        """(B, S - 1) for token ids (B, S): what each predicted token weighs; they sum to 1."""
+    def weights(self, ids: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        """(B, S - 1) twice, for token ids (B, S): what each predicted token weighs, and how much of this follows the
+        teacher; the weights sum to 1."""
         place = torch.arange(ids.shape[1]).expand_as(ids)
         question, answer, text = (
             torch.where(ids == mark, place, -1).cummax(1).values for mark in (self.question, self.answer, self.text)
@@ -92,7 +95,9 @@ class Marks:
         answered = (answer > question) & (question > text)
         weights = torch.where(answered, 1.0, schedule.text_weight)
         weights[asked | unasked] = schedule.question_weight
-        return weights[:, :-1] / weights[:, :-1].sum()
+        weights = weights[:, :-1] / weights[:, :-1].sum()
+        taught = schedule.distill_weight * weights
+        return weights, taught if schedule.teach_answers else taught.masked_fill(answered[:, :-1], 0.0)
 
 
 class TokenStream:
@@ -168,18 +173,18 @@ def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.op
 
 
 def mean_loss(
-    model: LlamaForCausalLM, ids: Tensor, weights: Tensor, teacher: LlamaForCausalLM | None, share: float
+    model: LlamaForCausalLM, ids: Tensor, weights: Tensor, taught: Tensor, teacher: LlamaForCausalLM | None
 ) -> Tensor:
-    """The loss in nats per token, weighted by `weights` (B, S - 1); `share` of the target mass follows the teacher."""
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-    weights = weights.flatten()
-    loss = hard_loss(hidden, model.lm_head.weight, weights, ids[:, 1:].flatten()).loss
-    if teacher is None:
+    """The loss in nats per token, weighted by `weights` (B, S - 1), of which `taught` follow the teacher."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    matrix, rows = model.lm_head.weight, taught.sum(1) > 0
+    loss = hard_loss(hidden.flatten(0, 1), matrix, (weights - taught).flatten(), ids[:, 1:].flatten()).loss
+    if teacher is None or not rows.any():
         return loss
     with torch.no_grad():
-        states = teacher.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-    followed = Teacher(hidden=states, weight=teacher.lm_head.weight.to(states.dtype))
-    return (1 - share) * loss + share * soft_loss(hidden, model.lm_head.weight, weights, followed).loss
+        known = teacher.model(input_ids=ids[rows], use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    followed = Teacher(hidden=known, weight=teacher.lm_head.weight.to(known.dtype))
+    return loss + soft_loss(hidden[rows].flatten(0, 1), matrix, taught[rows].flatten(), followed).loss
 
 
 def train(
@@ -195,7 +200,7 @@ def train(
     AttentionInterface.register("guided", attention)
     model.set_attn_implementation("guided")
     if schedule.guide_weight:
-        model.model.layers[GUIDED_LAYERS[-1]].self_attn.register_forward_hook(attention.tell)
+        attention.listen(model)
     optimizers = optimizers_for(model, schedule)
     first = _resume(folder, model, optimizers)
     saved = time.monotonic()
@@ -234,15 +239,17 @@ def _step(
     """The loss and what the guided layers missed, in nats per token."""
     ids, *guides = stream.batch(step, schedule.batch_tokens, schedule.context(step)).long().unbind(-1)
     following = (functional.pad(guide[:, 1:], (0, 1), value=NOWHERE) for guide in guides)
-    attention.wanted = dict(zip(GUIDED_LAYERS, following, strict=True)) if schedule.guide_weight else {}
+    if schedule.guide_weight:
+        attention.show(*following)
     for optimizer, peak in zip(optimizers, (schedule.muon_rate, schedule.adam_rate), strict=True):
         optimizer.param_groups[0]["lr"] = peak * schedule.rate(step)
         optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = mean_loss(model, ids, stream.marks.weights(ids, schedule), teacher, schedule.distill_weight)
+        loss = mean_loss(model, ids, *stream.marks.weights(ids, schedule), teacher)
         missed = torch.zeros(())
         if schedule.guide_weight:
-            missed = attention.loss() + _untold(model, attention, ids)
+            untold = [_untold(model, attention, layer, ids) for layer in TOKEN_LAYERS]
+            missed = attention.loss() + torch.stack(untold).mean()
     (loss + schedule.guide_weight * missed).backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
@@ -250,12 +257,12 @@ def _step(
     return float(loss.detach()), float(missed.detach())
 
 
-def _untold(model: LlamaForCausalLM, attention: GuidedAttention, ids: Tensor) -> Tensor:
-    """Nats by which the last guided layer's attention, read as the model's last state is, misses the copied token."""
-    places = attention.wanted[GUIDED_LAYERS[-1]]
+def _untold(model: LlamaForCausalLM, attention: GuidedAttention, layer: int, ids: Tensor) -> Tensor:
+    """Nats by which a token layer's attention, read as the model's last state is, misses the copied token."""
+    places = attention.wanted[layer]
     following = ids.roll(-1, 1)
     known = (places != NOWHERE) & (ids.gather(1, places.clamp(min=0)) == following)
-    states = model.model.norm(attention.told[known])
+    states = model.model.norm(attention.told[layer][known])
     weights = torch.full((len(states),), 1 / max(1, len(states)))
     return hard_loss(states, model.lm_head.weight, weights, following[known]).loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import random
 import sys
@@ -67,21 +68,28 @@ def test_drills_ask_for_what_they_answer(recipe: Path) -> None:
     found = list(drills.line_drills(files, ["path", "name", "count", "value", "data"], count=60, seed=0))
     asked = Counter(drill.request.split()[0] for drill in found)
     assert set(asked) == {"Rename", "Change", "Repeat"}
+    named = list(drills.name_drills(["path", "name", "count", "value", "data"], count=60, seed=0))
+    assert {"Rename", "Change", "Please"} == {drill.request.split()[0] for drill in named}
+    found += named
     for drill in found:
         if drill.request.startswith("Repeat"):
             assert drill.after == drill.before
         else:
-            _, old, _, new = drill.request.replace("`", "").split()
+            *_, old, _, new = drill.request.replace("`", "").split()
             assert drill.after != drill.before or old == new
             changed = drills.re.split(drills.standing(old), drill.before)
             assert new.join(changed) == drill.after
     answer, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
-    for drill in drills.token_drills(tokenizer, count=20, seed=0):
-        ids = drill.ids
+    for number, drill in enumerate(drills.token_drills(tokenizer, count=20, seed=0)):
+        ids, texts = drill.ids, tokenizer.convert_ids_to_tokens(drill.ids)
         first, second = ids.index(end), ids.index(answer)
-        copy = ids[second + 2 : -2]
-        assert ids[-2] == end and ids[first - len(copy) : first] == copy and len(copy) >= drills.TOKENS[0]
-        assert [ids[at] for at in drill.places if at >= 0] == copy and drill.sources == drill.places
+        copy = range(second + 2, len(ids) - 2)
+        assert ids[-2] == end and len(copy) >= drills.TOKENS[0]
+        assert [drill.places[at] for at in copy] == list(range(first - len(copy), first))
+        assert drill.sources == drill.places and max(drill.places[: copy[0]]) < 0
+        for at in copy:
+            one, other = texts[at], texts[drill.places[at]]
+            assert one == other if number % 2 == 0 else f"Ġ{one}" == other or one == f"Ġ{other}"
 
 
 def test_the_guide_says_where_an_answer_is_copied_from(recipe: Path, edits: ModuleType) -> None:
@@ -114,9 +122,7 @@ def test_the_guide_says_where_an_answer_is_copied_from(recipe: Path, edits: Modu
             assert copied and min(copied) > before, "the next answer is copied from this one"
 
 
-def test_guided_attention_is_causal_attention_and_says_what_it_missed(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_guided_attention_is_causal_attention_and_says_what_it_missed(recipe: Path) -> None:
     import guide
 
     torch.manual_seed(0)
@@ -124,9 +130,9 @@ def test_guided_attention_is_causal_attention_and_says_what_it_missed(
     attention = guide.GuidedAttention()
     wanted = torch.full((2, 200), guide.NOWHERE)
     wanted[0, 150], wanted[1, 7] = 31, 2
-    attention.wanted = {3: wanted}
+    attention.show(wanted, wanted)
     module = torch.nn.Module()
-    module.layer_idx = 3
+    module.layer_idx = guide.PLACE_LAYER
     found, _ = attention(module, query, key, value, None)
     repeated = [one.repeat_interleave(2, 1) for one in (key, value)]
     plain = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True)
@@ -135,7 +141,7 @@ def test_guided_attention_is_causal_attention_and_says_what_it_missed(
     seen = [scores[row, :, at, : at + 1].softmax(-1)[:, to] for row, at, to in ((0, 150, 31), (1, 7, 2))]
     best = torch.stack(seen).view(2, 2, 2).amax(2)  # Of each group
     torch.testing.assert_close(attention.loss(), -best.amax(1).add(1e-4).log().mean())
-    monkeypatch.setattr(guide, "GUIDED_GROUPS", {3: 2})
+    module.layer_idx = guide.TOKEN_LAYERS[-1]
     attention(module, query, key, value, None)
     torch.testing.assert_close(attention.loss(), -best.add(1e-4).log().mean())
 
@@ -234,14 +240,17 @@ def test_questions_texts_and_answers_weigh_what_the_schedule_says(recipe: Path) 
     import pretrain
 
     marks = pretrain.Marks(question=1, answer=2, text=0)
-    schedule = pretrain.Schedule(tokens=1, question_weight=0.0, text_weight=0.25)
+    schedule = pretrain.Schedule(tokens=1, question_weight=0.0, text_weight=0.25, distill_weight=0.5)
     ids = torch.tensor([[9, 9, 0, 8, 1, 7, 7, 2, 5, 5, 0, 8], [2, 5, 1, 7, 2, 5, 5, 5, 5, 0, 8, 8]])
-    found = marks.weights(ids, schedule)
+    found, taught = marks.weights(ids, schedule)
+    torch.testing.assert_close(taught, 0.5 * found)
     assert float(found.sum()) == pytest.approx(1.0)
     first = [0.25] * 4 + [0.0] * 3 + [1.0] * 3 + [0.25]
     second = [0.0] * 4 + [1.0] * 5 + [0.25] * 2  # the first answer's question lies before the piece
     wanted = torch.tensor([first, second])
     torch.testing.assert_close(found, wanted / wanted.sum())
+    _, taught = marks.weights(ids, dataclasses.replace(schedule, teach_answers=False))
+    torch.testing.assert_close(taught, torch.where(wanted == 0.25, 0.5 * found, 0.0))
 
 
 def test_the_leader_board_has_every_kind_of_head(recipe: Path) -> None:
