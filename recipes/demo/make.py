@@ -59,6 +59,8 @@ EDITING = replace(
     adam_rate=1.5e-3,
     decay_share=1.0,
     phases=((0.7, 512), (0.3, 1024)),
+    question_weight=0.3,
+    echo=True,
     distill_weight=1.0,
     teach_answers=False,
 )

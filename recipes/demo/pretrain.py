@@ -51,6 +51,9 @@ class Schedule:
     phases: tuple[tuple[float, int], ...] = PHASES
     question_weight: float = 1.0
     """What a token of a question weighs beside one of an answer."""
+    echo: bool = False
+    """Whether a question's states say the token that is read instead of the next: what is copied must be kept until the
+    last layer, where a state has mostly forgotten which token it is of."""
     text_weight: float = 1.0
     """What a token of a file weighs beside one of an answer."""
     guide_weight: float = 0.0
@@ -83,9 +86,9 @@ class Marks:
     answer: int
     text: int
 
-    def weights(self, ids: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        """(B, S - 1) twice, for token ids (B, S): what each predicted token weighs, and how much of this follows the
-        teacher; the weights sum to 1."""
+    def asked(self, ids: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, S - 1) three times, for token ids (B, S): the tokens to say, what each weighs, and how much of this
+        follows the teacher; the weights sum to 1."""
         place = torch.arange(ids.shape[1]).expand_as(ids)
         question, answer, text = (
             torch.where(ids == mark, place, -1).cummax(1).values for mark in (self.question, self.answer, self.text)
@@ -97,7 +100,10 @@ class Marks:
         weights[asked | unasked] = schedule.question_weight
         weights = weights[:, :-1] / weights[:, :-1].sum()
         taught = schedule.distill_weight * weights
-        return weights, taught if schedule.teach_answers else taught.masked_fill(answered[:, :-1], 0.0)
+        if not schedule.teach_answers:
+            taught = taught.masked_fill((answered | asked)[:, :-1], 0.0)
+        said = torch.where(asked[:, :-1] & schedule.echo, ids[:, :-1], ids[:, 1:])
+        return said, weights, taught
 
 
 class TokenStream:
@@ -173,12 +179,17 @@ def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.op
 
 
 def mean_loss(
-    model: LlamaForCausalLM, ids: Tensor, weights: Tensor, taught: Tensor, teacher: LlamaForCausalLM | None
+    model: LlamaForCausalLM,
+    ids: Tensor,
+    said: Tensor,
+    weights: Tensor,
+    taught: Tensor,
+    teacher: LlamaForCausalLM | None,
 ) -> Tensor:
-    """The loss in nats per token, weighted by `weights` (B, S - 1), of which `taught` follow the teacher."""
+    """The loss in nats per token `said`, weighted by `weights` (B, S - 1), of which `taught` follow the teacher."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     matrix, rows = model.lm_head.weight, taught.sum(1) > 0
-    loss = hard_loss(hidden.flatten(0, 1), matrix, (weights - taught).flatten(), ids[:, 1:].flatten()).loss
+    loss = hard_loss(hidden.flatten(0, 1), matrix, (weights - taught).flatten(), said.flatten()).loss
     if teacher is None or not rows.any():
         return loss
     with torch.no_grad():
@@ -245,7 +256,7 @@ def _step(
         optimizer.param_groups[0]["lr"] = peak * schedule.rate(step)
         optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = mean_loss(model, ids, *stream.marks.weights(ids, schedule), teacher)
+        loss = mean_loss(model, ids, *stream.marks.asked(ids, schedule), teacher)
         missed = torch.zeros(())
         if schedule.guide_weight:
             untold = [_untold(model, attention, layer, ids) for layer in TOKEN_LAYERS]

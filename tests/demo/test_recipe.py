@@ -242,14 +242,17 @@ def test_questions_texts_and_answers_weigh_what_the_schedule_says(recipe: Path) 
     marks = pretrain.Marks(question=1, answer=2, text=0)
     schedule = pretrain.Schedule(tokens=1, question_weight=0.0, text_weight=0.25, distill_weight=0.5)
     ids = torch.tensor([[9, 9, 0, 8, 1, 7, 7, 2, 5, 5, 0, 8], [2, 5, 1, 7, 2, 5, 5, 5, 5, 0, 8, 8]])
-    found, taught = marks.weights(ids, schedule)
+    said, found, taught = marks.asked(ids, schedule)
+    assert torch.equal(said, ids[:, 1:])
     torch.testing.assert_close(taught, 0.5 * found)
     assert float(found.sum()) == pytest.approx(1.0)
     first = [0.25] * 4 + [0.0] * 3 + [1.0] * 3 + [0.25]
     second = [0.0] * 4 + [1.0] * 5 + [0.25] * 2  # the first answer's question lies before the piece
     wanted = torch.tensor([first, second])
     torch.testing.assert_close(found, wanted / wanted.sum())
-    _, taught = marks.weights(ids, dataclasses.replace(schedule, teach_answers=False))
+    echo = dataclasses.replace(schedule, teach_answers=False, echo=True)
+    said, _, taught = marks.asked(ids, echo)
+    assert said.tolist() == [[9, 0, 8, 1, 1, 7, 7, 5, 5, 0, 8], [5, 1, 1, 7, 5, 5, 5, 5, 0, 8, 8]]
     torch.testing.assert_close(taught, torch.where(wanted == 0.25, 0.5 * found, 0.0))
 
 
