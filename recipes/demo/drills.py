@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from corpus import SourceFile
-from edits import NUMBERS, Edit, new_name, other_number, standing
+from edits import CHANGE, NUMBERS, RENAME, Edit, new_name, other_number, standing
 from guide import NOWHERE, Document
 from transformers import PreTrainedTokenizerFast
 
@@ -70,10 +70,10 @@ def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: 
         kind = chance.random()
         if kind < 0.5 and within:
             old, new = chance.choice(within), chance.choice(words)
-            request, after = f"Rename `{old}` to `{new}`", re.sub(standing(old), new, before)
+            request, after = chance.choice(RENAME).format(old, new), re.sub(standing(old), new, before)
         elif kind < 0.75 and numbers:
             old, new = chance.choice(numbers), other_number(chance)
-            request, after = f"Change {old} to {new}", re.sub(standing(old), new, before)
+            request, after = chance.choice(CHANGE).format(old, new), re.sub(standing(old), new, before)
         else:
             request, after = "Repeat this", before
         yield Edit("drill", request, before, after)
@@ -92,10 +92,11 @@ def name_drills(words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
             drawn = [old if chance.random() < 0.2 else chance.choice(names) for _ in range(form.count("{}"))]
             lines.append(" " * chance.choice((0, 4, 4, 8)) + form.format(*drawn))
         before = "\n".join(lines)
-        request = chance.choice(("Rename `{}` to `{}`", "Rename {} to {}", "Please rename `{}` to `{}`"))
+        requests = RENAME
         if old.isdigit():
-            new, request = other_number(chance), chance.choice(("Change {} to {}", "Change `{}` to `{}`"))
-        yield Edit("drill", request.format(old, new), before, re.sub(standing(old), new, before))
+            new, requests = other_number(chance), CHANGE
+        request = chance.choice(requests).format(old, new)
+        yield Edit("drill", request, before, re.sub(standing(old), new, before))
 
 
 def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -> Iterator[Document]:

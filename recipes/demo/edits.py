@@ -31,6 +31,10 @@ FURTHER = ("rename", "constant", "parameter")
 """Kinds that may be asked for once more, of the answer."""
 DIALOGUE = (4, 1_600)
 """Edits in one dialogue and characters in all, at most: what a short context holds."""
+RENAME = ("Rename `{0}` to `{1}`: write {1} for {0}", "Please rename `{0}` to `{1}`: write {1} for {0}")
+CHANGE = ("Change `{0}` to `{1}`: write {1} for {0}", "Replace `{0}` with `{1}`: write {1} for {0}")
+"""Most words are one token behind a space and another one without it: a request has either, so that what is written is
+copied, however it is spelled there."""
 PREFIXES = ("old", "new", "first", "last", "next", "total", "current", "known", "inner", "raw", "safe", "local")
 
 
@@ -140,8 +144,7 @@ def _rename(source: str, words: list[str], chance: random.Random) -> Edit | None
         return None
     old, new = chance.choice(known), new_name(words, chance)
     after = _renamed(source, old, new)
-    request = chance.choice(("Rename `{}` to `{}`", "Rename {} to {}", "Please rename `{}` to `{}`"))
-    return None if after is None else Edit("rename", request.format(old, new), source, after)
+    return None if after is None else Edit("rename", chance.choice(RENAME).format(old, new), source, after)
 
 
 def _constant(source: str, words: list[str], chance: random.Random) -> Edit | None:
@@ -157,7 +160,7 @@ def _constant(source: str, words: list[str], chance: random.Random) -> Edit | No
         return None
     old = chance.choice(found)
     new = other_number(chance) if old.isdigit() else _other_string(old, words, chance)
-    request = chance.choice(("Change {} to {}", "Change `{}` to `{}`", "Replace {} with {}")).format(old, new)
+    request = chance.choice(CHANGE).format(old, new)
     after = re.sub(standing(old), lambda _: new, source)
     return Edit("constant", request, source, after) if _count(source, new) == 0 else None
 

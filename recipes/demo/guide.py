@@ -69,7 +69,6 @@ def copied(tokenizer: PreTrainedTokenizerFast, dialogues: Iterable[list[Edit]]) 
 def _note_copies(document: Document, names: list[str], *, code: slice, answer: slice, request: slice) -> None:
     """Note where the tokens of an answer are copied from; `names`: all tokens' texts as a request may spell them."""
     before, after = document.ids[code], document.ids[answer]
-    texts = [(span.start, [names[one] for one in document.ids[span]]) for span in (request, code)]
     for kind, first, last, start, stop in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         for number in range(start, stop):
             place = min(first + number - start, max(first, last - 1), len(before) - 1)
@@ -79,17 +78,22 @@ def _note_copies(document: Document, names: list[str], *, code: slice, answer: s
             continue
         done = start
         while done < stop:  # What is new is copied in pieces, each as long as may be
-            wanted = [names[one] for one in after[done:stop]]
-            size, at = max((_longest(wanted, text, offset) for offset, text in texts), key=lambda found: found[0])
+            found = [_longest(document.ids[text], text.start, after[done:stop], names) for text in (request, code)]
+            size, _, at = max(found, key=lambda one: one[:2])
             document.sources[answer.start + done : answer.start + done + size] = range(at, at + size)
             done += max(1, size)
 
 
-def _longest(wanted: list[str], text: list[str], offset: int) -> tuple[int, int]:
-    """How many of the first of `wanted` stand together in `text`, and where first, counted from `offset`."""
-    pairs = (zip(wanted, text[at:], strict=False) for at in range(len(text)))
-    sizes = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], found)) for found in pairs]
-    return max(sizes), offset + sizes.index(max(sizes))
+def _longest(text: list[int], offset: int, wanted: list[int], names: list[str]) -> tuple[int, bool, int]:
+    """How many of the first of `wanted` stand together in `text`, whether the first is the very token, and where,
+    counted from `offset`."""
+    best = (0, False, offset)
+    for at in range(len(text)):
+        pairs = zip(wanted, text[at:], strict=False)
+        size = sum(1 for _ in takewhile(lambda pair: names[pair[0]] == names[pair[1]], pairs))
+        if size and (size, text[at] == wanted[0]) > best[:2]:
+            best = (size, text[at] == wanted[0], offset + at)
+    return best
 
 
 class GuidedAttention:

@@ -67,15 +67,16 @@ def test_drills_ask_for_what_they_answer(recipe: Path) -> None:
     files = [file for file in corpus.read_standard_library() if corpus.is_library(file)][::40]
     found = list(drills.line_drills(files, ["path", "name", "count", "value", "data"], count=60, seed=0))
     asked = Counter(drill.request.split()[0] for drill in found)
-    assert set(asked) == {"Rename", "Change", "Repeat"}
+    assert set(asked) == {"Rename", "Please", "Change", "Replace", "Repeat"}
     named = list(drills.name_drills(["path", "name", "count", "value", "data"], count=60, seed=0))
-    assert {"Rename", "Change", "Please"} == {drill.request.split()[0] for drill in named}
+    assert {"Rename", "Please", "Change", "Replace"} == {drill.request.split()[0] for drill in named}
     found += named
     for drill in found:
         if drill.request.startswith("Repeat"):
             assert drill.after == drill.before
         else:
-            *_, old, _, new = drill.request.replace("`", "").split()
+            *_, new, _, old = drill.request.split()
+            assert f"`{old}`" in drill.request and f"`{new}`" in drill.request
             assert drill.after != drill.before or old == new
             changed = drills.re.split(drills.standing(old), drill.before)
             assert new.join(changed) == drill.after
