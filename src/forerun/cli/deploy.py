@@ -116,6 +116,7 @@ def deploy(
     force
         Go on for a version that is not known, or with a head that the engine serves worse than it was trained.
     """
+    from forerun.demo import resolve
     from forerun.deploy.launch import Asked, engine_named, version_of
     from forerun.engine.config import SpeculativeConfig
 
@@ -125,7 +126,9 @@ def deploy(
     forecast = _forecast(forecasting, speculation, tp, notes)
     with console.telling("reading"):
         config = SpeculativeConfig.parse(speculation.config())
-        asked = Asked(model=model, config=config, version=version, forecast=forecast, force=force, **where)
+        asked = Asked(
+            model=str(resolve(model)), config=config, version=version, forecast=forecast, force=force, **where
+        )
         made = chosen.deployment(asked, notes)
     made = dataclasses.replace(made, notes=(*made.notes, *notes))
     if out is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from forerun.demo import resolve
 from forerun.deploy.schedule import Forecast, Stretch
 from forerun.drafters import AUTO, checked_options, default_length, entry_named
 from forerun.drafters.heads.kinds import KINDS, named
@@ -43,14 +44,14 @@ class Draft:
     """One drafter that an engine is to run."""
 
     method: str  # A drafter's name in forerun
-    k: int | None  # Tokens on one path; None: the head's own number
+    k: int  # Tokens on one path
     model: str | None
     options: Mapping[str, Any]  # Those that were given
 
     @property
     def nodes(self) -> int:
         """Most nodes of its tree, root not counted; 0 where it drafts a chain."""
-        options, path = self.options, self.k or 1
+        options = self.options
         if options.get("tree") is not None and not isinstance(options["tree"], str):
             return len(options["tree"])
         shape, level, count = options.get("shape"), 1, 0
@@ -60,7 +61,7 @@ class Draft:
         if count > len(shape or ()):
             return count
         if options.get("max_branches", 1) > 1:
-            return int(options["max_branches"]) * path
+            return int(options["max_branches"]) * self.k
         grows = self.method in DRAFTS_TREES or options.get("top_k") or options.get("tree") is not None
         return int(options.get("nodes") or (32 if grows else 0)) if shape is None else 0
 
@@ -190,7 +191,7 @@ class Engine(ABC):
             raise ArgumentError(f"{main.method} needs a model or head; name it with --drafter-model DIR")
         if main.model is not None and not way.model:
             raise ArgumentError(
-                f"{self.title} reads {main.method} in the target's own checkpoint;{_export(self, asked, main)}, "
+                f"{self.title} reads {main.method} in the target's own checkpoint; {_export(self, asked, main)}, "
                 "leaving --drafter-model out"
             )
         notes += [text for text in (way.note,) if text]
@@ -266,9 +267,12 @@ class Engine(ABC):
     def depth(self, draft: Draft, examined: Examined) -> int:
         """Tokens on one path; ArgumentError: more than the head has."""
         most = examined.depth
-        if most is not None and draft.k is not None and draft.k > most and "num_speculative_tokens" in draft.options:
+        if most is None:
+            return draft.k
+        given = "num_speculative_tokens" in draft.options
+        if given and draft.k > most:
             raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were asked for")
-        return min(draft.k or most or 1, most or draft.k or 1)
+        return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most
 
     def examined(self, asked: Asked, draft: Draft) -> Examined:
         """What this engine would do with the drafter's files, where they and the target's are on this machine.
@@ -285,7 +289,7 @@ class Engine(ABC):
         wrong = [one for one in found if one.severity in ("degrades", "fails")]
         if wrong and not asked.force:
             rewritten = all(_AS_STORED in one.what for one in wrong)
-            todo = f"{_export(self, asked, draft)}." if rewritten else ""
+            todo = f" So {_export(self, asked, draft)}." if rewritten else ""
             raise CheckpointError(
                 f"{self.title} would not serve {draft.model} as it was trained. {'; '.join(map(self._told, wrong))}."
                 f"{todo} To go on nevertheless: --force"
@@ -321,9 +325,7 @@ def version_of(engine: Engine, wanted: str | None, *, force: bool = False) -> tu
 
 
 def _here(name: str) -> bool:
-    from forerun.demo import resolve
-
-    return Path(resolve(name)).expanduser().is_dir()
+    return Path(name).expanduser().is_dir()
 
 
 def _findings(target: str, draft: Draft) -> tuple[list[Finding], Examined]:
@@ -332,9 +334,8 @@ def _findings(target: str, draft: Draft) -> tuple[list[Finding], Examined]:
     from forerun.checkpoints.engines import Launch, diagnose, diagnose_files
     from forerun.checkpoints.formats import parse, read_files
     from forerun.checkpoints.pard import PardModel
-    from forerun.demo import resolve
 
-    facts, directory = TargetFacts.read(target), Path(resolve(str(draft.model))).expanduser()
+    facts, directory = TargetFacts.read(target), Path(str(draft.model)).expanduser()
     if draft.method == "pard":
         model = PardModel.at(directory)
         if model is None:
@@ -357,7 +358,7 @@ def _export(engine: Engine, asked: Asked, draft: Draft) -> str:
     )
     to = engine.reads if engine.reads in known else next(iter(known), "hf")
     words = ["forerun", "export", str(draft.model), "--to", to, "--target", asked.model, "--output", "DIR"]
-    return f" write it as {engine.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
+    return f"write it as {engine.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
 
 
 def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
@@ -383,8 +384,7 @@ def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
 def _draft(config: SpeculativeConfig) -> Draft:
     checked_options(config.method, config.drafter_options)
-    whole = config.method in KINDS and KINDS[config.method].drafts in ("block", "parallel")
-    k = config.num_speculative_tokens or (None if whole else default_length(config.method))
-    model = config.options.get("model")
-    named_model = None if model is None else str(model)
-    return Draft(method=config.method, k=k, model=named_model, options=config.drafter_options)
+    k = config.num_speculative_tokens or default_length(config.method) or 1
+    given = config.options.get("model")
+    model = None if given is None else str(resolve(str(given)))
+    return Draft(method=config.method, k=k, model=model, options=config.drafter_options)

@@ -81,9 +81,7 @@ def _is_file(model: str) -> bool:
 
 def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
     """What llama.cpp opens: a file, or a hub id of GGUF files; a directory is converted `before`."""
-    from forerun.demo import resolve
-
-    folder = Path(resolve(model)).expanduser()
+    folder = Path(model).expanduser()
     if not folder.is_dir():
         return model
     launch = examined.launch if examined is not None else None

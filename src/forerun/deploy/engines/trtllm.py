@@ -70,7 +70,7 @@ class TensorRtLlm(Engine):
         if first is not None and way.name in _ENHANCED:
             found["sa_config"] = {"threshold": 4}
             notes.append(
-                f"a suffix automaton drafts before {way.name} where it matches 4 tokens, in place of {first.method}"
+                f"its suffix automaton, not forerun's {first.method}, drafts before {way.name} where 4 tokens match"
             )
         elif first is not None:
             notes.append(f"TensorRT-LLM puts nothing before {way.name}: {first.method} is left out")
