@@ -16,8 +16,11 @@ import pytest
 import yaml
 
 from checkpoints.samples import PLAIN, TARGET, sample
+from checkpoints.test_dflash_format import FACTS
 from cli.conftest import Ran, forerun
 from forerun.checkpoints import write_head
+from forerun.checkpoints.base import HeadCheckpoint
+from forerun.checkpoints.engines import Launch, engines_for
 from forerun.demo import resolve
 from forerun.deploy.launch import ENGINES, Asked, engine_named
 from forerun.deploy.schedule import Forecast
@@ -27,6 +30,7 @@ from forerun.errors import ArgumentError
 from forerun.plan import theory
 from forerun.plan.assumptions import DEVICES, Roofline, Size
 from forerun.plan.planner import Load
+from training.ttt import dflash
 
 __all__ = ["forerun"]
 pytestmark = pytest.mark.thorough
@@ -67,7 +71,7 @@ GOLDEN: dict[tuple[str, ...], str] = {
     ("vllm", "owner/m", "--drafter", "mtp"): (
         """vllm serve owner/m --port 8000 --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'"""
     ),
-    ("sglang", "owner/m", *HEAD, "--no-adaptive"): (
+    ("sglang", "owner/m", *HEAD): (
         "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path owner/head --speculative-num-steps 5 --speculative-eagle-topk 1 "
         "--speculative-num-draft-tokens 6"
@@ -121,6 +125,8 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("trtllm", "m", "--drafter", "eagle", "--drafter-model", "o/h"): "no counterpart of eagle; it has ngram",
     ("llamacpp", "m", "--drafter", "suffix"): "llama.cpp 2026-11 has no counterpart of suffix",
     ("vllm", "m", "--drafter", "eagle3"): "eagle3 needs a model or head; name it with --drafter-model",
+    ("vllm", "m", "--drafter", "draft_model", "--drafter-model", "o/eagle3-small"): "with 'eagle3' in it for a head",
+    ("sglang", "m", "--drafter", "pard", "--drafter-model", "o/p"): "SGLang 0.5.23 has no counterpart of pard",
     ("vllm", "m", "--drafter", "mtp", "--drafter-model", "o/h"): "in the target's own checkpoint",
     ("vllm", "m", "--drafter", "ngram", "--drafter-option", "x=1"): "drafter 'ngram' has no option 'x'",
     ("vllm", "m", "--drafter", "ngram", "--rule", "typical"): "vLLM has no counterpart of the rule 'typical'",
@@ -200,8 +206,13 @@ def test_every_engine_takes_the_schedule_in_its_own_way(forerun: Run) -> None:
     assert bounds == {last: k for _, last, k in table if k} and bounds[min(bounds)] == written["max_draft_len"] == 5
     assert f"above a batch of {max(bounds)} it drafts nothing" in ran.err
     ran = forerun("deploy", "sglang", "m", *HEAD, *PAPER)
+    steps = json.loads(ran.out.partition("# sglang-adaptive.json")[2])
+    assert steps == {str(first): {"candidate_steps": [k]} for first, _, k in table}
+    assert "--speculative-num-steps 5 " in ran.out
+    assert "--speculative-adaptive --speculative-adaptive-config sglang-adaptive.json\n" in ran.out
+    ran = forerun("deploy", "sglang", "m", *SMALL, *PAPER)
     assert "SGLang drafts as much at every batch: at batch 512 K = 5 is predicted at" in ran.err
-    assert ran.out.endswith("--speculative-adaptive\n") and "K = 0 1.00 x" in ran.err
+    assert "K = 0 1.00 x" in ran.err and "adaptive" not in ran.out
     fixed = forerun("deploy", "vllm", "m", *HEAD, *PAPER, "--no-adaptive")
     assert "per_batch_size" not in fixed.out
     suffix = forerun("deploy", "vllm", "m", "--drafter", "suffix", *PAPER)
@@ -218,6 +229,25 @@ def test_a_lost_tree_is_priced(forerun: Run) -> None:
         assert "drafts this as a chain" not in forerun("deploy", engine, "m", *HEAD, *tree).err
     shaped = forerun("deploy", "sglang", "m", *HEAD, "--drafter-option", "shape=[3,2,1]").err
     assert "SGLang drafts this as a chain of 5, not as a tree of 15 nodes" in shaped
+
+
+@pytest.mark.parametrize("options", [{}, {"markov_rank": 6}, {"gru_hidden_dim": 6}], ids=["dflash", "dspark", "domino"])
+def test_heads_that_draft_a_block_draft_what_their_export_says(
+    forerun: Run, options: dict[str, Any], tmp_path: Path
+) -> None:
+    made = dflash(**options)
+    kind, depth = made.config.kind, made.config.max_depth
+    head = write_head(HeadCheckpoint.of(made), tmp_path / "head", "dflash", FACTS)
+    named = ("demo", "--drafter", kind, "--drafter-model", head, "--force")
+    assert f'"num_speculative_tokens": {depth}}}' in forerun("deploy", "vllm", *named).out
+    line = (
+        engines_for(kind)
+        .destinations["sglang"]
+        .command(Launch(head=HeadCheckpoint.of(made), target=FACTS, directory=head))
+    )
+    assert forerun("deploy", "sglang", *named).out.split()[-1] == line.split()[-1]
+    ran = forerun("deploy", "vllm", *named, "-k", 60)
+    assert ran.code == 2 and f"the {kind} head drafts {depth} tokens on one path, 60 were asked for" in ran.err
 
 
 def test_drafters_made_of_drafters(forerun: Run) -> None:

@@ -31,7 +31,7 @@ ENGINES: dict[str, str] = {
     "dynamo": "forerun.deploy.engines.dynamo:Dynamo",
 }
 COMBINED = ("first_of", "merge", AUTO, "cascade")
-DRAFTS_TREES = ("eagle2", "peagle", "pard", "medusa", "hydra", "merge")
+DRAFTS_TREES = ("eagle2", "peagle", "pard", "medusa", "dflash")
 """Methods that draft a tree where their options do not say otherwise."""
 _AS_STORED = "(as the files are)"  # In what is wrong with files that an export would write otherwise
 _TREE = ("tree", "shape", "top_k", "nodes", "max_branches")

@@ -34,7 +34,6 @@ class LlamaCpp(Engine):
     ways: ClassVar[dict[str, Way]] = {
         "ngram": Way(name="ngram-simple", options=_COPIES, model=False),
         "draft_model": Way(name="draft-simple"),
-        "pard": Way(name="draft-simple"),
         "eagle3": Way(name="draft-eagle3"),
         "dflash": Way(name="draft-dflash", note="DFlash heads were reported at 0.15 acceptance there (issue 25792)"),
         "dspark": Way(name="draft-dspark"),

@@ -1,15 +1,17 @@
 """SGLang: ``--speculative-...`` options, of which ``num-draft-tokens`` counts the root.
 
-From ``arg_groups/fields/spec.py``, ``parallel.py`` and ``arg_groups/speculative_hook.py`` of the wheel 0.5.23. It
-drafts EAGLE's dynamic trees, not trees of fixed shape.
+From ``arg_groups/fields/spec.py``, ``parallel.py``, ``arg_groups/speculative_hook.py`` and
+``speculative/adaptive_spec_params.py`` of the wheel 0.5.23. It drafts EAGLE's dynamic trees, not trees of fixed shape.
 """
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar
 
 from forerun.checkpoints.eagle_engines import sglang_window
 from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Examined, Way
+from forerun.deploy.schedule import Stretch
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError
 
@@ -35,7 +37,6 @@ class SGLang(Engine):
         "ngram": Way(name="NGRAM", model=False, note=_TRIE),
         "suffix": Way(name="NGRAM", model=False, note=f"{_TRIE}; it has no suffix automaton"),
         "draft_model": Way(name="STANDALONE"),
-        "pard": Way(name="STANDALONE"),
         "eagle": Way(name="EAGLE"),
         "eagle2": Way(name="EAGLE"),
         "eagle3": Way(name="EAGLE3"),
@@ -50,17 +51,21 @@ class SGLang(Engine):
         words = ["python", "-m", "sglang.launch_server", "--model-path", asked.model, "--port", str(asked.port)]
         words += ["--tp-size", str(asked.tp)] if asked.tp > 1 else []
         words += ["--pp-size", str(asked.pp)] if asked.pp > 1 else []
-        words += self._speculation(asked, notes) if asked.config is not None else []
+        speculation, schedule = self._speculation(asked, notes) if asked.config is not None else ([], ())
+        words += speculation
+        # Each size is a lower bound; of the lengths that it may take there, there is one.
+        table = {str(first): {"candidate_steps": [k]} for first, _, k in schedule}
+        files = {_TABLE: json.dumps(table, indent=2) + "\n"} if schedule else {}
         if asked.nodes == 1:
-            return Deployment(commands=(Command(words=tuple(words)),))
+            return Deployment(commands=(Command(words=tuple(words)),), files=files, schedule=schedule)
         words += ["--dist-init-addr", f"{asked.first_machine}:{_PORT}", "--nnodes", str(asked.nodes), "--node-rank"]
         commands = [
             Command(words=(*words, str(rank)), where=f"on machine {rank}", role="elsewhere")
             for rank in range(asked.nodes)
         ]
-        return Deployment(commands=tuple(commands))
+        return Deployment(commands=tuple(commands), files=files, schedule=schedule)
 
-    def _speculation(self, asked: Asked, notes: list[str]) -> list[str]:
+    def _speculation(self, asked: Asked, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
         draft, way, _ = self.chosen(asked, notes)
         if way.name in ("DFLASH", "DSPARK") and asked.pp > 1:
             raise ArgumentError(f"SGLang runs {way.name} without pipeline parallelism only: leave --pp out, raise --tp")
@@ -71,13 +76,19 @@ class SGLang(Engine):
         if draft.model is not None:
             words += ["--speculative-draft-model-path", draft.model]
         branches = self._branches(asked, draft, way, k, notes)
+        schedule = self.schedule(asked, k, notes, able=way.name in _ADAPTS and branches == 1)
+        k = schedule[0].k if schedule else k
         if way.name in _LEVELS:
             words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", str(branches)]
         if way.name == "NGRAM":
             words += ["--speculative-ngram-max-bfs-breadth", str(branches)]
-        words += ["--speculative-num-draft-tokens", str(1 + (draft.nodes if branches > 1 else k))]
-        words += _window(examined)
-        return words + self._rule(asked, way, branches) + self._adaptive(asked, way, k, branches, notes)
+        count = 1 + (draft.nodes if branches > 1 else k)
+        if draft.method == "domino" and examined.launch is not None:
+            count = examined.launch.head.config.block_size  # whose first place drafts, too
+        words += ["--speculative-num-draft-tokens", str(count)]
+        words += [*_window(examined), *self._rule(asked, way, branches)]
+        words += ["--speculative-adaptive", "--speculative-adaptive-config", asked.path(_TABLE)] if schedule else []
+        return words, schedule
 
     def _branches(self, asked: Asked, draft: Draft, way: Way, k: int, notes: list[str]) -> int:
         """Continuations of a node; 1 for a chain."""
@@ -99,13 +110,8 @@ class SGLang(Engine):
             )
         return [self.rules[rule]]
 
-    def _adaptive(self, asked: Asked, way: Way, k: int, branches: int, notes: list[str]) -> list[str]:
-        """It has no table by batch size; chains of two algorithms get longer or shorter by what was accepted."""
-        self.schedule(asked, k, notes, able=False)
-        adaptive = asked.config is not None and asked.config.adaptive
-        return ["--speculative-adaptive"] if adaptive and way.name in _ADAPTS and branches == 1 else []
 
-
+_TABLE = "sglang-adaptive.json"
 _PORT = 20000  # At which the first machine waits for the others
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar
 
+from forerun.checkpoints.engines import NAMES_METHOD
 from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way
 from forerun.deploy.schedule import Stretch
+from forerun.errors import ArgumentError
 
 _NGRAM = {"prompt_lookup_max": "prompt_lookup_max", "prompt_lookup_min": "prompt_lookup_min"}
 _SUFFIX = {
@@ -48,7 +50,7 @@ class Vllm(Engine):
         "peagle": Way(name="eagle3", keys=_MASKS, note="P-EAGLE needs vLLM's older model runner V1"),
         "dflash": Way(name="dflash"),
         "dflash2": Way(name="dflash"),
-        "domino": Way(name="dflash"),
+        "domino": Way(name="dflash", note="vLLM passes Domino's correction over; SGLang applies it"),
         "dspark": Way(name="dspark"),
         "mtp": Way(name="mtp", model=False),
         "medusa": Way(name="medusa", versions=("0.31.0", "0.32.0")),
@@ -74,6 +76,12 @@ class Vllm(Engine):
         if asked.config is None:
             return None, ()
         draft, way, _ = self.chosen(asked, notes)
+        misread = [word for word in NAMES_METHOD if word in (draft.model or "").lower()]
+        if misread and way.name in ("draft_model", "medusa"):
+            raise ArgumentError(
+                f"vLLM takes a path with {misread[0]!r} in it for a head of that kind, whatever it is told; rename "
+                f"{draft.model}"
+            )
         examined = self.examined(asked, draft)
         notes += examined.notes
         k = self.depth(draft, examined)
