@@ -28,6 +28,7 @@ ORDER = (
     ("checkpoints",),
     ("engine", "training"),
     ("plan", "certify", "demo", "serve"),
+    ("deploy",),
     ("cli",),
 )
 """Packages and modules of forerun from the bottom up: nothing imports what stands in a later line."""

@@ -69,6 +69,7 @@ VERBS = {
     "plan": "Say what speculation can bring, before anything is trained or bought.",
     "calibrate": "Measure what passes of a model cost on this machine.",
     "export": "Write a draft head as a serving engine reads it.",
+    "deploy": "Write what starts the same drafter on vLLM, SGLang, TensorRT-LLM, llama.cpp or Dynamo.",
     "doctor": "Say what this machine offers, or what each serving engine does with a draft head.",
 }
 """Every verb and its line in ``forerun --help``; ``forerun.cli.<verb>:<verb>`` is imported when it is called."""

@@ -151,7 +151,7 @@ def plan(
     """
     check_plot(plot)
     asked.check(model)
-    shown = _with_costs(asked, *_cost(asked)) if model is None else on_model(asked, model)
+    shown = on_paper(asked) if model is None else on_model(asked, model)
     if plot is not None:
         draw_plan(shown.plan, plot, shown.title)
     if json:
@@ -159,6 +159,11 @@ def plan(
     else:
         show(shown)
     return 0
+
+
+def on_paper(asked: PlanOptions) -> Shown:
+    """Given or assumed acceptance, and what passes cost by the roofline."""
+    return _with_costs(asked, *_cost(asked))
 
 
 def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:

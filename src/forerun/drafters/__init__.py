@@ -150,9 +150,9 @@ def default_length(name: str) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
-    """A drafter of that name with these options. An ArgumentError names the nearest drafter or option of an unknown
-    one, and what is missing or of the wrong type."""
+def checked_options(name: str, options: Mapping[str, Any]) -> Any:
+    """The `Config` of a drafter of that name with these options. An ArgumentError names the nearest drafter or option
+    of an unknown one, and what is missing or of the wrong type."""
     cls = drafter_class(name)
     fields = dataclasses.fields(cls.Config)
     known = [field.name for field in fields]
@@ -165,7 +165,11 @@ def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter
     if missing:
         raise ArgumentError(f"drafter {name!r} needs {', '.join(missing)}; it has the options {', '.join(known)}")
     try:
-        config = cls.Config(**options)
+        return cls.Config(**options)
     except TypeError as error:
         raise ArgumentError(f"drafter {name!r}: an option has a wrong type ({error}); given {dict(options)}") from error
-    return cls(config, setup)  # type: ignore[call-arg]
+
+
+def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
+    """A drafter of that name with these options. Errors as `checked_options`."""
+    return drafter_class(name)(checked_options(name, options), setup)  # type: ignore[call-arg]

@@ -1,0 +1,233 @@
+"""``forerun deploy ENGINE MODEL``: what starts the same drafter on somebody else's engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.text import Text
+
+from forerun.cli import console
+from forerun.cli.options import SPECULATION, Flag, Json, LoadOptions, SpeculationOptions
+from forerun.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from forerun.deploy.launch import Deployment
+    from forerun.deploy.schedule import Forecast
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecasting:
+    """What the draft length at each batch, and the costs of what the engine cannot do, are predicted from; as in
+    `forerun plan`."""
+
+    text: str | None = None
+    """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
+    alpha: float | None = None
+    """Probability that a drafted token is accepted, in 0..1."""
+    acceptance: str | None = None
+    """The same by position, comma separated: 0.8,0.7,0.6; the last one goes on."""
+    rank_acceptance: str | None = None
+    """For a tree: by rank, and by depth behind semicolons: 0.6,0.2,0.1;0.5,0.2."""
+    temperature: Annotated[float | None, Parameter(alias="-t")] = None
+    """Of the answers, for --text; 0 is greedy."""
+    params: float | None = None
+    """Parameters of the target, such as 70e9."""
+    device: str | None = None
+    """One of those it runs on: h100, b200, 4090, ... (`forerun plan`)."""
+    dtype: str = "auto"
+    """Of the target's weights: bf16, fp8, int4, ..."""
+    active_params: float | None = None
+    """Mixture of experts: parameters that one token runs through."""
+    experts: int | None = None
+    """Mixture of experts: routed experts of a layer."""
+    experts_per_token: int | None = None
+    """Mixture of experts: how many of them a token is sent to."""
+    layers: int | None = None
+    """With --kv-heads, --head-dim and --context: the cache's traffic counts."""
+    kv_heads: int | None = None
+    """Key-value heads of a layer."""
+    head_dim: int | None = None
+    """Width of a head."""
+    context: int | None = None
+    """Committed tokens of each sequence."""
+    draft_params: float | None = None
+    """Parameters of the draft model or head."""
+    draft_cost: float | None = None
+    """Time of one drafted level in plain passes of the target, instead."""
+    max_batch: int = 64
+    """Most sequences that are decoded together."""
+
+
+FORECASTING = Forecasting()
+_ACCEPTED = ("text", "alpha", "acceptance", "rank_acceptance")
+
+
+def deploy(
+    engine: str,
+    model: str,
+    /,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    nodes: int = 1,
+    head_address: str | None = None,
+    port: int = 8000,
+    engine_version: str | None = None,
+    out: Path | None = None,
+    run: Flag = False,
+    force: Flag = False,
+    speculation: SpeculationOptions = SPECULATION,
+    forecasting: Forecasting = FORECASTING,
+    json: Json = False,
+) -> int:
+    """Write what starts the same drafter on another engine: commands, files, and what that engine does otherwise.
+
+    Parameters
+    ----------
+    engine
+        vllm, sglang, trtllm, llamacpp or dynamo.
+    model
+        Directory or hub id of the target; for llama.cpp a GGUF file, too.
+    tp
+        Devices that share every layer.
+    pp
+        Groups of devices that share the layers out.
+    nodes
+        Machines that hold the model together.
+    head_address
+        Address of the first of several machines.
+    port
+        TCP port of the OpenAI-compatible API.
+    engine_version
+        Version to write for; the newest that is known here if not given.
+    out
+        Directory for the files and the commands (deploy.sh).
+    run
+        Start it here.
+    force
+        Go on for a version that is not known, or with a head that the engine serves worse than it was trained.
+    """
+    from forerun.demo import resolve
+    from forerun.deploy.launch import Asked, engine_named, version_of
+    from forerun.engine.config import SpeculativeConfig
+
+    chosen = engine_named(engine)
+    version, notes = version_of(chosen, engine_version, force=force)
+    where: dict[str, Any] = {"tp": tp, "pp": pp, "nodes": nodes, "head_address": head_address, "port": port, "out": out}
+    forecast = _forecast(forecasting, speculation, tp, notes)
+    with console.telling("reading"):
+        config = SpeculativeConfig.parse(speculation.config())
+        asked = Asked(
+            model=str(resolve(model)), config=config, version=version, forecast=forecast, force=force, **where
+        )
+        made = chosen.deployment(asked, notes)
+    made = dataclasses.replace(made, notes=(*made.notes, *notes))
+    if out is not None:
+        _write(made, out)
+    if json:
+        commands = [{**dataclasses.asdict(one), "line": one.line} for one in made.commands]
+        record = {**dataclasses.asdict(made), "commands": commands, "schedule": [list(one) for one in made.schedule]}
+        console.write_json({"engine": engine, "version": version, **record})
+    else:
+        _show(made, written=out is not None)
+    return _start(made, chosen.title, out) if run else 0
+
+
+def _forecast(asked: Forecasting, speculation: SpeculationOptions, tp: int, notes: list[str]) -> Forecast | None:
+    """What the planner says, None where it was told too little; `notes` grows by what is assumed."""
+    from forerun.cli.plan import PlanOptions, on_paper
+    from forerun.deploy.schedule import Forecast
+
+    given = dataclasses.asdict(asked)
+    dtype, device, max_batch = given.pop("dtype"), given.pop("device"), given.pop("max_batch")
+    if not any(given[name] is not None for name in _ACCEPTED):
+        if device is not None or any(value is not None for value in given.values()):
+            raise ArgumentError(
+                "what is accepted? Give --text chat, --alpha 0.7, --acceptance or --rank-acceptance too"
+            )
+        return None
+    if asked.params is None or device is None:
+        raise ArgumentError("what does a pass cost? Give the target's --params 8e9 and its --device h100, too")
+    limit = SpeculationOptions(num_speculative_tokens=speculation.num_speculative_tokens)
+    loading = LoadOptions(device=device, dtype=dtype)
+    planned = PlanOptions(tp=tp, loading=loading, speculation=limit, **given)
+    planned.check(None)
+    shown = on_paper(planned)
+    notes += [f"predicted: {note}" for note in shown.notes if note not in shown.verdict.notes]
+    return Forecast(load=shown.load, max_batch=max_batch, ranks=planned.ranks)
+
+
+def _lines(made: Deployment) -> list[str]:
+    several = len(made.commands) > 1
+    return [
+        line
+        for command in made.commands
+        for line in ([f"# {command.where}"] if several and command.where else []) + [command.line]
+    ]
+
+
+def _write(made: Deployment, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in made.files.items():
+        (out / name).write_text(text, encoding="utf-8")
+    (out / "deploy.sh").write_text("\n".join(_lines(made)) + "\n", encoding="utf-8")
+
+
+def _show(made: Deployment, *, written: bool) -> None:
+    """Commands, and files that were not written, on stdout; what the engine does otherwise on stderr."""
+    out = console.out()
+    for line in _lines(made):
+        out.print(Text(line))
+    for name, text in made.files.items() if not written else ():
+        out.print(Text(f"\n# {name}\n{text.rstrip()}"))
+    for first, last, k in made.schedule:
+        console.warn(f"batches {first} to {last}: {f'K = {k}' if k else 'nothing is drafted'}", "dim")
+    for note in made.notes:
+        console.warn(note)
+
+
+def _start(made: Deployment, title: str, out: Path | None) -> int:
+    """Run the servers until the last one ends; ArgumentError: they cannot be started here."""
+    serving = [command for command in made.commands if command.role == "serve"]
+    before = [command.line for command in made.commands if command.role == "before"]
+    if not serving:
+        raise ArgumentError("--run starts one machine's server; start each command on its machine")
+    if before:
+        raise ArgumentError(f"first, once: {'; '.join(before)}; then deploy what that writes")
+    if made.files and out is None:
+        raise ArgumentError(f"{title} reads {', '.join(made.files)}: name a directory for it, --out DIR, beside --run")
+    for command in serving:
+        _check_installed(command.words, title)
+    started = [subprocess.Popen(command.words, env={**os.environ, **command.environment}) for command in serving]
+    try:
+        return started[-1].wait()
+    finally:
+        for process in started:
+            process.terminate()
+
+
+def _check_installed(words: Sequence[str], title: str) -> None:
+    program = shutil.which(words[0])
+    module = words[2] if words[1:2] == ("-m",) else None
+    package = None if module is None else module.partition(".")[0]
+    found = program is not None and (
+        package is None
+        or subprocess.run(
+            [program, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"], check=False
+        ).returncode
+        == 0
+    )
+    if not found:
+        what = words[0] if package is None else f"python with {package}"
+        raise ArgumentError(
+            f"{title} is not installed here: there is no {what} on PATH; install it, or leave --run out"
+        )

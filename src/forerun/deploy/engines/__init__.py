@@ -1,0 +1,1 @@
+"""Engines that `forerun deploy` knows: one file each, and one line in `deploy.launch.ENGINES`."""

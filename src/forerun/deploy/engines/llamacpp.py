@@ -1,0 +1,110 @@
+"""llama.cpp: ``llama-server`` with ``--spec-type`` and the options of each type.
+
+From ``tools/server/README.md``, which its own ``--help`` is made of, of November 2026. It numbers builds, several a
+day; where ``llama-server`` is on this machine its ``--help`` is asked, too. It drafts chains.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, ClassVar
+
+from forerun.checkpoints.engines import engines_for
+from forerun.deploy.launch import Asked, Command, Deployment, Engine, Examined, Way
+from forerun.errors import ArgumentError
+
+_SERVER = "llama-server"
+_COPIES = {  # llama.cpp's own defaults are 12, 48 and 1
+    "prompt_lookup_max": "--spec-ngram-simple-size-n",
+    "num_speculative_tokens": "--spec-ngram-simple-size-m",
+    "min_hits": "--spec-ngram-simple-min-hits",
+}
+
+
+class LlamaCpp(Engine):
+    """``llama-server``."""
+
+    title: ClassVar[str] = "llama.cpp"
+    versions: ClassVar[tuple[str, ...]] = ("2026-11",)
+    reads: ClassVar[str] = "llama.cpp"
+    combines: ClassVar[tuple[str, ...]] = ("ngram",)
+    ways: ClassVar[dict[str, Way]] = {
+        "ngram": Way(name="ngram-simple", options=_COPIES, model=False),
+        "draft_model": Way(name="draft-simple"),
+        "eagle3": Way(name="draft-eagle3"),
+        "dflash": Way(name="draft-dflash", note="DFlash heads were reported at 0.15 acceptance there (issue 25792)"),
+        "dspark": Way(name="draft-dspark"),
+        "mtp": Way(name="draft-mtp", model=False),
+    }
+
+    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+        if asked.nodes > 1:
+            raise ArgumentError("llama.cpp is deployed on one machine: leave --nodes out, or take vllm or sglang")
+        before = list[Command]()
+        model = _gguf(asked.model, None, before)
+        words = [_SERVER, *(["-m", model] if _is_file(model) else ["-hf", model]), "--port", str(asked.port)]
+        if asked.tp * asked.pp > 1:
+            words += ["--split-mode", "tensor" if asked.tp > 1 else "layer"]
+            notes.append("llama.cpp shares a model out to all devices that it sees; CUDA_VISIBLE_DEVICES says which")
+        words += self._speculation(asked, before, notes) if asked.config is not None else []
+        _probe(words, asked)
+        return Deployment(commands=(*before, Command(words=tuple(words), where="then" if before else "")))
+
+    def _speculation(self, asked: Asked, before: list[Command], notes: list[str]) -> list[str]:
+        draft, way, first = self.chosen(asked, notes)
+        examined = self.examined(asked, draft)
+        notes += examined.notes
+        k = self.depth(draft, examined)
+        self.chain_only(asked, draft, k, notes)
+        self.schedule(asked, k, notes, able=False)
+        copying = [one for one in (first, draft if way.name == "ngram-simple" else None) if one is not None]
+        types = [*(["ngram-simple"] if first is not None else []), way.name]
+        words = ["--spec-type", ",".join(types)]
+        for one in copying:
+            copies = self.mapped(one, self.ways[one.method])
+            words += [str(word) for pair in copies.items() for word in pair]
+        if way.name == "ngram-simple":
+            return words
+        if draft.model is not None:
+            name = _gguf(draft.model, examined, before)
+            words += ["--spec-draft-model" if _is_file(name) else "--spec-draft-hf", name]
+        return [*words, "--spec-draft-n-max", str(k)]
+
+
+def _is_file(model: str) -> bool:
+    return model.endswith(".gguf")
+
+
+def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
+    """What llama.cpp opens: a file, or a hub id of GGUF files; a directory is converted `before`."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return model
+    launch = examined.launch if examined is not None else None
+    file = f"{folder}.gguf"
+    words: tuple[str, ...] = ("python", "convert_hf_to_gguf.py", str(folder), "--outtype", "bf16", "--outfile", file)
+    if launch is not None and "llama.cpp" in engines_for(launch.head.config.kind).destinations:
+        words = (*words[:3], "--target-model-dir", launch.target.name_or_path, *words[3:])
+    before.append(Command(words=words, where="once, in llama.cpp's sources", role="before"))
+    return file
+
+
+def _probe(words: list[str], asked: Asked) -> None:
+    """Refuse options that the ``llama-server`` of this machine does not have; without one nothing is known."""
+    program = shutil.which(_SERVER)
+    if program is None or asked.force:
+        return
+    told: Any = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    text = told.stdout + told.stderr
+    known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text))
+    types = words[words.index("--spec-type") + 1].split(",") if "--spec-type" in words else []
+    lost = [word for word in words if word.startswith("-") and word not in known]
+    lost += [name for name in types if name not in text]
+    if lost:
+        raise ArgumentError(
+            f"{program} has no {', '.join(lost)}: it is older or newer than what is "
+            f"known here ({LlamaCpp.versions[-1]}); install another build, or --force"
+        )

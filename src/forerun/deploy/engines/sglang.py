@@ -1,0 +1,120 @@
+"""SGLang: ``--speculative-...`` options, of which ``num-draft-tokens`` counts the root.
+
+From ``arg_groups/fields/spec.py``, ``parallel.py``, ``arg_groups/speculative_hook.py`` and
+``speculative/adaptive_spec_params.py`` of the wheel 0.5.23. It drafts EAGLE's dynamic trees, not trees of fixed shape.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+from forerun.checkpoints.eagle_engines import sglang_window
+from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Examined, Way
+from forerun.deploy.schedule import Stretch
+from forerun.drafters.heads.eagle import EagleConfig
+from forerun.errors import ArgumentError
+
+_LEVELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+"""Draft level by level, so that they have steps and trees; the others a block, or what they find."""
+_SAMPLES = ("EAGLE", "EAGLE3", "NEXTN")
+_ADAPTS = ("EAGLE", "EAGLE3")
+_TRIE = "SGLang copies from one trie of all requests' n-grams, whose depth is --speculative-ngram-max-trie-depth"
+
+
+class SGLang(Engine):
+    """``python -m sglang.launch_server``."""
+
+    title: ClassVar[str] = "SGLang"
+    versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
+    reads: ClassVar[str] = "sglang"
+    settled: ClassVar[tuple[str, ...]] = ("its command line must have",)
+    rules: ClassVar[dict[str, str]] = {
+        "token_rejection": "--speculative-use-rejection-sampling",
+        "block": "--speculative-use-block-verification",
+    }
+    ways: ClassVar[dict[str, Way]] = {
+        "ngram": Way(name="NGRAM", model=False, note=_TRIE),
+        "suffix": Way(name="NGRAM", model=False, note=f"{_TRIE}; it has no suffix automaton"),
+        "draft_model": Way(name="STANDALONE"),
+        "eagle": Way(name="EAGLE"),
+        "eagle2": Way(name="EAGLE"),
+        "eagle3": Way(name="EAGLE3"),
+        "dflash": Way(name="DFLASH"),
+        "dflash2": Way(name="DFLASH"),
+        "domino": Way(name="DFLASH"),
+        "dspark": Way(name="DSPARK"),
+        "mtp": Way(name="NEXTN", model=False),
+    }
+
+    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+        words = ["python", "-m", "sglang.launch_server", "--model-path", asked.model, "--port", str(asked.port)]
+        words += ["--tp-size", str(asked.tp)] if asked.tp > 1 else []
+        words += ["--pp-size", str(asked.pp)] if asked.pp > 1 else []
+        speculation, schedule = self._speculation(asked, notes) if asked.config is not None else ([], ())
+        words += speculation
+        # Each size is a lower bound; of the lengths that it may take there, there is one.
+        table = {str(first): {"candidate_steps": [k]} for first, _, k in schedule}
+        files = {_TABLE: json.dumps(table, indent=2) + "\n"} if schedule else {}
+        if asked.nodes == 1:
+            return Deployment(commands=(Command(words=tuple(words)),), files=files, schedule=schedule)
+        words += ["--dist-init-addr", f"{asked.first_machine}:{_PORT}", "--nnodes", str(asked.nodes), "--node-rank"]
+        commands = [
+            Command(words=(*words, str(rank)), where=f"on machine {rank}", role="elsewhere")
+            for rank in range(asked.nodes)
+        ]
+        return Deployment(commands=tuple(commands), files=files, schedule=schedule)
+
+    def _speculation(self, asked: Asked, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
+        draft, way, _ = self.chosen(asked, notes)
+        if way.name in ("DFLASH", "DSPARK") and asked.pp > 1:
+            raise ArgumentError(f"SGLang runs {way.name} without pipeline parallelism only: leave --pp out, raise --tp")
+        examined = self.examined(asked, draft)
+        notes += examined.notes
+        k = self.depth(draft, examined)
+        words = ["--speculative-algorithm", way.name]
+        if draft.model is not None:
+            words += ["--speculative-draft-model-path", draft.model]
+        branches = self._branches(asked, draft, way, k, notes)
+        schedule = self.schedule(asked, k, notes, able=way.name in _ADAPTS and branches == 1)
+        k = schedule[0].k if schedule else k
+        if way.name in _LEVELS:
+            words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", str(branches)]
+        if way.name == "NGRAM":
+            words += ["--speculative-ngram-max-bfs-breadth", str(branches)]
+        count = 1 + (draft.nodes if branches > 1 else k)
+        if draft.method == "domino" and examined.launch is not None:
+            count = examined.launch.head.config.block_size  # whose first place drafts, too
+        words += ["--speculative-num-draft-tokens", str(count)]
+        words += [*_window(examined), *self._rule(asked, way, branches)]
+        words += ["--speculative-adaptive", "--speculative-adaptive-config", asked.path(_TABLE)] if schedule else []
+        return words, schedule
+
+    def _branches(self, asked: Asked, draft: Draft, way: Way, k: int, notes: list[str]) -> int:
+        """Continuations of a node; 1 for a chain."""
+        given, grows = draft.options, draft.method == "eagle2"
+        if way.name in _LEVELS and (grows or given.get("top_k")):
+            return int(given.get("top_k") or 10)
+        if way.name == "NGRAM" and draft.nodes:
+            return int(given.get("max_branches") or 10)
+        self.chain_only(asked, draft, k, notes)
+        return 1
+
+    def _rule(self, asked: Asked, way: Way, branches: int) -> list[str]:
+        rule = asked.config.rule if asked.config is not None else None
+        if rule is None:
+            return []
+        if way.name not in _SAMPLES or branches > 1:
+            raise ArgumentError(
+                f"SGLang has the rule {rule} for chains of {', '.join(_SAMPLES)} only: leave --rule out"
+            )
+        return [self.rules[rule]]
+
+
+_TABLE = "sglang-adaptive.json"
+_PORT = 20000  # At which the first machine waits for the others
+
+
+def _window(examined: Examined) -> list[str]:
+    config = examined.launch.head.config if examined.launch is not None else None
+    return sglang_window(config).split() if isinstance(config, EagleConfig) else []

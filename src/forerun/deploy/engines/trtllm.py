@@ -1,0 +1,102 @@
+"""TensorRT-LLM: ``trtllm-serve MODEL --config FILE``, where speculation stands in the file.
+
+From ``llmapi/llm_args.py`` and ``commands/serve.py`` of 1.4.0rc1. Batch sizes of ``draft_len_schedule`` are upper
+bounds there, above the last of which nothing is drafted; up to 1.2 they were lower bounds, so that such a file means
+something else to older versions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import yaml
+
+from forerun.checkpoints.eagle_engines import TRTLLM
+from forerun.checkpoints.engines import engines_for
+from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Examined, Way
+from forerun.errors import ArgumentError
+
+_ENHANCED = ("Eagle3", "MTP", "PARD")  # Take a suffix automaton before the model
+_HOST = ("NGram", "Draft_Target")  # Draft on the host, for which the scheduler must not run ahead
+
+
+class TensorRtLlm(Engine):
+    """``trtllm-serve``."""
+
+    title: ClassVar[str] = "TensorRT-LLM"
+    versions: ClassVar[tuple[str, ...]] = ("1.4.0rc1",)
+    reads: ClassVar[str] = "trtllm"
+    settled: ClassVar[tuple[str, ...]] = ("in its YAML", f"reads them from {TRTLLM}")
+    rules: ClassVar[dict[str, bool]] = {"token_rejection": True}
+    combines: ClassVar[tuple[str, ...]] = ("suffix", "ngram")
+    ways: ClassVar[dict[str, Way]] = {
+        "ngram": Way(name="NGram", options={"prompt_lookup_max": "max_matching_ngram_size"}, model=False),
+        "suffix": Way(name="SA", model=False),
+        "draft_model": Way(name="Draft_Target"),
+        "pard": Way(name="PARD"),
+        "eagle3": Way(name="Eagle3"),
+        "dflash": Way(name="DFlash"),
+        "dspark": Way(name="DSpark"),
+        "mtp": Way(name="MTP", model=False),
+    }
+
+    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+        words = ["trtllm-serve", asked.model, "--port", str(asked.port)]
+        words += ["--tp_size", str(asked.tp)] if asked.tp > 1 else []
+        words += ["--pp_size", str(asked.pp)] if asked.pp > 1 else []
+        files = dict[str, str]()
+        if asked.config is not None:
+            words += ["--config", asked.path(TRTLLM)]
+            files[TRTLLM] = yaml.safe_dump(self._speculation(asked, notes), sort_keys=False)
+        if asked.nodes > 1:
+            ranks = ["--ntasks-per-node", str(asked.devices), "--mpi=pmix", "trtllm-llmapi-launch"]
+            words = ["srun", "-N", str(asked.nodes), *ranks, *words, "--gpus_per_node", str(asked.devices)]
+        return Deployment(commands=(Command(words=tuple(words)),), files=files)
+
+    def _speculation(self, asked: Asked, notes: list[str]) -> dict[str, Any]:
+        assert asked.config is not None
+        if asked.pp > 1:
+            raise ArgumentError("TensorRT-LLM drafts without pipeline parallelism only: leave --pp out, raise --tp")
+        draft, way, first = self.chosen(asked, notes)
+        examined = self.examined(asked, draft)
+        notes += examined.notes
+        k = self.depth(draft, examined)
+        found: dict[str, Any] = {"decoding_type": way.name, **_of_head(examined)}
+        found["max_draft_len"] = k
+        if draft.model is not None:
+            found["speculative_model"] = draft.model
+        found |= self.mapped(draft, way)
+        found |= self._tree(asked, draft, way, k, notes)
+        if first is not None and way.name in _ENHANCED:
+            found["sa_config"] = {"threshold": 4}
+            notes.append(
+                f"its suffix automaton, not forerun's {first.method}, drafts before {way.name} where 4 tokens match"
+            )
+        elif first is not None:
+            notes.append(f"TensorRT-LLM puts nothing before {way.name}: {first.method} is left out")
+        if asked.config.rule is not None:
+            found["use_rejection_sampling"] = self.rules[asked.config.rule]
+        schedule = self.schedule(asked, k, notes)
+        if schedule:
+            found["max_draft_len"] = schedule[0].k
+            found["draft_len_schedule"] = {stretch.last: stretch.k for stretch in schedule if stretch.k}
+            notes.append(f"above a batch of {max(found['draft_len_schedule'])} it drafts nothing")
+        whole: dict[str, Any] = {"speculative_config": found}
+        return whole | ({"disable_overlap_scheduler": True} if way.name in _HOST else {})
+
+    def _tree(self, asked: Asked, draft: Draft, way: Way, k: int, notes: list[str]) -> dict[str, Any]:
+        top = draft.options.get("top_k")
+        if not top or way.name not in ("Eagle3", "MTP"):
+            self.chain_only(asked, draft, k, notes)
+            return {}
+        nodes = min(max(draft.nodes, k), top * k)
+        return {"use_dynamic_tree": True, "dynamic_tree_max_topK": top, "max_total_draft_tokens": nodes}
+
+
+def _of_head(examined: Examined) -> dict[str, Any]:
+    """What an export of the head writes into the file, such as the layers whose states it reads."""
+    if examined.launch is None:
+        return {}
+    destination = engines_for(examined.launch.head.config.kind).destinations["trtllm"]
+    read = yaml.safe_load(destination.files(examined.launch)[TRTLLM])["speculative_config"]
+    return {key: value for key, value in read.items() if key not in ("decoding_type", "max_draft_len")}

@@ -1,0 +1,110 @@
+"""vLLM: ``--speculative-config`` and, over several machines, its own launcher.
+
+From ``config/speculative.py``, ``config/vllm.py``, ``engine/arg_utils.py`` and ``v1/spec_decode/dynamic/utils.py`` of
+the wheels 0.31.0, 0.32.0 and 0.33.0. It drafts chains.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from forerun.checkpoints.engines import NAMES_METHOD
+from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way
+from forerun.deploy.schedule import Stretch
+from forerun.errors import ArgumentError
+
+_NGRAM = {"prompt_lookup_max": "prompt_lookup_max", "prompt_lookup_min": "prompt_lookup_min"}
+_SUFFIX = {
+    option: f"suffix_decoding_{option}"
+    for option in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
+}
+_MASKS = {"parallel_drafting": True}
+
+
+class Vllm(Engine):
+    """``vllm serve``."""
+
+    title: ClassVar[str] = "vLLM"
+    versions: ClassVar[tuple[str, ...]] = ("0.31.0", "0.32.0", "0.33.0")
+    reads: ClassVar[str] = "vllm"
+    rules: ClassVar[dict[str, str]] = {"token_rejection": "standard", "block": "block"}
+    ways: ClassVar[dict[str, Way]] = {
+        "ngram": Way(name="ngram", options=_NGRAM, model=False),
+        "suffix": Way(
+            name="suffix",
+            options=_SUFFIX,
+            model=False,
+            note="suffix needs `pip install arctic-inference==0.1.1` beside vLLM, and its older model runner V1",
+        ),
+        "draft_model": Way(name="draft_model"),
+        "pard": Way(name="draft_model", keys=_MASKS),
+        "tli": Way(
+            name="draft_model",
+            keys={"use_heterogeneous_vocab": True},
+            note="vLLM drafts greedily over two vocabularies, with its older model runner V1",
+        ),
+        "eagle": Way(name="eagle"),
+        "eagle2": Way(name="eagle"),
+        "eagle3": Way(name="eagle3"),
+        "peagle": Way(name="eagle3", keys=_MASKS, note="P-EAGLE needs vLLM's older model runner V1"),
+        "dflash": Way(name="dflash"),
+        "dflash2": Way(name="dflash"),
+        "domino": Way(name="dflash", note="vLLM passes Domino's correction over; SGLang applies it"),
+        "dspark": Way(name="dspark"),
+        "mtp": Way(name="mtp", model=False),
+        "medusa": Way(name="medusa", versions=("0.31.0", "0.32.0")),
+    }
+
+    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+        speculation, schedule = self.speculation(asked, notes)
+        words = ["vllm", "serve", asked.model, "--port", str(asked.port), *parallel(asked)]
+        if speculation is not None:
+            words += ["--speculative-config", json.dumps(speculation)]
+        if asked.nodes == 1:
+            return Deployment(commands=(Command(words=tuple(words)),), schedule=schedule)
+        commands = []
+        for rank in range(asked.nodes):
+            own = ["--nnodes", str(asked.nodes), "--node-rank", str(rank), "--master-addr", asked.first_machine]
+            headless = ["--headless"] if rank else []
+            where = f"on machine {rank}"
+            commands.append(Command(words=(*words, *own, *headless), where=where, role="elsewhere"))
+        return Deployment(commands=tuple(commands), schedule=schedule)
+
+    def speculation(self, asked: Asked, notes: list[str]) -> tuple[dict[str, Any] | None, tuple[Stretch, ...]]:
+        """vLLM's ``speculative_config``, None for plain decoding, and the schedule in it."""
+        if asked.config is None:
+            return None, ()
+        draft, way, _ = self.chosen(asked, notes)
+        misread = [word for word in NAMES_METHOD if word in (draft.model or "").lower()]
+        if misread and way.name in ("draft_model", "medusa"):
+            raise ArgumentError(
+                f"vLLM takes a path with {misread[0]!r} in it for a head of that kind, whatever it is told; rename "
+                f"{draft.model}"
+            )
+        examined = self.examined(asked, draft)
+        notes += examined.notes
+        k = self.depth(draft, examined)
+        self.chain_only(asked, draft, k, notes)
+        # Model runner V1, which these need, drops the table for other methods than those that it names.
+        schedule = self.schedule(asked, k, notes, able=way.name != "suffix")
+        found: dict[str, Any] = {"method": way.name}
+        if draft.model is not None:
+            found["model"] = draft.model
+        found["num_speculative_tokens"] = k
+        found |= {**way.keys, **self.mapped(draft, way)}
+        if asked.config.rule is not None:
+            found["rejection_sample_method"] = self.rules[asked.config.rule]
+            if draft.model is not None:
+                found["draft_sample_method"] = "probabilistic"
+        if schedule:
+            found["num_speculative_tokens_per_batch_size"] = [list(stretch) for stretch in schedule]
+        if asked.pp > 1:
+            notes.append("vLLM drafts with pipeline parallelism for some targets only; it says so when it starts")
+        return found, schedule
+
+
+def parallel(asked: Asked) -> list[str]:
+    """How the model is shared out to devices."""
+    words = ["--tensor-parallel-size", str(asked.tp)] if asked.tp > 1 else []
+    return [*words, *(["--pipeline-parallel-size", str(asked.pp)] if asked.pp > 1 else [])]

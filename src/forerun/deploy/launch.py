@@ -1,0 +1,390 @@
+"""From a speculative configuration to what starts the same drafter on another engine: commands, files, environment.
+
+An engine is an `Engine` in one file of `engines/` and one line in `ENGINES`. What engines make of a trained head is
+asked of `forerun.checkpoints`, as ``forerun doctor`` and ``forerun export`` do.
+"""
+
+from __future__ import annotations
+
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from forerun.demo import resolve
+from forerun.deploy.schedule import Forecast, Stretch
+from forerun.drafters import AUTO, checked_options, default_length, entry_named
+from forerun.drafters.heads.kinds import KINDS, named
+from forerun.engine.config import SpeculativeConfig, arms_of
+from forerun.errors import ArgumentError, CheckpointError, nearest
+
+if TYPE_CHECKING:
+    from forerun.checkpoints.engines import Finding, Launch
+
+ENGINES: dict[str, str] = {
+    "vllm": "forerun.deploy.engines.vllm:Vllm",
+    "sglang": "forerun.deploy.engines.sglang:SGLang",
+    "trtllm": "forerun.deploy.engines.trtllm:TensorRtLlm",
+    "llamacpp": "forerun.deploy.engines.llamacpp:LlamaCpp",
+    "dynamo": "forerun.deploy.engines.dynamo:Dynamo",
+}
+COMBINED = ("first_of", "merge", AUTO, "cascade")
+DRAFTS_TREES = ("eagle2", "peagle", "pard", "medusa", "dflash")
+"""Methods that draft a tree where their options do not say otherwise."""
+_AS_STORED = "(as the files are)"  # In what is wrong with files that an export would write otherwise
+_TREE = ("tree", "shape", "top_k", "nodes", "max_branches")
+_OWN = ("model", "num_speculative_tokens", *_TREE)
+"""Options that are translated or commented upon elsewhere than in `Engine.leftover`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """One drafter that an engine is to run."""
+
+    method: str  # A drafter's name in forerun
+    k: int  # Tokens on one path
+    model: str | None
+    options: Mapping[str, Any]  # Those that were given
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes of its tree, root not counted; 0 where it drafts a chain."""
+        options = self.options
+        if options.get("tree") is not None and not isinstance(options["tree"], str):
+            return len(options["tree"])
+        shape, level, count = options.get("shape"), 1, 0
+        for children in shape or ():
+            level *= children
+            count += level
+        if count > len(shape or ()):
+            return count
+        if options.get("max_branches", 1) > 1:
+            return int(options["max_branches"]) * self.k
+        grows = self.method in DRAFTS_TREES or options.get("top_k") or options.get("tree") is not None
+        return int(options.get("nodes") or (32 if grows else 0)) if shape is None else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How an engine names one of our methods, and what it needs besides."""
+
+    name: str
+    keys: Mapping[str, Any] = field(default_factory=dict)  # Always given
+    options: Mapping[str, str] = field(default_factory=dict)  # Our option -> the engine's
+    model: bool = True  # Whether a model or head must be named
+    note: str = ""  # What differs there
+    versions: tuple[str, ...] = ()  # Those that have it; empty: all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examined:
+    """What was read of the drafter's files."""
+
+    launch: Launch | None = None  # For `checkpoints.engines.Destination`; None for what is no head
+    depth: int | None = None  # Most tokens that the head drafts on one path
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is to be deployed, and where."""
+
+    model: str
+    config: SpeculativeConfig | None
+    version: str
+    tp: int = 1  # Devices that share every layer
+    pp: int = 1  # Groups of devices that share the layers out
+    nodes: int = 1  # Machines that hold the model together
+    head_address: str | None = None  # Of the first machine, where there are several
+    port: int = 8000
+    out: Path | None = None  # Where files are written; None: they are printed, and named in the current folder
+    forecast: Forecast | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.nodes) < 1:
+            raise ArgumentError(f"--tp, --pp and --nodes are at least 1, got {self.tp}, {self.pp}, {self.nodes}")
+        if self.tp * self.pp % self.nodes:
+            raise ArgumentError(
+                f"{self.tp} x {self.pp} devices (--tp x --pp) cannot be shared out evenly to {self.nodes} machines "
+                "(--nodes)"
+            )
+
+    @property
+    def devices(self) -> int:
+        """Of each machine."""
+        return self.tp * self.pp // self.nodes
+
+    @property
+    def first_machine(self) -> str:
+        """Its address; ArgumentError where none was given."""
+        if self.head_address is None:
+            raise ArgumentError(f"{self.nodes} machines need the first one's address: --head-address HOST")
+        return self.head_address
+
+    def path(self, name: str) -> str:
+        """Of a file of the deployment, as its command names it."""
+        return name if self.out is None else str(self.out / name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One command line."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    where: str = ""  # What it does or where it is typed, where there are several
+    role: Literal["serve", "before", "elsewhere"] = "serve"  # Whether ``--run`` starts it, needs it done, or leaves it
+
+    @property
+    def line(self) -> str:
+        """For a shell."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.words)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployment:
+    """What starts the engine."""
+
+    commands: tuple[Command, ...]
+    files: Mapping[str, str] = field(default_factory=dict)  # Name -> text
+    schedule: tuple[Stretch, ...] = ()  # What is drafted at which batch; empty: always the same
+    notes: tuple[str, ...] = ()  # What the engine does otherwise, and what that costs
+
+
+class Engine(ABC):
+    """What is known of one engine; every flag and key is from its own sources of the versions named."""
+
+    title: ClassVar[str]
+    versions: ClassVar[tuple[str, ...]]  # Known ones, the newest last
+    ways: ClassVar[Mapping[str, Way]]  # Our method -> the engine's
+    reads: ClassVar[str]  # Its name in `checkpoints.engines`
+    rules: ClassVar[Mapping[str, Any]] = {}  # Our verification rules that it has
+    combines: ClassVar[tuple[str, ...]] = ()  # Copying methods that it puts before a model
+    settled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
+
+    @abstractmethod
+    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+        """Commands and files; `notes` grows by what the engine does otherwise. ArgumentError: it cannot do it."""
+
+    def chosen(self, asked: Asked, notes: list[str]) -> tuple[Draft, Way, Draft | None]:
+        """The drafter that the engine runs, its way there, and a copying one that it puts before it.
+
+        ArgumentError: the engine has no counterpart, or needs a model that was not named.
+        """
+        assert asked.config is not None
+        drafts = [_draft(config) for config in _members(asked.config)]
+        main = self._main(asked, drafts)
+        copying = [one for one in drafts if one.method in self.combines and not entry_named(main.method).copies]
+        first = next(iter(copying), None)
+        lost = [one.method for one in drafts if one is not main and one is not first]
+        if lost:
+            notes.append(
+                f"{self.title} does not draft with {', '.join(lost)} beside {main.method} ({asked.config.method}); "
+                f"`forerun plan MODEL --drafter {asked.config.method} --prompts FILE` measures what they bring"
+            )
+        way = self.ways[main.method]
+        if way.model and main.model is None:
+            raise ArgumentError(f"{main.method} needs a model or head; name it with --drafter-model DIR")
+        if main.model is not None and not way.model:
+            raise ArgumentError(
+                f"{self.title} reads {main.method} in the target's own checkpoint; {_export(self, asked, main)}, "
+                "leaving --drafter-model out"
+            )
+        notes += [text for text in (way.note,) if text]
+        notes += self.leftover(asked, main, way)
+        return main, way, first
+
+    def _main(self, asked: Asked, drafts: Sequence[Draft]) -> Draft:
+        able = [one for one in drafts if self.has(one.method, asked.version)]
+        if not able:
+            given = ", ".join(one.method for one in drafts)
+            have = ", ".join(name for name in self.ways if self.has(name, asked.version))
+            raise ArgumentError(
+                f"{self.title} {asked.version} has no counterpart of {given}; it has {have}. "
+                "forerun serve drafts with it here"
+            )
+        return next((one for one in able if not entry_named(one.method).copies), able[0])
+
+    def mapped(self, draft: Draft, way: Way) -> dict[str, Any]:
+        """The engine's options with the values that ours have, given or by default: its own defaults are others."""
+        options = checked_options(draft.method, draft.options)
+        return {theirs: getattr(options, ours) for ours, theirs in way.options.items()}
+
+    def has(self, method: str, version: str) -> bool:
+        """Whether this version drafts by that method."""
+        way = self.ways.get(method)
+        return way is not None and (not way.versions or version in way.versions)
+
+    def leftover(self, asked: Asked, draft: Draft, way: Way) -> Iterator[str]:
+        """Options and rules that have no counterpart, one sentence each; ArgumentError: a rule that changes answers."""
+        lost = [f"{key}={value}" for key, value in draft.options.items() if key not in way.options and key not in _OWN]
+        if lost:
+            yield f"{self.title} has no counterpart of {draft.method}'s {', '.join(lost)}; its own default holds"
+        rule = asked.config.rule if asked.config is not None else None
+        if rule is not None and rule not in self.rules:
+            have = ", ".join(self.rules) or "its own rule only"
+            raise ArgumentError(
+                f"{self.title} has no counterpart of the rule {rule!r}; it has {have}: leave --rule out"
+            )
+
+    def chain_only(self, asked: Asked, draft: Draft, k: int, notes: list[str]) -> None:
+        """Say that the tree of `draft` becomes a chain of `k`, and what that costs."""
+        if draft.nodes == 0:
+            return
+        cost = asked.forecast.chain_cost(k, draft.nodes) if asked.forecast is not None else None
+        ask = "--rank-acceptance with --params and --device predicts what that costs"
+        notes.append(f"{self.title} drafts this as a chain of {k}, not as a tree of {draft.nodes} nodes; {cost or ask}")
+
+    def schedule(self, asked: Asked, k: int, notes: list[str], *, able: bool = True) -> tuple[Stretch, ...]:
+        """What to draft at which batch; empty where it is always `k`, or was asked to be. `able`: the engine can vary
+        it."""
+        forecast, config = asked.forecast, asked.config
+        if config is None or not config.adaptive:
+            return ()
+        if forecast is None:
+            if able:
+                notes.append(
+                    "the draft is as long at every batch; --text chat --params 8e9 --device h100, say, computes how "
+                    "long it should be at which"
+                )
+            return ()
+        if not able:
+            cost = forecast.fixed_cost(k)
+            notes += [f"{self.title} drafts as much at every batch: {cost}"] if cost else []
+            return ()
+        found = forecast.stretches(k)
+        if found[0].k == 0:
+            raise ArgumentError(
+                f"no draft of up to {k} tokens is predicted to be faster than plain decoding, at any batch; deploy "
+                "without --drafter, or give --no-adaptive to draft nevertheless"
+            )
+        return () if len(found) == 1 and found[0].k == k else found
+
+    def depth(self, draft: Draft, examined: Examined) -> int:
+        """Tokens on one path; ArgumentError: more than the head has."""
+        most = examined.depth
+        if most is None:
+            return draft.k
+        given = "num_speculative_tokens" in draft.options
+        if given and draft.k > most:
+            raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were asked for")
+        return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most
+
+    def examined(self, asked: Asked, draft: Draft) -> Examined:
+        """What this engine would do with the drafter's files, where they and the target's are on this machine.
+
+        CheckpointError: it would not load them, or draft worse; says what to do. Not with `Asked.force`.
+        """
+        if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
+            return Examined()
+        if not (_here(draft.model) and _here(asked.model)):
+            doctor = f"forerun doctor {draft.model} --target {asked.model}"
+            return Examined(notes=(f"the {draft.method} head was not looked at; `{doctor}` does",))
+        found, seen = _findings(asked.model, draft)
+        found = [one for one in found if one.engine == self.reads and not any(word in one.why for word in self.settled)]
+        wrong = [one for one in found if one.severity in ("degrades", "fails")]
+        if wrong and not asked.force:
+            rewritten = all(_AS_STORED in one.what for one in wrong)
+            todo = f" So {_export(self, asked, draft)}." if rewritten else ""
+            raise CheckpointError(
+                f"{self.title} would not serve {draft.model} as it was trained. {'; '.join(map(self._told, wrong))}."
+                f"{todo} To go on nevertheless: --force"
+            )
+        return replace(seen, notes=tuple(self._told(one) for one in found if one.severity != "ok"))
+
+    def _told(self, finding: Finding) -> str:
+        remedy = f" ({finding.remedy})" if finding.remedy else ""
+        return f"{finding.what}: {self.title} {finding.why}{remedy}"
+
+
+def engine_named(name: str) -> Engine:
+    """The engine of that name; an ArgumentError names the nearest where there is none."""
+    if name not in ENGINES:
+        raise ArgumentError(f"unknown engine {name!r}; there are {', '.join(ENGINES)}.{nearest(name, ENGINES)}")
+    return named(ENGINES[name])()  # type: ignore[no-any-return]
+
+
+def version_of(engine: Engine, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
+    """The version to write for, and a note where it is not the one that was asked for.
+
+    ArgumentError: nothing is known of `wanted`, and not `force`.
+    """
+    known = engine.versions
+    if wanted is None or wanted in known:
+        return wanted or known[-1], []
+    if not force:
+        raise ArgumentError(
+            f"nothing is known of {engine.title} {wanted}; known are {', '.join(known)}, and flags change between "
+            f"versions. To write what is right for {known[-1]}: --force"
+        )
+    return known[-1], [f"nothing is known of {engine.title} {wanted}: this is right for {known[-1]}"]
+
+
+def _here(name: str) -> bool:
+    return Path(name).expanduser().is_dir()
+
+
+def _findings(target: str, draft: Draft) -> tuple[list[Finding], Examined]:
+    """What engines do with the drafter's files."""
+    from forerun.checkpoints.base import TargetFacts
+    from forerun.checkpoints.engines import Launch, diagnose, diagnose_files
+    from forerun.checkpoints.formats import parse, read_files
+    from forerun.checkpoints.pard import PardModel
+
+    facts, directory = TargetFacts.read(target), Path(str(draft.model)).expanduser()
+    if draft.method == "pard":
+        model = PardModel.at(directory)
+        if model is None:
+            raise ArgumentError(f"{directory} holds no PARD draft model; deploy it with --drafter draft_model")
+        return list(model.findings(facts)), Examined()
+    stored = read_files(directory)
+    head = parse(stored, num_layers=facts.num_layers)
+    if head.config.kind != KINDS[draft.method].stored_as:
+        raise ArgumentError(f"{directory} holds a {head.config.kind} head: --drafter {head.config.kind}")
+    found = diagnose(head, facts) + diagnose_files(stored, head, facts)
+    launch = Launch(head=head, target=facts, directory=directory)
+    return found, Examined(launch=launch, depth=head.config.max_depth)
+
+
+def _export(engine: Engine, asked: Asked, draft: Draft) -> str:
+    from forerun.checkpoints.engines import engines_for
+
+    known = (
+        list(engines_for(KINDS[draft.method].stored_as).destinations) if draft.method in KINDS else ["vllm", "trtllm"]
+    )
+    to = engine.reads if engine.reads in known else next(iter(known), "hf")
+    words = ["forerun", "export", str(draft.model), "--to", to, "--target", asked.model, "--output", "DIR"]
+    return f"write it as {engine.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
+
+
+def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
+    """The drafters that a combined one is made of, those that copy first; itself where it is none."""
+    from forerun.drafters.combined.members import options_of
+
+    if config.method == AUTO:
+        return arms_of(config)
+    if config.method not in COMBINED:
+        return [config]
+    options = checked_options(config.method, config.drafter_options)
+    given = [options.inner] if config.method == "cascade" else list(options.drafters)
+    if config.method == "cascade":
+        given.append({"method": "draft_model", "model": options.model})
+    found = list[SpeculativeConfig]()
+    for member in given:
+        method, own = options_of(config.method, member)
+        one = SpeculativeConfig.parse({"method": method, **own})
+        assert one is not None
+        found.append(replace(one, num_speculative_tokens=one.num_speculative_tokens or config.num_speculative_tokens))
+    return found
+
+
+def _draft(config: SpeculativeConfig) -> Draft:
+    checked_options(config.method, config.drafter_options)
+    k = config.num_speculative_tokens or default_length(config.method) or 1
+    given = config.options.get("model")
+    model = None if given is None else str(resolve(str(given)))
+    return Draft(method=config.method, k=k, model=model, options=config.drafter_options)

@@ -1,0 +1,385 @@
+"""``forerun deploy``: the commands of every engine, what each cannot do, and files that fit the published schemas."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from checkpoints.samples import PLAIN, TARGET, sample
+from checkpoints.test_dflash_format import FACTS
+from cli.conftest import Ran, forerun
+from forerun.checkpoints import write_head
+from forerun.checkpoints.base import HeadCheckpoint
+from forerun.checkpoints.engines import Launch, engines_for
+from forerun.demo import resolve
+from forerun.deploy.launch import ENGINES, Asked, engine_named
+from forerun.deploy.schedule import Forecast
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.costs import DraftCost
+from forerun.errors import ArgumentError
+from forerun.plan import theory
+from forerun.plan.assumptions import DEVICES, Roofline, Size
+from forerun.plan.planner import Load
+from training.ttt import dflash
+
+__all__ = ["forerun"]
+pytestmark = pytest.mark.thorough
+
+Run = Callable[..., Ran]
+HEAD = ("--drafter", "eagle3", "--drafter-model", "owner/head", "-k", "5")
+SMALL = ("--drafter", "draft_model", "--drafter-model", "owner/small")
+PAPER = ("--text", "chat", "--params", "8e9", "--device", "h100", "--max-batch", "512")
+FOR_DEMO = dataclasses.replace(
+    PLAIN, target_hidden_size=384, own_embedding=True, vocab_size=8192, draft_vocab_size=64, boundaries=(2, 4, 5)
+)
+
+GOLDEN: dict[tuple[str, ...], str] = {
+    ("vllm", "owner/m"): "vllm serve owner/m --port 8000",
+    ("vllm", "owner/m", *HEAD, "--tp", "2"): (
+        "vllm serve owner/m --port 8000 --tensor-parallel-size 2 --speculative-config "
+        """'{"method": "eagle3", "model": "owner/head", "num_speculative_tokens": 5}'"""
+    ),
+    ("vllm", "owner/m", "--drafter", "ngram", "-k", "6", "--drafter-option", "prompt_lookup_max=3"): (
+        "vllm serve owner/m --port 8000 --speculative-config "
+        """'{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'"""
+    ),
+    ("vllm", "owner/m", *SMALL, "--rule", "block"): (
+        "vllm serve owner/m --port 8000 --speculative-config "
+        """'{"method": "draft_model", "model": "owner/small", "num_speculative_tokens": 5, """
+        """"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}'"""
+    ),
+    ("vllm", "owner/m", "--speculative-config", '{"method": "suffix", "suffix_decoding_max_tree_depth": 30}'): (
+        "vllm serve owner/m --port 8000 --speculative-config "
+        """'{"method": "suffix", "num_speculative_tokens": 24, "suffix_decoding_max_tree_depth": 30, """
+        """"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 1.0, """
+        """"suffix_decoding_min_token_prob": 0.1}'"""
+    ),
+    ("vllm", "owner/m", "--drafter", "pard", "--drafter-model", "o/p", "--port", "9000"): (
+        "vllm serve owner/m --port 9000 --speculative-config "
+        """'{"method": "draft_model", "model": "o/p", "num_speculative_tokens": 8, "parallel_drafting": true}'"""
+    ),
+    ("vllm", "owner/m", "--drafter", "mtp"): (
+        """vllm serve owner/m --port 8000 --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'"""
+    ),
+    ("sglang", "owner/m", *HEAD): (
+        "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path owner/head --speculative-num-steps 5 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 6"
+    ),
+    ("sglang", "owner/m", *HEAD, "--drafter-option", "top_k=4", "--drafter-option", "nodes=15"): (
+        "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path owner/head --speculative-num-steps 5 --speculative-eagle-topk 4 "
+        "--speculative-num-draft-tokens 16"
+    ),
+    ("sglang", "owner/m", "--drafter", "ngram"): (
+        "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm NGRAM "
+        "--speculative-ngram-max-bfs-breadth 1 --speculative-num-draft-tokens 9"
+    ),
+    ("sglang", "owner/m", *SMALL, "--tp", "2", "--pp", "2"): (
+        "python -m sglang.launch_server --model-path owner/m --port 8000 --tp-size 2 --pp-size 2 "
+        "--speculative-algorithm STANDALONE --speculative-draft-model-path owner/small --speculative-num-steps 5 "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 6"
+    ),
+    ("trtllm", "owner/m", *HEAD, "--tp", "4"): "trtllm-serve owner/m --port 8000 --tp_size 4 --config trtllm.yaml",
+    ("trtllm", "owner/m", *HEAD, "--tp", "16", "--nodes", "2"): (
+        "srun -N 2 --ntasks-per-node 8 --mpi=pmix trtllm-llmapi-launch trtllm-serve owner/m --port 8000 --tp_size 16 "
+        "--config trtllm.yaml --gpus_per_node 8"
+    ),
+    ("llamacpp", "m.gguf", "--drafter", "ngram"): (
+        "llama-server -m m.gguf --port 8000 --spec-type ngram-simple --spec-ngram-simple-size-n 4 "
+        "--spec-ngram-simple-size-m 8 --spec-ngram-simple-min-hits 1"
+    ),
+    ("llamacpp", "owner/m-GGUF", "--drafter", "draft_model", "--drafter-model", "d.gguf", "--tp", "2"): (
+        "llama-server -hf owner/m-GGUF --port 8000 --split-mode tensor --spec-type draft-simple "
+        "--spec-draft-model d.gguf --spec-draft-n-max 5"
+    ),
+    ("llamacpp", "m.gguf", "--drafter", "mtp"): (
+        "llama-server -m m.gguf --port 8000 --spec-type draft-mtp --spec-draft-n-max 3"
+    ),
+    ("dynamo", "owner/m", *HEAD): "python -m dynamo.frontend --http-port 8000 --discovery-backend file",
+}
+
+
+@pytest.mark.parametrize("arguments", GOLDEN, ids=lambda arguments: " ".join(arguments)[:60])
+def test_the_command(forerun: Run, arguments: tuple[str, ...]) -> None:
+    ran = forerun("deploy", *arguments)
+    lines = [line for line in ran.out.splitlines() if not line.startswith("#")]
+    assert ran.code == 0 and lines[0] == GOLDEN[arguments], ran
+
+
+REFUSED: dict[tuple[str, ...], str] = {
+    ("tgi", "m"): "unknown engine 'tgi'; there are vllm, sglang, trtllm, llamacpp, dynamo",
+    ("vllm", "m", "--engine-version", "0.9.1"): "nothing is known of vLLM 0.9.1; known are 0.31.0, 0.32.0, 0.33.0",
+    ("vllm", "m", "--drafter", "recycling"): "vLLM 0.33.0 has no counterpart of recycling; it has ngram, suffix",
+    ("vllm", "m", "--drafter", "medusa", "--drafter-model", "o/h"): "vLLM 0.33.0 has no counterpart of medusa",
+    ("trtllm", "m", "--drafter", "eagle", "--drafter-model", "o/h"): "no counterpart of eagle; it has ngram",
+    ("llamacpp", "m", "--drafter", "suffix"): "llama.cpp 2026-11 has no counterpart of suffix",
+    ("vllm", "m", "--drafter", "eagle3"): "eagle3 needs a model or head; name it with --drafter-model",
+    ("vllm", "m", "--drafter", "draft_model", "--drafter-model", "o/eagle3-small"): "with 'eagle3' in it for a head",
+    ("sglang", "m", "--drafter", "pard", "--drafter-model", "o/p"): "SGLang 0.5.23 has no counterpart of pard",
+    ("vllm", "m", "--drafter", "mtp", "--drafter-model", "o/h"): "in the target's own checkpoint",
+    ("vllm", "m", "--drafter", "ngram", "--drafter-option", "x=1"): "drafter 'ngram' has no option 'x'",
+    ("vllm", "m", "--drafter", "ngram", "--rule", "typical"): "vLLM has no counterpart of the rule 'typical'",
+    ("llamacpp", "m", *SMALL, "--rule", "block"): "it has its own rule only: leave --rule out",
+    ("sglang", "m", *SMALL, "--rule", "block"): "has the rule block for chains of EAGLE, EAGLE3, NEXTN only",
+    ("sglang", "m", "--drafter", "dflash", "--drafter-model", "o/h", "--pp", "2"): "without pipeline parallelism only",
+    ("trtllm", "m", *HEAD, "--pp", "2"): "without pipeline parallelism only",
+    ("llamacpp", "m", "--nodes", "2", "--tp", "2"): "llama.cpp is deployed on one machine",
+    ("vllm", "m", "--tp", "8", "--nodes", "2"): "2 machines need the first one's address: --head-address HOST",
+    ("vllm", "m", "--tp", "3", "--nodes", "2"): "cannot be shared out evenly to 2 machines",
+    ("vllm", "m", "--tp", "0"): "--tp, --pp and --nodes are at least 1",
+    ("vllm", "m", *HEAD, "--device", "h100"): "what is accepted? Give --text chat",
+    ("vllm", "m", *HEAD, "--text", "chat"): "what does a pass cost? Give the target's --params 8e9",
+    ("vllm", "m", *HEAD, *PAPER[:-1], "0"): "--max-batch must be at least 1",
+    ("vllm", "m", *HEAD, *PAPER[2:], "--alpha", "0.01"): "no draft of up to 5 tokens is predicted to be faster",
+    ("vllm", "m", "--run"): "vLLM is not installed here: there is no vllm on PATH",
+    ("dynamo", "m", "--run", "--out", "{tmp}/out"): "Dynamo is not installed here: there is no python with dynamo",
+    ("trtllm", "m", *HEAD, "--run"): "TensorRT-LLM reads trtllm.yaml: name a directory for it, --out DIR",
+    ("vllm", "m", "--tp", "2", "--nodes", "2", "--head-address", "h", "--run"): "starts one machine's server",
+    ("llamacpp", "demo", "--run"): "first, once: python convert_hf_to_gguf.py",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=lambda arguments: " ".join(arguments)[:60])
+def test_what_is_refused(
+    forerun: Run, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    ran = forerun("deploy", *(word.format(tmp=tmp_path) for word in arguments))
+    assert ran.code == 2 and REFUSED[arguments] in ran.err, ran
+
+
+def test_an_unknown_version_is_written_for_with_force(forerun: Run) -> None:
+    ran = forerun("deploy", "vllm", "m", "--engine-version", "0.99.0", "--force")
+    assert ran.code == 0 and "nothing is known of vLLM 0.99.0: this is right for 0.33.0" in ran.err
+    old = forerun("deploy", "vllm", "m", "--engine-version", "0.32.0", "--drafter", "medusa", "--drafter-model", "o/h")
+    assert old.code == 0 and '"method": "medusa"' in old.out
+
+
+def test_several_machines(forerun: Run) -> None:
+    where = ("--tp", "8", "--pp", "2", "--nodes", "2", "--head-address", "10.0.0.1")
+    first, second = forerun("deploy", "vllm", "m", *where).out.splitlines()[1::2]
+    assert first.endswith("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1")
+    assert second.endswith("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless")
+    first, second = forerun("deploy", "sglang", "m", *where).out.splitlines()[1::2]
+    assert first.endswith("--dist-init-addr 10.0.0.1:20000 --nnodes 2 --node-rank 0") and second.endswith("-rank 1")
+
+
+def load(alpha: float = 0.72, level_ms: float = 0.0) -> Load:
+    line = Roofline(device=DEVICES["h100"], size=Size(params=8e9))
+    return Load(
+        survival=theory.geometric(alpha, 16), cost=line, draft=lambda rows: DraftCost(fixed_ms=0.0, level_ms=level_ms)
+    )
+
+
+def test_the_schedule_is_the_planners() -> None:
+    forecast = Forecast(load=load(), max_batch=300)
+    found = forecast.stretches(6)
+    assert (
+        found[0].first == 1 and found[-1].last == 300 and [one.k for one in found] == sorted({*range(7)}, reverse=True)
+    )
+    for one, other in itertools.pairwise(found):
+        assert other.first == one.last + 1
+    for first, last, k in found:
+        for rows in (first, last):
+            speedups = [load().predict(length, rows).speedup for length in range(k + 1)]
+            assert max(speedups) == speedups[k] or (k == 0 and max(speedups) < theory.WORTH)
+
+
+def test_every_engine_takes_the_schedule_in_its_own_way(forerun: Run) -> None:
+    spoken = shlex.split(forerun("deploy", "vllm", "m", *HEAD, *PAPER).out)
+    table = json.loads(spoken[-1])["num_speculative_tokens_per_batch_size"]
+    assert table[0][0] == 1 and table[0][2] == 5 and table[-1][1:] == [512, 0]
+    ran = forerun("deploy", "trtllm", "m", *HEAD, *PAPER)
+    written = yaml.safe_load(ran.out.partition("# trtllm.yaml")[2])["speculative_config"]
+    bounds = written["draft_len_schedule"]  # upper ones; nothing above the last
+    assert bounds == {last: k for _, last, k in table if k} and bounds[min(bounds)] == written["max_draft_len"] == 5
+    assert f"above a batch of {max(bounds)} it drafts nothing" in ran.err
+    ran = forerun("deploy", "sglang", "m", *HEAD, *PAPER)
+    steps = json.loads(ran.out.partition("# sglang-adaptive.json")[2])
+    assert steps == {str(first): {"candidate_steps": [k]} for first, _, k in table}
+    assert "--speculative-num-steps 5 " in ran.out
+    assert "--speculative-adaptive --speculative-adaptive-config sglang-adaptive.json\n" in ran.out
+    ran = forerun("deploy", "sglang", "m", *SMALL, *PAPER)
+    assert "SGLang drafts as much at every batch: at batch 512 K = 5 is predicted at" in ran.err
+    assert "K = 0 1.00 x" in ran.err and "adaptive" not in ran.out
+    fixed = forerun("deploy", "vllm", "m", *HEAD, *PAPER, "--no-adaptive")
+    assert "per_batch_size" not in fixed.out
+    suffix = forerun("deploy", "vllm", "m", "--drafter", "suffix", *PAPER)
+    assert "per_batch_size" not in suffix.out and "arctic-inference" in suffix.err
+
+
+def test_a_lost_tree_is_priced(forerun: Run) -> None:
+    tree = ("--drafter-option", "top_k=4", "--drafter-option", "nodes=12")
+    assert "not as a tree of 12 nodes; --rank-acceptance" in forerun("deploy", "vllm", "m", *HEAD, *tree).err
+    ranks = ("--rank-acceptance", "0.6,0.2,0.1;0.5,0.2", "--params", "8e9", "--device", "h100")
+    told = forerun("deploy", "vllm", "m", *HEAD, *tree, *ranks).err
+    assert "vLLM drafts this as a chain of 5, not as a tree of 12 nodes; at batch 1 the chain is predicted at" in told
+    for engine in ("sglang", "trtllm"):
+        assert "drafts this as a chain" not in forerun("deploy", engine, "m", *HEAD, *tree).err
+    shaped = forerun("deploy", "sglang", "m", *HEAD, "--drafter-option", "shape=[3,2,1]").err
+    assert "SGLang drafts this as a chain of 5, not as a tree of 15 nodes" in shaped
+
+
+@pytest.mark.parametrize("options", [{}, {"markov_rank": 6}, {"gru_hidden_dim": 6}], ids=["dflash", "dspark", "domino"])
+def test_heads_that_draft_a_block_draft_what_their_export_says(
+    forerun: Run, options: dict[str, Any], tmp_path: Path
+) -> None:
+    made = dflash(**options)
+    kind, depth = made.config.kind, made.config.max_depth
+    head = write_head(HeadCheckpoint.of(made), tmp_path / "head", "dflash", FACTS)
+    named = ("demo", "--drafter", kind, "--drafter-model", head, "--force")
+    assert f'"num_speculative_tokens": {depth}}}' in forerun("deploy", "vllm", *named).out
+    line = (
+        engines_for(kind)
+        .destinations["sglang"]
+        .command(Launch(head=HeadCheckpoint.of(made), target=FACTS, directory=head))
+    )
+    assert forerun("deploy", "sglang", *named).out.split()[-1] == line.split()[-1]
+    ran = forerun("deploy", "vllm", *named, "-k", 60)
+    assert ran.code == 2 and f"the {kind} head drafts {depth} tokens on one path, 60 were asked for" in ran.err
+
+
+def test_drafters_made_of_drafters(forerun: Run) -> None:
+    members = 'drafters=["ngram", {"method": "draft_model", "model": "d.gguf"}]'
+    both = ("--drafter", "first_of", "--drafter-option", members)
+    assert "--spec-type ngram-simple,draft-simple " in forerun("deploy", "llamacpp", "m.gguf", *both).out
+    alone = forerun("deploy", "vllm", "m", *both)
+    assert '"method": "draft_model"' in alone.out and "does not draft with ngram beside draft_model" in alone.err
+    mtp = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "mtp"]')
+    written = forerun("deploy", "trtllm", "m", *mtp)
+    assert "sa_config" in written.out and "suffix automaton" in written.err
+    assert '"method": "ngram"' in forerun("deploy", "vllm", "m", "--drafter", "auto").out
+    cascade = ("--drafter", "cascade", "--drafter-model", "o/small", "-k", "4")
+    told = forerun("deploy", "sglang", "m", *cascade)
+    assert "STANDALONE" in told.out and "--speculative-num-steps 4" in told.out
+
+
+def test_a_manifest_that_kubernetes_takes(forerun: Run, tmp_path: Path) -> None:
+    schema = yaml.safe_load((Path(__file__).parent / "dynamographdeployment.yaml").read_text())
+    spread = ("--tp", "8", "--pp", "2", "--nodes", "2")
+    for more, machines in ((HEAD, 1), ((*HEAD, *spread), 2), ((), 1)):
+        ran = forerun("deploy", "dynamo", "Owner/My_Model-8B", *more, "--out", tmp_path / "out")
+        text = (tmp_path / "out" / "dynamo.yaml").read_text()
+        *maps, graph = yaml.safe_load_all(text)
+        jsonschema.validate(graph, schema)
+        assert ran.code == 0 and "&id" not in text and graph["metadata"]["name"] == "my-model-8b"
+        worker = graph["spec"]["components"][1]
+        main = worker["podTemplate"]["spec"]["containers"][0]
+        assert main["resources"]["limits"] == {"nvidia.com/gpu": "8" if machines == 2 else "1"}
+        assert worker.get("multinode") == ({"nodeCount": 2} if machines == 2 else None)
+        assert main["envFrom"][0]["secretRef"]["name"] == "hf-token-secret"
+        if more:
+            source = main["env"][0]["valueFrom"]["configMapKeyRef"]
+            assert maps[0]["metadata"]["name"] == source["name"]
+            assert json.loads(maps[0]["data"][source["key"]])["method"] == "eagle3"
+        assert ("dynamo.frontend --http-port" in ran.out) == (machines == 1)
+        assert "kubectl create secret generic hf-token-secret" in ran.out
+    broken = {**graph, "spec": {**graph["spec"], "backendFramework": "llamacpp"}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, schema)
+
+
+def test_dynamo_knows_the_vllm_inside(forerun: Run) -> None:
+    ran = forerun("deploy", "dynamo", "m", "--drafter", "medusa", "--drafter-model", "o/h")
+    assert ran.code == 0 and "documents speculation with EAGLE-3 alone" in ran.err
+
+
+def test_files_and_json(forerun: Run, tmp_path: Path) -> None:
+    ran = forerun("deploy", "trtllm", "m", *HEAD, "--out", tmp_path / "out", "--json")
+    found = json.loads(ran.out)
+    assert found["engine"] == "trtllm" and found["version"] == "1.4.0rc1" and found["schedule"] == []
+    assert found["commands"][0]["line"] == (tmp_path / "out" / "deploy.sh").read_text().strip()
+    written = (tmp_path / "out" / "trtllm.yaml").read_text()
+    assert found["files"] == {"trtllm.yaml": written} and str(tmp_path / "out" / "trtllm.yaml") in ran.out
+    assert yaml.safe_load(written) == {
+        "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": "owner/head"}
+    }
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return write_head(sample(FOR_DEMO), tmp_path / "eagle3-head", "flat", TARGET)
+
+
+def test_a_head_is_judged_as_doctor_does(forerun: Run, head: Path, tmp_path: Path) -> None:
+    named = ("--drafter", "eagle3", "--drafter-model", head)
+    ran = forerun("deploy", "vllm", "demo", *named, "-k", "3")
+    assert ran.code == 0 and str(resolve("demo")) in ran.out and "was not looked at" not in ran.err
+    out = tmp_path / "speculators"
+    assert forerun("export", head, "--to", "speculators", "--target", "demo", "--output", out).code == 0
+    ran = forerun("deploy", "sglang", "demo", "--drafter", "eagle3", "--drafter-model", out)
+    assert ran.code == 2 and f"forerun export {out} --to sglang --target" in ran.err
+    assert forerun("deploy", "sglang", "demo", "--drafter", "eagle3", "--drafter-model", out, "--force").code == 0
+    ran = forerun("deploy", "vllm", "demo", "--drafter", "eagle", "--drafter-model", head)
+    assert ran.code == 2 and "holds a eagle3 head: --drafter eagle3" in ran.err
+    ran = forerun("deploy", "trtllm", "demo", *named)
+    written = yaml.safe_load(ran.out.partition("# trtllm.yaml")[2])["speculative_config"]
+    assert ran.code == 0 and written["eagle3_layers_to_capture"] == [1, 3, 4] and written["max_draft_len"] == 5
+
+
+def test_a_head_that_the_engine_would_degrade(forerun: Run, tmp_path: Path) -> None:
+    config = dataclasses.replace(FOR_DEMO, norm_before_residual=True)
+    head = write_head(sample(config), tmp_path / "head", "flat", TARGET)
+    ran = forerun("deploy", "sglang", "demo", "--drafter", "eagle3", "--drafter-model", head)
+    assert ran.code == 2 and "norm_before_residual: SGLang ignores the flag" in ran.err and "--force" in ran.err
+    assert forerun("deploy", "vllm", "demo", "--drafter", "eagle3", "--drafter-model", head).code == 0
+
+
+def test_llama_cpp_converts_first(forerun: Run, head: Path) -> None:
+    ran = forerun("deploy", "llamacpp", "demo", "--drafter", "eagle3", "--drafter-model", head, "--force")
+    target, converted, server = (line for line in ran.out.splitlines() if not line.startswith("#"))
+    demo = resolve("demo")
+    assert target == f"python convert_hf_to_gguf.py {demo} --outtype bf16 --outfile {demo}.gguf"
+    assert f"{head} --target-model-dir {demo} --outtype bf16 --outfile {head}.gguf" in converted
+    assert f"-m {demo}.gguf" in server and f"--spec-draft-model {head}.gguf" in server
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+def test_llama_cpp_is_asked_what_it_has(forerun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
+    program(tmp_path, "llama-server", "echo '-m, --model -hf --port N --spec-type none,draft-simple --draft-max N'")
+    arguments = ("deploy", "llamacpp", "m.gguf", "--drafter", "ngram")
+    ran = forerun(*arguments)
+    assert ran.code == 2 and "llama-server has no --spec-ngram-simple-size-n" in ran.err and "ngram-simple" in ran.err
+    assert forerun(*arguments, "--force").code == 0
+
+
+def test_it_starts_what_is_installed(forerun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
+    program(tmp_path, "vllm", f'echo "$@" > {tmp_path}/said; exit 3')
+    assert forerun("deploy", "vllm", "owner/m", *HEAD, "--run").code == 3
+    assert (tmp_path / "said").read_text().startswith("serve owner/m --port 8000 --speculative-config")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_way_of_every_engine(name: str) -> None:
+    """Each method that an engine claims gives a command, and every method that forerun has is taken or refused."""
+    engine = engine_named(name)
+    for method, way in engine.ways.items():
+        for version in way.versions or engine.versions:
+            if name == "dynamo" and way.versions and version not in engine.versions:
+                continue
+            given: dict[str, Any] = {"method": method, **({"model": "o/head.gguf"} if way.model else {})}
+            asked = Asked(model="o/m", config=SpeculativeConfig.parse(given), version=version)
+            notes = list[str]()
+            assert engine.deployment(asked, notes).commands[0].line and all(notes)
+    with pytest.raises(ArgumentError, match="has no counterpart of kangaroo"):
+        config = SpeculativeConfig.parse({"method": "kangaroo", "model": "o/h"})
+        engine.deployment(Asked(model="o/m", config=config, version=engine.versions[-1]), [])
