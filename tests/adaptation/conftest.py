@@ -36,7 +36,9 @@ def distribution_of(weights: Any, tokens: list[int], temperature: float = 1.0) -
 
 
 @torch.no_grad()
-def piece(weights: Any, tokens: list[int], positions: list[int], *, greedy: bool = False, held: bool = False) -> Piece:
+def piece(
+    weights: Any, tokens: list[int], positions: list[int], *, temperature: float = 1.0, held: bool = False
+) -> Piece:
     """What a collector would have noted of these tokens: a draft model drafted after `positions`, and every other one
     of its drafts was rejected."""
     counted, rejected = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=bool)
@@ -47,13 +49,13 @@ def piece(weights: Any, tokens: list[int], positions: list[int], *, greedy: bool
         states={LAST_HIDDEN: weights.model(torch.tensor([tokens])).last_hidden_state[0, :-1].clone()},
         counted=counted,
         rejected=rejected,
-        greedy=greedy,
+        temperature=temperature,
         held=held,
     )
 
 
-def pieces(weights: Any, count: int, *, greedy: bool = False, seed: int = 0, held: bool = False) -> list[Piece]:
+def pieces(weights: Any, count: int, *, temperature: float = 1.0, seed: int = 0, held: bool = False) -> list[Piece]:
     """Random texts of 24 tokens, of which the last 20 count."""
     rng = np.random.default_rng(seed)
     texts = rng.integers(0, weights.config.vocab_size, (count, 24)).tolist()
-    return [piece(weights, text, list(range(3, 23)), greedy=greedy, held=held) for text in texts]
+    return [piece(weights, text, list(range(3, 23)), temperature=temperature, held=held) for text in texts]

@@ -52,25 +52,40 @@ def test_the_loss_is_that_of_distillation_over_rejected_positions_and_a_share_of
     assert all(parameter.grad is not None for parameter in learner.twin.parameters())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.7])
+def test_both_distributions_are_those_of_the_requests_temperature(
+    temperature: float, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    """At 0, where one token has it all, the law at 1 is learned."""
+    at = temperature or 1.0
+    wanted = -(distribution_of(target, TEXT, at) * distribution_of(draft, TEXT, at).log()).sum(1)[[2, 5, 8]].sum()
+    learner, one = Learner(draft, target, AdaptConfig(accepted_share=1.0)), piece(target, TEXT, [2, 5, 8])
+    learner.loss(one)
+    found = learner.loss(replace(one, temperature=temperature)).loss.detach()
+    assert float(found) == pytest.approx(float(wanted), rel=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
 def test_expected_acceptance_is_the_overlap_of_the_distributions(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM
+    temperature: float, target: LlamaForCausalLM, draft: LlamaForCausalLM
 ) -> None:
     learner = Learner(draft, target, CONFIG)
-    both = torch.minimum(distribution_of(target, TEXT), distribution_of(draft, TEXT))[[2, 5, 8]].sum(1).mean()
-    assert learner.acceptance([piece(target, TEXT, [2, 5, 8])], never) == pytest.approx(float(both), abs=1e-4)
+    both = torch.minimum(distribution_of(target, TEXT, temperature), distribution_of(draft, TEXT, temperature))
+    wanted, one = float(both[[2, 5, 8]].sum(1).mean()), piece(target, TEXT, [2, 5, 8], temperature=temperature)
+    assert learner.acceptance([one], never) == pytest.approx(wanted, abs=1e-4)
     agreed = (
         (distribution_of(target, TEXT).argmax(1) == distribution_of(draft, TEXT).argmax(1))[[2, 5, 8]].float().mean()
     )
-    greedy = piece(target, TEXT, [2, 5, 8], greedy=True)
+    greedy = piece(target, TEXT, [2, 5, 8], temperature=0)
     assert learner.acceptance([greedy], never) == pytest.approx(float(agreed))
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 def test_training_makes_held_back_acceptance_grow(
-    greedy: bool, target: LlamaForCausalLM, draft: LlamaForCausalLM
+    temperature: float, target: LlamaForCausalLM, draft: LlamaForCausalLM
 ) -> None:
     learner = Learner(draft, target, CONFIG)
-    train, held = pieces(target, 64, greedy=greedy), pieces(target, 16, greedy=greedy, seed=1)
+    train, held = (pieces(target, count, temperature=temperature, seed=count) for count in (64, 16))
     assert grown(learner, train, held, 6) > 0.02
     assert learner.updates == 6 * 8
 

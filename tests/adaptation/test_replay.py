@@ -57,7 +57,7 @@ def test_the_states_are_the_targets_and_every_answered_position_is_there(
     for one in found:
         text = one.tokens.tolist()
         [wanted] = OnlineFeatures(target, sorted(own)).documents([text])
-        assert set(one.states) == set(wanted) and one.greedy == (temperature == 0)
+        assert set(one.states) == set(wanted) and one.temperature == temperature
         places = (np.flatnonzero(one.counted) - 1).tolist()
         assert places[-1] == len(text) - 2
         torch.testing.assert_close(one.states[LAST_HIDDEN][places], wanted[LAST_HIDDEN][places], atol=1e-4, rtol=1e-3)

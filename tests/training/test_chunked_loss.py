@@ -30,8 +30,9 @@ def plain(
         logits = logits + teacher.bias * teacher.scale
     if teacher.softcap is not None:
         logits = teacher.softcap * torch.tanh(logits / teacher.softcap)
-    target = logits.softmax(-1)
-    logs = torch.full_like(target, -torch.inf).index_copy(1, tokens, (hidden @ weight.T).log_softmax(-1))
+    target, own = ((part / teacher.temperature).softmax(-1).log() for part in (logits, hidden @ weight.T))
+    target = target.exp()
+    logs = torch.full_like(target, -torch.inf).index_copy(1, tokens, own)
     overlap = torch.minimum(logs.exp(), target).sum(-1)
     losses = divergence_of(target, logs, tokens.tolist(), divergence)
     known_best = torch.tensor([int(best) in tokens.tolist() for best in target.argmax(-1)])
@@ -54,11 +55,11 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("chunk")
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("softcap", "temperature"), [(None, 1.0), (2.0, 1.0), (2.0, 0.6)])
 @pytest.mark.parametrize(("tokens", "skip"), [(None, True), (KNOWN, False), (KNOWN, True)], ids=["all", "few", "skip"])
 @pytest.mark.parametrize("divergence", list(Divergence), ids=str)
 def test_loss_figures_and_gradients_equal_the_plain_ones(
-    divergence: Divergence, tokens: Tensor | None, skip: bool, softcap: float | None
+    divergence: Divergence, tokens: Tensor | None, skip: bool, softcap: float | None, temperature: float
 ) -> None:
     hidden, weight = drawn(ROWS, HIDDEN, seed=0), drawn(SIZE if tokens is None else len(tokens), HIDDEN, seed=1)
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(4)) * (torch.arange(ROWS) % 4 > 0)
@@ -70,6 +71,7 @@ def test_loss_figures_and_gradients_equal_the_plain_ones(
         bias=bias,
         scale=0.5,
         softcap=softcap,
+        temperature=temperature,
     )
     both = []
     for loss_of in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,14 +39,17 @@ def drafted(made: DFlash2Head, text: list[int], root: int) -> list[Tensor]:
     return [own for _, own, _ in found]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_the_losses_are_those_of_what_is_drafted(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_losses_are_those_of_what_is_drafted(
+    options: dict[str, Any], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written out from drafting's own logits, with the selector and without; acceptance of the candidates, too."""
     made, text = head(**options), tokens(12)
     batch, count = batch_of([text], made.config.boundaries), made.config.selector_top_k
     settings = DFlash2Settings(gamma=3.0, selector_weight=0.7, skip_unreachable=False)
-    report = DFlash2Objective(made, FrozenTarget.of(model()), settings)(batch)
-    teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
+    report = DFlash2Objective(made, replace(FrozenTarget.of(model()), temperature=temperature), settings)(batch)
+    teacher = (model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]) / temperature).softmax(-1).detach()
     roots, known = range(1, len(text) - 1), made.token_ids
     selected = {root: drafted(made, text, root) for root in roots}
     monkeypatch.setattr(DFlash2Head, "follow", lambda _self, logits, _states, above: _moved(logits, above))
@@ -54,7 +58,7 @@ def test_the_losses_are_those_of_what_is_drafted(options: dict[str, Any], monkey
     for root in roots:
         for depth in range(min(made.config.max_depth or 0, len(text) - 1 - root)):
             wanted, share = teacher[root + depth][known], math.exp(-depth / 3.0)
-            base, scores = alone[root][depth], selected[root][depth]
+            base, scores = alone[root][depth] / temperature, selected[root][depth] / temperature
             ids = base.topk(count).indices
             assert set(scores.topk(count).indices.tolist()) == set(ids.tolist()), "no other token is drafted"
             some, logs = wanted[ids] / wanted[ids].sum(), log_softmax(scores, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,15 +51,18 @@ def test_every_depth_equals_drafting(options: dict[str, int], checkpointed: bool
             torch.testing.assert_close(logits.detach(), trained[index, depth], atol=2e-5, rtol=1e-4)
 
 
-def test_the_loss_equals_a_written_out_reference() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_loss_equals_a_written_out_reference(temperature: float) -> None:
     made, texts, start = medusa(), [tokens(12), tokens(9, seed=5)], 4
     batch = batch_of(texts, made.config.boundaries, padding=3)
     batch.batch.loss_mask[0, :start] = False
-    report = MedusaObjective(made, FrozenTarget.of(model()), MedusaSettings(decay=0.8))(batch)
+    target = replace(FrozenTarget.of(model()), temperature=temperature)
+    report = MedusaObjective(made, target, MedusaSettings(decay=0.8))(batch)
     total, weight, right = torch.zeros(()), 0.0, [0, 0, 0]
     first = 0
     for text in texts:
-        logits = made.logits(made.states(batch.features[LAST_HIDDEN][0, first : first + len(text)], 3)).detach()
+        states = made.states(batch.features[LAST_HIDDEN][0, first : first + len(text)], 3)
+        logits = made.logits(states).detach() / temperature
         for index in range(len(text)):
             chain = True
             for depth in range(3):

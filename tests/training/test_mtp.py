@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,12 +24,14 @@ def objective(made: MtpHead, **settings: Any) -> MtpObjective:
     return MtpObjective(made, FrozenTarget.of(model()), MtpSettings(**settings))
 
 
-@pytest.mark.parametrize("options", [{}, {"experts": EXPERTS}], ids=["dense", "experts"])
-def test_the_loss_equals_a_written_out_reference(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "temperature"), [({}, 1.0), ({}, 0.6), ({"experts": EXPERTS}, 1.0)], ids=["dense", "at 0.6", "experts"]
+)
+def test_the_loss_equals_a_written_out_reference(options: dict[str, Any], temperature: float) -> None:
     made, texts, start = mtp(**options), [tokens(12), tokens(9, seed=5)], 4
     batch = batch_of(texts, made.config.boundaries, padding=3)
     batch.batch.loss_mask[0, :start] = False
-    of = objective(made)
+    of = MtpObjective(made, replace(FrozenTarget.of(model()), temperature=temperature))
     report, steps = of(batch), list(of.unroll(batch))
     shares = [1 / 1.96, 0.6 / 1.96, 0.36 / 1.96]
     total, weight, first = torch.zeros(()), 0.0, 0
@@ -38,7 +41,7 @@ def test_the_loss_equals_a_written_out_reference(options: dict[str, Any]) -> Non
             correct = drafted = True
             for depth, step in enumerate(steps):
                 token = entry + 2 + depth
-                logits = model().get_output_embeddings()(step.output[0, first + entry]).detach()
+                logits = model().get_output_embeddings()(step.output[0, first + entry]).detach() / temperature
                 counts = token < len(text) and first + token >= start
                 drafted &= counts
                 if counts:

@@ -70,7 +70,8 @@ def soft_loss(
         unknown=teacher.unknown() if skip_unknown else None,
         paths=paths,
     )
-    return VocabularyLoss(*_ChunkedLoss.apply(hidden, weight, target))  # type: ignore[no-untyped-call]
+    states = hidden if teacher.temperature == 1.0 else hidden / teacher.temperature
+    return VocabularyLoss(*_ChunkedLoss.apply(states, weight, target))  # type: ignore[no-untyped-call]
 
 
 def hard_loss(hidden: Tensor, weight: Tensor, row_weights: Tensor, ids: Tensor) -> VocabularyLoss:
@@ -115,9 +116,11 @@ class Teacher:
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None  # ``cap * tanh(logits / cap)``
+    temperature: float = 1.0  # Of both distributions that are compared, the teacher's and the student's
 
     def logits(self, states: Tensor) -> Tensor:
-        """(r, Vt), in the dtype of the head, for `states` (r,), row numbers of `hidden`; neither scaled nor capped."""
+        """(r, Vt), in the dtype of the head, for `states` (r,), row numbers of `hidden`; neither scaled nor
+        capped nor divided by the temperature."""
         return functional.linear(self.hidden[states].to(self.weight.dtype), self.weight, self.bias)
 
     def unknown(self) -> Tensor | None:
@@ -133,6 +136,8 @@ class Teacher:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap).mul_(self.softcap)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
         best, full = logits.argmax(-1), torch.softmax(logits, -1)
         if self.tokens is None:
             return _Probs(best=best, full=full, renormalised=full)

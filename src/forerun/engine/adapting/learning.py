@@ -1,8 +1,11 @@
 """Trains a float32 copy of what drafts on the replay buffer and compares what came out; and the throttle for it.
 
 The loss is that of ``forerun train`` for this kind of drafter (`training.objectives`): of a draft model DistillSpec's,
-of a head its own; positions where a draft was rejected enter more often. Candidates are compared by the acceptance that
-the objective measures, on pieces that were held back, before and after. No thread, no file.
+of a head its own; positions where a draft was rejected enter more often. It compares the distributions at the request's
+temperature: drafts are drawn from the one and verified by the other there. At temperature 0 it takes those at 1. What
+counts then is that the likeliest tokens agree; the distribution at 0 names that token alone, the one at 1 also says how
+near the others are. What top-k, top-p and penalties do to both is left out. Candidates are compared by the acceptance
+that the objective measures, on pieces that were held back, before and after. No thread, no file.
 Source: Online Speculative Decoding (arXiv 2310.07177).
 """
 
@@ -14,10 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -85,6 +90,7 @@ class Throttle:
 HELD_PIECES = 32  # Most held back pieces that a candidate is compared on
 LEAST_HELD = 64  # Fewest held back positions that can tell
 _CLIP = 1.0
+_TEMPERATURES = 64  # Objectives kept, one a temperature
 _RECOVERY, _LEAST_RATE = 1.25, 64
 """What a kept candidate multiplies a lowered rate by; the rate given is never divided by more than this."""
 
@@ -118,14 +124,21 @@ class Learner:
         self, served: Any, target: Any, config: AdaptConfig, *, state: dict[str, Tensor] | None = None
     ) -> None:
         self.config = config
-        self.twin = plain_twin(served, state)
+        twin = self.twin = plain_twin(served, state)
         own = isinstance(served, Head)
         if len(set((getattr(target, "hf_device_map", None) or {}).values())) > 1 or getattr(target, "_tp_size", None):
             raise UnsupportedModelError(
                 "the target is spread over devices, and adaptation reads its output head on one; leave adaptation off"
             )
         make = objective_for(kind_named(served.config.kind if own else "distill"))
-        self._objective: Objective = make(self.twin, FrozenTarget.of(target), make.Settings())
+        frozen = FrozenTarget.of(target)
+
+        @lru_cache(maxsize=_TEMPERATURES)
+        def objective_at(temperature: float) -> Objective:
+            made: Objective = make(twin, replace(frozen, temperature=temperature), make.Settings())
+            return made
+
+        self._objective_at = objective_at
         self.context = own
         self.boundaries = frozenset[Boundary]((*served.config.boundaries, LAST_HIDDEN) if own else (LAST_HIDDEN,))
         text = served.config if own else self.twin.config.get_text_config(decoder=True)
@@ -176,8 +189,8 @@ class Learner:
         sums: dict[str, tuple[float, float]] = {}
         for piece in pieces:
             with torch.no_grad():
-                metrics = self._objective(piece.batch(piece.counted, self._vocabulary, self.device)).metrics
-            sampled = not piece.greedy and any(name.startswith("overlap_") for name in metrics)
+                metrics = self._report(piece, piece.counted).metrics
+            sampled = piece.temperature > 0 and any(name.startswith("overlap_") for name in metrics)
             for name, (value, count) in metrics.items():
                 word, _, depth = name.rpartition("_")
                 if word == ("overlap" if sampled else "acceptance"):
@@ -193,7 +206,10 @@ class Learner:
         counted = piece.counted & picked(
             piece.rejected, self._rng.random(len(piece.tokens)), self.config.accepted_share
         )
-        return self._objective(piece.batch(counted, self._vocabulary, self.device))
+        return self._report(piece, counted)
+
+    def _report(self, piece: Piece, counted: npt.NDArray[np.bool_]) -> LossReport:
+        return self._objective_at(piece.temperature or 1.0)(piece.batch(counted, self._vocabulary, self.device))
 
     def _train(self, pieces: Sequence[Piece], pause: Pause) -> bool:
         """One pass over the pieces; False where it was cut short."""

@@ -37,7 +37,7 @@ class Piece:
     states: Mapping[Boundary, Tensor]  # (S - 1, H) after each token; zeros where nobody reads them
     counted: npt.NDArray[np.bool_]  # (S,) a step that drafted said what the token is
     rejected: npt.NDArray[np.bool_]  # (S,) of these, a draft was rejected there
-    greedy: bool  # Whether the request took the likeliest tokens
+    temperature: float  # Of the request; 0: it took the likeliest tokens
     held: bool  # Held back for comparing candidates; never trained on
 
     @property
@@ -111,7 +111,7 @@ class _Answer:
 
     tokens: Sequence[int]  # The row's live list
     held: bool
-    greedy: bool
+    temperature: float
     start: int = 0
     states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # (n, H) each
     noted: list[bool] = field(default_factory=list)  # A step said what follows the entry's token
@@ -141,7 +141,7 @@ class _Answer:
             states={boundary: torch.cat(parts)[:count].clone() for boundary, parts in self.states.items()},
             counted=np.array([False, *self.noted[:count]]),
             rejected=np.array([False, *self.rejected[:count]]),
-            greedy=self.greedy,
+            temperature=self.temperature,
             held=self.held,
         )
 
@@ -238,7 +238,8 @@ class Collector:
         if answer is None or answer.tokens is not tokens:
             self.close([row])
             held = self._begun % self._held_every == 0
-            answer = self._answers[row] = _Answer(tokens=tokens, held=held, greedy=_greedy(context.samplers[index]))
+            temperature = _temperature(context.samplers[index])
+            answer = self._answers[row] = _Answer(tokens=tokens, held=held, temperature=temperature)
             self._begun += 1
         return answer
 
@@ -250,5 +251,6 @@ class Collector:
             answer.trim()
 
 
-def _greedy(sampler: Sampler) -> bool:
-    return sampler.params.temperature == 0
+def _temperature(sampler: Sampler) -> float:
+    asked = sampler.params.temperature
+    return 0.0 if sampler.greedy else 1.0 if asked is None else asked

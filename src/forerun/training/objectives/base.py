@@ -46,6 +46,7 @@ class FrozenTarget:
     bias: Tensor | None = None  # (V,) of the output head
     scale: float = 1.0
     softcap: float | None = None
+    temperature: float = 1.0  # At which a head or draft model is to draw as the target does; of both distributions
 
     @classmethod
     def of(cls, model: Any) -> FrozenTarget:
@@ -79,6 +80,7 @@ class FrozenTarget:
             bias=None if self.bias is None else self.bias.detach(),
             scale=self.scale,
             softcap=self.softcap,
+            temperature=self.temperature,
         )
 
     @torch.no_grad()

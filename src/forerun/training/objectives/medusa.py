@@ -38,7 +38,7 @@ class MedusaObjective(Objective):
     Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
 
     def __init__(self, head: MedusaHead, target: FrozenTarget, settings: MedusaSettings | None = None) -> None:
-        self.head, self.settings = head, settings or MedusaSettings()
+        self.head, self.target, self.settings = head, target, settings or MedusaSettings()
 
     def parameters_module(self) -> nn.Module:
         return self.head
@@ -63,7 +63,8 @@ class MedusaObjective(Objective):
             shares = counts * self.settings.decay**depth
             wanted = ahead(tokens.tokens, depth + 2, 0)
             output = self.head.output_weight(depth)
-            found = hard_loss(states.flatten(0, 1), output, shares.flatten(), wanted.flatten())
+            read = states.flatten(0, 1) / self.target.temperature
+            found = hard_loss(read, output, shares.flatten(), wanted.flatten())
             losses.append(found.loss)
             weights.append(found.weights.sum())
             # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
