@@ -103,11 +103,13 @@ class Trial:
 
     served: float = 0.0  # Expected acceptance of the weights that serve, float32, on the held back pieces
     candidate: float = 0.0  # Of the candidate, on the same
+    gain: float = 0.0  # By how much its loss there is lower, nats a prediction
 
     @property
     def better(self) -> bool:
-        """At least as good; False where anything is not a number."""
-        return self.candidate >= self.served
+        """More is accepted or, of as much, the loss is lower: likeliest tokens often stay the same over one round, and
+        what moves towards them must not be lost. False where it is only as good, or anything is not a number."""
+        return self.candidate > self.served or (self.candidate == self.served and self.gain > 0)
 
 
 class Learner:
@@ -158,11 +160,11 @@ class Learner:
     def attempt(self, pieces: Sequence[Piece], added: int, held: Sequence[Piece], pause: Pause) -> Trial | None:
         """Train a candidate on `pieces`, oldest first, of which `added` ever came in and the newer ones go first, and
         compare it on those `held` back; `keep` or `discard` must follow. None: there was no time to finish."""
-        served = self.acceptance(held, pause)
-        if served is None or not self._train(self._chosen(pieces, added), pause):
+        before = self.measured(held, pause)
+        if before is None or not self._train(self._chosen(pieces, added), pause):
             return None
-        candidate = self.acceptance(held, pause)
-        return None if candidate is None else Trial(served=served, candidate=candidate)
+        after = self.measured(held, pause)
+        return None if after is None else Trial(served=before[0], candidate=after[0], gain=before[1] - after[1])
 
     def keep(self) -> None:
         """The candidate serves from now on; the rate recovers."""
@@ -182,14 +184,16 @@ class Learner:
         self._served = self._former
         self.discard()
 
-    def acceptance(self, pieces: Sequence[Piece], pause: Pause) -> float | None:
+    def measured(self, pieces: Sequence[Piece], pause: Pause) -> tuple[float, float] | None:
         """Expected share of this drafter's drafts that the target keeps, over the positions of `pieces`, as the
         objective measures it; the mean over the depths that it drafts: how often the likeliest tokens agree down to
-        there at temperature 0, elsewhere the overlap of the distributions, where the objective knows it."""
-        sums: dict[str, tuple[float, float]] = {}
+        there at temperature 0, elsewhere the overlap of the distributions, where the objective knows it. And the loss
+        there, nats a prediction."""
+        sums, loss, weight = dict[str, tuple[float, float]](), 0.0, 0.0
         for piece in pieces:
             with torch.no_grad():
-                metrics = self._report(piece, piece.counted).metrics
+                report = self._report(piece, piece.counted)
+            metrics, loss, weight = report.metrics, loss + float(report.loss), weight + float(report.weight)
             sampled = piece.temperature > 0 and any(name.startswith("overlap_") for name in metrics)
             for name, (value, count) in metrics.items():
                 word, _, depth = name.rpartition("_")
@@ -199,7 +203,7 @@ class Learner:
             if pause():
                 return None
         shares = [value / count for value, count in sums.values() if count]
-        return sum(shares) / len(shares) if shares else math.nan
+        return (sum(shares) / len(shares), loss / weight) if shares and weight else (math.nan, math.nan)
 
     def loss(self, piece: Piece) -> LossReport:
         """The objective's, over the positions where a draft was rejected and a share of the others; with gradients."""
