@@ -20,6 +20,7 @@ from contract.harness import (
     VARIANTS,
     as_prompts,
     draws,
+    eagle_head,
     expected,
     model,
     p_value,
@@ -313,6 +314,28 @@ def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> 
     drafter.extend(shown)
     drafter.truncate([0, 1], [4, 4])
     assert inner.told == [([0], [7]), ([0, 1], [0, 0]), ([0, 1], [4, 4])]
+
+
+def test_a_prefix_that_former_weights_read_is_read_again_for_a_head() -> None:
+    """It lacks the target's states of it: also where the weights changed while its answer ran."""
+    mine = copy.deepcopy(eagle_head())
+    other = copy.deepcopy(mine.state_dict())
+    for value in other.values():
+        if value.is_floating_point():
+            value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
+    llm, drafter = engine(mine, AdaptedDrafter, rows=1, method="eagle3")
+    prompt, params = as_prompts([[index % 11 for index in range(40)]]), SamplingParams(temperature=0, max_tokens=16)
+    llm.generate(prompt, params)
+    [reused] = llm.generate(prompt, params)
+    drafter.offer(ready(mine, other))
+    outputs = [llm.generate(prompt, params)[0] for _ in range(3)]
+    assert drafter.swaps == 1 and reused.num_cached_tokens > 0
+    assert [one.num_cached_tokens for one in outputs] == [reused.num_cached_tokens, 0, reused.num_cached_tokens]
+    fresh, _ = engine(mine, AdaptedDrafter, rows=1, method="eagle3")
+    [expected] = fresh.generate(prompt, params)
+    for one in outputs[1:]:
+        assert one.outputs[0].speculation == expected.outputs[0].speculation
+        assert one.outputs[0].token_ids == expected.outputs[0].token_ids == reused.outputs[0].token_ids
 
 
 def test_the_policys_drafters_adapt_inside() -> None:

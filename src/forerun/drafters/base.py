@@ -182,6 +182,11 @@ class Drafter:
         return bool(self.requires)
 
     @property
+    def outdated(self) -> frozenset[int]:
+        """Rows of which it holds what its weights of before made: none of it is kept when such a row is truncated."""
+        return frozenset()
+
+    @property
     def trainable(self) -> Any:
         """The causal LM or head whose weights online adaptation may exchange between steps; None: nothing to train. One
         that reads no hidden states computes a row anew that is truncated to 0 and then extended by less than the whole

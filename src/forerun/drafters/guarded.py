@@ -70,6 +70,10 @@ class Guarded(Drafter):
     def watches(self) -> bool:
         return self._watches
 
+    @property
+    def outdated(self) -> frozenset[int]:
+        return self._asked("outdated", lambda: self.drafter.outdated, frozenset, frozenset())
+
     def wrap(self, around: Callable[[Drafter], Drafter]) -> None:
         """Put something around the drafter inside, which may observe more states than that."""
         self.drafter = around(self.drafter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,7 +143,10 @@ class Engine:
     def _take(self, wanted: Sequence[int], answer: Completion, *, needs_drafter: bool = False) -> Allocation:
         busy = {other.row.cache_row: self._held(other) for other in self._running}
         salt, drafter = answer.row.cache_salt, answer.drafter
-        found = self._prefixes.acquire(wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter)
+        outdated = self.drafting.outdated(drafter) if needs_drafter else ()
+        found = self._prefixes.acquire(
+            wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter, outdated=outdated
+        )
         if found.drafter is not None:
             self.drafting.forget(found.drafter, [found.row], [found.known])
         return found
@@ -350,6 +353,7 @@ class PrefixCache:
         salt: str | None = None,
         drafter: str | None = None,
         needs_drafter: bool = False,
+        outdated: Collection[int] = (),
     ) -> Allocation:
         """Take a row: the one that holds most of the wanted text or, if a running row holds more, a copy of that.
 
@@ -362,10 +366,13 @@ class PrefixCache:
             salt: isolation domain: what rows of another hold is as good as unknown.
             drafter: key of the one that will work for the row.
             needs_drafter: it reads hidden states: without its own state of the prefix, the target's is of no use.
+            outdated: rows whose state it does not keep.
         """
         shared = dict[int, int]()
         for row, kept in self._free.items():
-            lost = kept.writes != self._target.writes[row] or (needs_drafter and kept.drafter != drafter)
+            lost = kept.writes != self._target.writes[row] or (
+                needs_drafter and (kept.drafter != drafter or row in outdated)
+            )
             shared[row] = 0 if lost or kept.salt != salt else _common(kept.tokens, wanted)
         best = max(shared, key=lambda row: shared[row])
         copied = {

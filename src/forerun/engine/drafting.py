@@ -142,6 +142,11 @@ class DrafterPool:
         """Whether what its drafters hold of a row is worth keeping when the answer has ended."""
         return key is not None and any(drafter.remembers for _, drafter in self._active[key].drafters)
 
+    def outdated(self, key: str | None) -> frozenset[int]:
+        """Rows of which one of its drafters holds what it will not keep."""
+        drafters = self._active[key].drafters if key is not None else []
+        return frozenset[int]().union(*(drafter.outdated for _, drafter in drafters))
+
     def forget(self, key: str, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows that the drafters of a key worked for shrank to these lengths, 0 for those that are free."""
         active = self._active[key]

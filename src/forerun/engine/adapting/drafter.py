@@ -3,9 +3,9 @@
 All of it runs in the engine's thread but `offer`. Key-value caches are left as they are when weights change: the keys
 of running rows are then those of the former weights, which can cost a little acceptance until the answer ends, where
 running all contexts again would cost every running answer a pause at once. What is drafted from them is recorded with
-the distribution that it was drawn from like any draft, so answers cannot tell. A draft model's row that outlives its
-answer, as a reused prefix does, is computed anew when it is cut: one that serves for weeks would else stay what the
-first weights made. A head, which lacks the target's states of it, goes on from what it has.
+the distribution that it was drawn from like any draft, so answers cannot tell. A row that outlives its answer, as a
+reused prefix does, is computed anew: one that serves for weeks would else stay what the first weights made. A draft
+model does so when the row is cut; for a head, which needs the target's states, the engine reads it again (`outdated`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class AdaptedDrafter(Drafter):
     @property
     def observes(self) -> frozenset[Boundary]:
         return self._collector.boundaries
+
+    @property
+    def outdated(self) -> frozenset[int]:
+        return frozenset(row for row, changes in self._read_under.items() if changes != self._changes)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return self.drafter.kind(sampler)
@@ -108,9 +112,8 @@ class AdaptedDrafter(Drafter):
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self._collector.close(rows)
-        anew = not self.drafter.requires  # without the target's states a head could not read the row again
-        current = [not anew or self._read_under.get(row, self._changes) == self._changes for row in rows]
-        kept = [length if fresh else 0 for length, fresh in zip(lengths, current, strict=True)]
+        outdated = self.outdated
+        kept = [0 if row in outdated else length for row, length in zip(rows, lengths, strict=True)]
         for row, length in zip(rows, kept, strict=True):
             if length == 0:
                 self._read_under.pop(row, None)
