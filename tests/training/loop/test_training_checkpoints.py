@@ -167,6 +167,27 @@ def test_a_copied_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     same_files(tmp_path / "one" / "checkpoint-4", tmp_path / "two" / "checkpoint-4")
 
 
+def test_a_copied_checkpoint_without_the_best_weights_says_what_is_missing(tmp_path: Path) -> None:
+    """Before it trains; the best ones are copied, too, or forgotten."""
+
+    def trained(folder: str, **more: bool) -> TrainResult:
+        made = settings(steps=4, save_every_steps=2, eval_every_steps=1)
+        return train(Toy(), Numbers(), made, tmp_path / folder, evaluate=lambda step: {"a": -step}, **more)
+
+    assert trained("one").best_step == 1
+    for step in (2, 4):
+        folder = tmp_path / f"two-{step}"
+        shutil.copytree(tmp_path / "one" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        named = rf"{folder}/best is missing, the best weights \(of step 1\).* Copy best/ .*--allow-changes"
+        with pytest.raises(CheckpointError, match=named):
+            trained(folder.name)
+        forgotten = trained(folder.name, allow_changes=True)
+        assert forgotten.best_step == step and (folder / "best" / checkpoint.MODEL).is_file()
+    shutil.copytree(tmp_path / "one" / "checkpoint-2", tmp_path / "three" / "checkpoint-2")
+    shutil.copytree(tmp_path / "one" / "best", tmp_path / "three" / "best")
+    assert trained("three").best_step == 1
+
+
 CHANGED: dict[str, object] = {
     "steps": 3,
     "epochs": 2.0,

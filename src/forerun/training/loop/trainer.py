@@ -288,7 +288,8 @@ def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
 
 def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
     """The newest checkpoint, to go on from; None: begin anew. What was left half-written is removed; where evaluation
-    measures something else than before, the best value so far is forgotten. Errors as `Training`."""
+    measures something else than before, the best value so far is forgotten, and where the caller allows changes also if
+    ``best/`` is lost. Errors as `Training`."""
     tidy(output)
     path = checkpoint.latest(output)
     if path is None:
@@ -300,7 +301,14 @@ def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) 
             f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
             "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
         )
-    if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
+    lost = saved.progress.best is not None and not (output / "best" / checkpoint.MODEL).is_file()
+    if lost and not allow_changes:
+        raise CheckpointError(
+            f"{output / 'best'} is missing, the best weights (of step {saved.progress.best_step}) that {path.name} "
+            "goes on from. Copy best/ beside the checkpoint from where that came from, or go on with --allow-changes "
+            "(allow_changes=True), which forgets them and keeps the best from here on."
+        )
+    if lost or any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
         saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
     return saved
 
