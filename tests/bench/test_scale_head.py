@@ -83,6 +83,12 @@ def test_bf16_differs_by_rounding_only(source_tied: Path, scaled: ScaledModel) -
     assert (new - old).abs().max() <= 2 * rounding
 
 
+_STARTED_AT_ZERO = (
+    *("markov", "linear", "confidence", "res_connection", "bias"),
+    *("embed_proj", "prefix_gru", "kernel", "codebook"),
+)
+
+
 def other_head(kind: str, **options: Any) -> Head:
     """A random head of another kind for `lively_llama`, every weight large enough to matter."""
     torch.manual_seed(1)
@@ -105,13 +111,15 @@ def other_head(kind: str, **options: Any) -> Head:
         "kangaroo": {**layers, "num_hidden_layers": 1, "boundaries": (2,)},
         "dflash": {**layers, **masked, "own_lm_head": False, "block_size": 5},
         "dspark": {**layers, **masked, "own_lm_head": False, "block_size": 5},
+        "domino": {**layers, **masked, "own_lm_head": False, "block_size": 5, "emb_dim": 12, "gru_hidden_dim": 20},
+        "dflash2": {**layers, **masked, "own_lm_head": False, "block_size": 5, "selector_rank": 8, "selector_top_k": 6},
     }
     module = kind_named(kind).head
     made = module(module.Config(**sizes, **shapes[kind] | options))  # type: ignore[call-arg]
     for name, weight in made.named_parameters():
         if name.endswith("norm.weight") or (name.startswith("ln.") and name.endswith("weight")):
             torch.nn.init.uniform_(weight, 0.5, 1.5)
-        elif any(part in name for part in ("markov", "linear", "confidence", "res_connection", "bias")):
+        elif any(part in name for part in _STARTED_AT_ZERO):
             torch.nn.init.normal_(weight, std=0.2)
     return made
 
@@ -122,6 +130,8 @@ HEADS: dict[str, Callable[[], Head]] = {
     "medusa": lambda: other_head("medusa"),
     "dflash": lambda: other_head("dflash", qk_norm=True),
     "dspark": lambda: other_head("dspark", markov_rank=8, markov_head_type="rnn"),
+    "domino": lambda: other_head("domino"),
+    "dflash2": lambda: other_head("dflash2", conv_kernel_size=3, conv_group_size=8),
     "peagle": lambda: other_head("peagle", fc_norm=True),
     "kangaroo": lambda: other_head("kangaroo"),
     "hydra": lambda: other_head("hydra"),

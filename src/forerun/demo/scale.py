@@ -40,7 +40,8 @@ CACHE = "scaled"  # Folder below `cache_root`
 SHARD_BYTES = 2**31
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 ENLARGED = (  # Kinds of heads
-    *("eagle3", "eagle", "peagle", "medusa", "hydra", "mlp_speculator", "dflash", "dspark", "kangaroo"),
+    *("eagle3", "eagle", "peagle", "medusa", "hydra", "mlp_speculator"),
+    *("dflash", "dflash2", "dspark", "domino", "kangaroo"),
 )
 FORMAT = 1  # Raise it when the written weights change, so that caches are made anew
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -330,8 +331,10 @@ def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: Any, wide:
         new = _padding(name, shape, old.dtype)
         place = wide_place = 0
         for narrow, broad in _parts(name, old.shape[-1], shape[-1], config, wide):
-            part = old[..., place : place + narrow]
-            new[..., wide_place : wide_place + narrow][: len(old) if old.dim() == 2 else None] = part
+            part, goal = old[..., place : place + narrow], new[..., wide_place : wide_place + narrow]
+            if "kernel_projection" in name:  # its rows are the groups of channels of one kernel after another
+                part, goal = (torch.unflatten(rows, 0, (2 * config.conv_kernel_size, -1)) for rows in (part, goal))
+            goal[tuple(map(slice, part.shape))] = part
             place, wide_place = place + narrow, wide_place + broad
     root = math.isqrt(wide.target_hidden_size // config.target_hidden_size)
     if config.kind == "mlp_speculator" and name.startswith("proj."):
@@ -351,7 +354,7 @@ def _parts(name: str, old: int, new: int, config: Any, wide: Any) -> list[tuple[
     if ".first." in name:
         return [state] * (old // state[0])  # Hydra's depths read a state and all embeddings since
     if old - state[0] == new - state[1]:
-        # DSpark's heads read a state and rows of a table: these stay as wide as they are.
+        # DSpark's heads read a state and rows of a table, Domino's a memory: these stay as wide as they are.
         rows = (old - state[0],) * 2
         return [rows, state] if "joint_proj" in name else [state, rows]
     return [(old, new)]
