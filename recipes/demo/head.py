@@ -41,8 +41,10 @@ LEADER_BOARD = {
     "domino": ("draft.options={block_size: 8, num_hidden_layers: 3}",),
     "dflash2": ("draft.options={block_size: 8, num_hidden_layers: 3}",),
     "kangaroo": (),
+    "pard": ("training.optimizer=adamw", "training.learning_rate=5.0e-4", "draft.options={layers: 2}"),
 }
-"""Kind of `forerun train` -> what its recipe says besides ``heads.yaml``; each drafts at least five tokens."""
+"""Kind of `forerun train` -> what its recipe says besides ``heads.yaml``; each drafts at least five tokens. PARD's
+draft model is two of the target's layers. What is trained together with a target (Medusa-2) is not comparable."""
 SPENT = 0.98
 """Of the time that a head may be trained for: a run that has spent as much of it is not gone on with."""
 

@@ -320,9 +320,8 @@ def test_a_prefix_that_former_weights_read_is_read_again_for_a_head() -> None:
     """It lacks the target's states of it: also where the weights changed while its answer ran."""
     mine = copy.deepcopy(eagle_head())
     other = copy.deepcopy(mine.state_dict())
-    for value in other.values():
-        if value.is_floating_point():
-            value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
+    for value in filter(torch.is_floating_point, other.values()):
+        value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(0)), alpha=0.1)
     llm, drafter = engine(mine, AdaptedDrafter, rows=1, method="eagle3")
     prompt, params = as_prompts([[index % 11 for index in range(40)]]), SamplingParams(temperature=0, max_tokens=16)
     llm.generate(prompt, params)

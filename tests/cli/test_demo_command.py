@@ -215,14 +215,17 @@ def test_all_drafters_answer_in_one_table(forerun: Forerun, monkeypatch: pytest.
     (tmp_path / "mine" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shutil.copytree(tmp_path / "mine" / "head", tmp_path / "together" / "head")
     (tmp_path / "together" / "model").mkdir()  # which this head drafts for
-    (tmp_path / "small").mkdir()
-    shutil.copytree(shipped.resolve("demo-draft"), tmp_path / "small" / "draft")
-    (tmp_path / "small" / "run.json").write_text(json.dumps({"recipe": {"kind": "distill"}}))
+    for name, kind in (("masks", "pard"), ("small", "distill")):
+        shutil.copytree(shipped.resolve("demo-draft"), tmp_path / name / "draft")
+        (tmp_path / name / "run.json").write_text(json.dumps({"recipe": {"kind": kind}}))
+    config = tmp_path / "masks" / "draft" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pard_token": 7}))
     ran = forerun("demo", "--all", "--heads", tmp_path, "-n", 16, "--json")
     assert ran.code == 0, ran.err
     found = {line["drafter"]: line for line in json.loads(ran.out)["drafters"]}
     ours = ("suffix", "demo-draft, chain", "demo-eagle3, chain", "demo-eagle3, tree")
-    assert list(found) == [*ours, "mine, chain", "mine, tree", "small, chain"]
+    assert list(found) == [*ours, "masks, chain", "masks, tree", "mine, chain", "mine, tree", "small, chain"]
+    assert "together is left out: its head drafts for the target that was trained with it" in ran.err
     assert found["mine, tree"]["trained_seconds"] == pytest.approx(5.0)
     assert found["mine, tree"]["parameters"] == found["demo-eagle3, chain"]["parameters"] > 1e6
     assert found["small, chain"]["parameters"] == found["demo-draft, chain"]["parameters"] > 1e6

@@ -22,6 +22,7 @@ from forerun import demo
 from forerun.cli.leaderboard import DEPTH
 from forerun.drafters.heads.kinds import KINDS
 from forerun.training.recipe import read_recipe
+from forerun.training.shrink import spaced
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -264,13 +265,21 @@ def test_the_leader_board_has_every_kind_of_head(recipe: Path) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(demo.resolve("demo")))
     for kind in KINDS.values():
-        if kind.trains == "head" and kind.stored_as == kind.name and kind.in_target is None:
+        if (
+            kind.trains in ("head", "draft_model")
+            and kind.name != "distill"
+            and kind.stored_as == kind.name
+            and kind.in_target is None
+        ):
             assert kind.name in head.LEADER_BOARD, f"recipes/demo/head.py: give {kind.name} a line in LEADER_BOARD"
     for name, words in head.LEADER_BOARD.items():
         asked = read_recipe(name, recipe / "heads.yaml", words, given)
         if (kind := KINDS[name]).trains == "head":
             config = kind.head.Config.for_target(name, model, asked.draft.vocab_size, asked.draft.options)
             assert config.max_depth is None or config.max_depth >= DEPTH, f"{name} drafts no chain of {DEPTH} tokens"
+        else:
+            assert len(spaced(asked.draft.options["layers"], model.config.num_hidden_layers)) > 1
+            assert asked.objective.depths >= DEPTH
 
 
 def test_the_leader_board_spends_the_time_of_a_head_once(

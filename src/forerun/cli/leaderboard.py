@@ -135,7 +135,12 @@ def trained(folder: Path) -> list[Trained]:
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (path / "model").is_dir():
-            continue  # the target was trained with it, and it drafts for that one
+            # Answers, lengths and the speed of plain decoding are that target's: in one table they compare nothing.
+            console.warn(
+                f"{path.name} is left out: its head drafts for the target that was trained with it, {path / 'model'}; "
+                "compare it with that one's plain decoding: forerun demo MODEL --drafter ... --drafter-model HEAD"
+            )
+            continue
         head, draft = path / "head", path / "draft"
         if (head / "config.json").is_file():
             found.append(_head(path.name, str(head), trained_seconds(path)))
