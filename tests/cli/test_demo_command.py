@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from cli.conftest import Ran
@@ -25,8 +24,8 @@ from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.demo import Edit, scale
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.types import Source, SpeculationStats, Verdict
+from llamas import tiny_eagle
 
 Forerun = Callable[..., Ran]
 FILE = ("--prompt-name", "chunk.py")
@@ -118,19 +117,8 @@ def test_a_wrong_token_is_seen(
 def head(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random EAGLE-3 head for the tiny target."""
     facts = TargetFacts.read(checkpoint)
-    torch.manual_seed(3)
-    config = EagleConfig(
-        hidden_size=facts.hidden_size,
-        target_hidden_size=facts.hidden_size,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=facts.vocab_size,
-        draft_vocab_size=facts.vocab_size,
-        boundaries=(0, 1, 2),
-    )
-    return write_head(HeadCheckpoint.of(EagleHead(config)), tmp_path_factory.mktemp("head") / "it", "flat", facts)
+    made = HeadCheckpoint.of(tiny_eagle(facts.vocab_size, seed=3))
+    return write_head(made, tmp_path_factory.mktemp("head") / "it", "flat", facts)
 
 
 @pytest.mark.parametrize("place", ["itself", "auto", "first_of", "within"])

@@ -51,7 +51,7 @@ from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
-from llamas import tiny_llama
+from llamas import HEAD_SIZES, tiny_llama
 
 VOCABULARY = 12
 NEVER = 6
@@ -134,16 +134,7 @@ class Variant:
         return f"{self.method}-{self.label}"
 
 
-LAYERS: dict[str, Any] = {
-    "hidden_size": 32,
-    "target_hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.3,
-}
+LAYERS: dict[str, Any] = {**HEAD_SIZES, "vocab_size": VOCABULARY}
 """Of heads for `model()`."""
 
 

@@ -10,7 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from llamas import tiny_llama
 
 FUNCTION = """\
 def total(values, start=10):
@@ -51,21 +53,9 @@ def work(ship: ModuleType, tmp_path: Path) -> Path:
 
     demo_tokenizer = tokenizer.train_tokenizer([file.text for file in corpus.read_standard_library()], 1024)
     demo_tokenizer.save_pretrained(tmp_path / "tokenizer")
-    torch.manual_seed(0)
-    for role in ("target", "draft"):
-        config = LlamaConfig(
-            vocab_size=len(demo_tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            tie_word_embeddings=True,
-            max_position_embeddings=1024,
-            eos_token_id=[0, 1],
-        )
-        LlamaForCausalLM(config).save_pretrained(tmp_path / role)
+    for seed, role in enumerate(("target", "draft")):
+        keys = {"tie_word_embeddings": True, "max_position_embeddings": 1024, "eos_token_id": [0, 1]}
+        tiny_llama(len(demo_tokenizer), seed, **keys).save_pretrained(tmp_path / role)
         demo_tokenizer.save_pretrained(tmp_path / role)
         (tmp_path / f"{role}-training-1").mkdir()
         lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(100)]

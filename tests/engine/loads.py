@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.conftest import tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.eagle import EagleHead
 from forerun.types import CompletionOutput, RequestOutput, StreamChunk
+from llamas import tiny_eagle
 
 TEXT = "the cat sat; pack my box with five dozen liquor jugs, the dog sat. how vexingly quick daft zebras jump! the cat"
 DRAFTERS = ("ngram", "draft_model", "eagle3")
@@ -18,21 +17,7 @@ DRAFTERS = ("ngram", "draft_model", "eagle3")
 
 def eagle_head() -> EagleHead:
     """A random head for the tiny target: mostly wrong, but what is sampled depends on what it drafts all the same."""
-    torch.manual_seed(5)
-    size = len(tiny_tokenizer())
-    config = EagleConfig(
-        hidden_size=32,
-        target_hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=size,
-        draft_vocab_size=size,
-        boundaries=(0, 1, 2),
-        initializer_range=0.3,
-    )
-    return EagleHead(config).eval()
+    return tiny_eagle(len(tiny_tokenizer()), seed=5)
 
 
 def drafter(name: str, draft_checkpoint: Path) -> dict[str, Any]:

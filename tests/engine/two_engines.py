@@ -21,8 +21,8 @@ from transformers import LlamaForCausalLM
 
 from emulation import kernels_in_c, packed_linears
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from llamas import tiny_llama
+from forerun.drafters.heads.eagle import EagleHead
+from llamas import tiny_eagle, tiny_llama
 
 VOCABULARY, SIZE, ROWS = 128, 64, 4
 DRAFTERS: list[Any] = [
@@ -41,20 +41,8 @@ def model(seed: int, dtype: torch.dtype) -> LlamaForCausalLM:
 
 def head(seed: int, dtype: torch.dtype) -> EagleHead:
     """A random head for `model`."""
-    torch.manual_seed(seed)
-    config = EagleConfig(
-        hidden_size=SIZE,
-        target_hidden_size=SIZE,
-        intermediate_size=96,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY,
-        boundaries=(0, 1, 2),
-        initializer_range=0.3,
-    )
-    return EagleHead(config).eval().to(dtype)
+    sizes = {"hidden_size": SIZE, "target_hidden_size": SIZE, "intermediate_size": 96, "head_dim": 32}
+    return tiny_eagle(VOCABULARY, seed, **sizes).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from forerun.drafters.heads.runner import BlockRunner
 from forerun.model import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
-from llamas import tiny_llama
+from llamas import HEAD_SIZES, tiny_llama
 
 VOCABULARY = 40
 HIDDEN = 32
@@ -36,16 +36,7 @@ FIRST: dict[str, Any] = {
     "own_lm_head": False,
 }
 """What makes an EAGLE-1 head of `head`."""
-LAYERS: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "target_hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.2,
-}
+LAYERS: dict[str, Any] = {**HEAD_SIZES, "vocab_size": VOCABULARY, "initializer_range": 0.2}
 """Of heads for `model()`, unless their options say otherwise."""
 
 
