@@ -46,7 +46,7 @@ def test_drafts_are_of_the_kind_that_their_drafter_declares(variant: Variant) ->
             assert kind.multipath or not declared.multipath
 
 
-@pytest.mark.parametrize("detect", [0.2, pytest.param(0.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("detect", [0.3, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", SAMPLING, ids=str)
 def test_the_default_rule_keeps_the_distribution(variant: Variant, detect: float) -> None:
     """Whatever draws nothing gives the very text of plain decoding, which is tested below."""

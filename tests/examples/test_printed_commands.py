@@ -246,7 +246,8 @@ class Reader:
         """Type the lines that make would run; what sets up environments is taken as done."""
         marks = [*(f".venv/{name}" for name in (".ready", ".docs-ready")), ".venv-vllm/.ready"]
         command = ["make", "-n", *(word for mark in marks for word in ("-o", mark)), *options]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # we run in it
+        ours = ("MAKE", "ARGS", "WORKERS")  # Of the make that we run in
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         asked = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert asked.returncode == 0 and asked.stdout, asked.stderr
         for line in asked.stdout.splitlines():

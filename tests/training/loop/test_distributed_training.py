@@ -127,9 +127,9 @@ def test_two_go_on_from_one(folder: Path, mode: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_one_goes_on_from_two(folder: Path, tmp_path: Path, mode: str, optimizer: str) -> None:
-    start = folder / f"{mode}-{optimizer}" / f"checkpoint-{CUT}"
     toy = Toy(head=Head(seed=7))
-    shutil.copytree(start, tmp_path / start.name)
+    for name in (f"checkpoint-{CUT}", "best"):
+        shutil.copytree(folder / f"{mode}-{optimizer}" / name, tmp_path / name)
     train(toy, Numbers(), choice(optimizer), tmp_path)  # type: ignore[arg-type]
     assert_same(stored(folder / f"single-{optimizer}"), stored(tmp_path))
 

@@ -73,7 +73,8 @@ def elastic(folder: Path, mode: str, parallel: Parallel) -> None:
     for optimizer in OPTIMIZERS:
         start, output = f"checkpoint-{CUT}", folder / f"one-to-{mode}-{optimizer}"
         if parallel.first:
-            shutil.copytree(folder / f"single-{optimizer}" / start, output / start)
+            for name in (start, "best"):
+                shutil.copytree(folder / f"single-{optimizer}" / name, output / name)
         train(Toy(head=Head(seed=5)), Numbers(), choice(optimizer), output, parallel=parallel)  # type: ignore[arg-type]
 
 
