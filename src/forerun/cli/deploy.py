@@ -9,14 +9,16 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import SPECULATION, Flag, Json, LoadOptions, SpeculationOptions
+from forerun.cli.plan import FORECAST, ForecastOptions, PlanOptions, on_paper
 from forerun.errors import ArgumentError
+from forerun.writing import written
 
 if TYPE_CHECKING:
     from forerun.deploy.launch import Deployment
@@ -29,46 +31,16 @@ class Forecasting:
     """What the draft length at each batch, and the costs of what the engine cannot do, are predicted from; as in
     `forerun plan`."""
 
-    text: str | None = None
-    """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
-    alpha: float | None = None
-    """Probability that a drafted token is accepted, in 0..1."""
-    acceptance: str | None = None
-    """The same by position, comma separated: 0.8,0.7,0.6; the last one goes on."""
-    rank_acceptance: str | None = None
-    """For a tree: by rank, and by depth behind semicolons: 0.6,0.2,0.1;0.5,0.2."""
-    temperature: Annotated[float | None, Parameter(alias="-t")] = None
-    """Of the answers, for --text; 0 is greedy."""
-    params: float | None = None
-    """Parameters of the target, such as 70e9."""
     device: str | None = None
     """One of those it runs on: h100, b200, 4090, ... (`forerun plan`)."""
     dtype: str = "auto"
     """Of the target's weights: bf16, fp8, int4, ..."""
-    active_params: float | None = None
-    """Mixture of experts: parameters that one token runs through."""
-    experts: int | None = None
-    """Mixture of experts: routed experts of a layer."""
-    experts_per_token: int | None = None
-    """Mixture of experts: how many of them a token is sent to."""
-    layers: int | None = None
-    """With --kv-heads, --head-dim and --context: the cache's traffic counts."""
-    kv_heads: int | None = None
-    """Key-value heads of a layer."""
-    head_dim: int | None = None
-    """Width of a head."""
-    context: int | None = None
-    """Committed tokens of each sequence."""
-    draft_params: float | None = None
-    """Parameters of the draft model or head."""
-    draft_cost: float | None = None
-    """Time of one drafted level in plain passes of the target, instead."""
     max_batch: int = 64
     """Most sequences that are decoded together."""
+    load: ForecastOptions = FORECAST
 
 
 FORECASTING = Forecasting()
-_ACCEPTED = ("text", "alpha", "acceptance", "rank_acceptance")
 
 
 def deploy(
@@ -144,26 +116,24 @@ def deploy(
 
 def _forecast(asked: Forecasting, speculation: SpeculationOptions, tp: int, notes: list[str]) -> Forecast | None:
     """What the planner says, None where it was told too little; `notes` grows by what is assumed."""
-    from forerun.cli.plan import PlanOptions, on_paper
     from forerun.deploy.schedule import Forecast
 
-    given = dataclasses.asdict(asked)
-    dtype, device, max_batch = given.pop("dtype"), given.pop("device"), given.pop("max_batch")
-    if not any(given[name] is not None for name in _ACCEPTED):
-        if device is not None or any(value is not None for value in given.values()):
+    given = dataclasses.asdict(asked.load)
+    if not asked.load.given and asked.load.text is None:
+        if asked.device is not None or any(value is not None for value in given.values()):
             raise ArgumentError(
                 "what is accepted? Give --text chat, --alpha 0.7, --acceptance or --rank-acceptance too"
             )
         return None
-    if asked.params is None or device is None:
+    if asked.load.params is None or asked.device is None:
         raise ArgumentError("what does a pass cost? Give the target's --params 8e9 and its --device h100, too")
     limit = SpeculationOptions(num_speculative_tokens=speculation.num_speculative_tokens)
-    loading = LoadOptions(device=device, dtype=dtype)
+    loading = LoadOptions(device=asked.device, dtype=asked.dtype)
     planned = PlanOptions(tp=tp, loading=loading, speculation=limit, **given)
     planned.check(None)
     shown = on_paper(planned)
     notes += [f"predicted: {note}" for note in shown.notes if note not in shown.verdict.notes]
-    return Forecast(load=shown.load, max_batch=max_batch, ranks=planned.ranks)
+    return Forecast(load=shown.load, max_batch=asked.max_batch, ranks=planned.ranks)
 
 
 def _lines(made: Deployment) -> list[str]:
@@ -176,10 +146,9 @@ def _lines(made: Deployment) -> list[str]:
 
 
 def _write(made: Deployment, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    for name, text in made.files.items():
-        (out / name).write_text(text, encoding="utf-8")
-    (out / "deploy.sh").write_text("\n".join(_lines(made)) + "\n", encoding="utf-8")
+    for name, text in {**made.files, "deploy.sh": "\n".join(_lines(made)) + "\n"}.items():
+        with written(out / name) as fresh:
+            fresh.write_text(text, encoding="utf-8")
 
 
 def _show(made: Deployment, *, written: bool) -> None:

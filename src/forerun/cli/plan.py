@@ -29,41 +29,27 @@ if TYPE_CHECKING:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanOptions:
-    """What is to be planned, and how its acceptance is known."""
+class ForecastOptions:
+    """What is accepted, and what a pass of which target costs."""
 
-    batch: int = 1
-    """Sequences that are decoded together."""
     context: int | None = None
-    """Committed tokens of each; measured on the prompts where there are some, else 0."""
+    """Committed tokens of each sequence; measured on the prompts where there are some, else 0."""
     temperature: Annotated[float | None, Parameter(alias="-t")] = None
     """Of the answers; measured at it, or an assumption for --text. 0 is greedy."""
     text: str | None = None
     """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
-    prompts: Path | None = None
-    """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
-    choose_draft: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
-    """Candidate draft models, ranked by measured acceptance and cost."""
-    max_tokens: int = 96
-    """Tokens of each measured answer."""
-    limit: int = 8
-    """Prompts that are measured at most."""
     alpha: float | None = None
     """Probability that a drafted token is accepted, in 0..1."""
     acceptance: str | None = None
     """The same by position, comma separated: 0.8,0.7,0.6; the last one goes on."""
     rank_acceptance: str | None = None
     """For a tree: by rank, and by depth behind semicolons: 0.6,0.2,0.1;0.5,0.2."""
-    tree_nodes: int = 32
-    """Most drafted nodes of a tree."""
     draft_cost: float | None = None
     """c: time of one drafted level in plain passes of the target; default 0."""
     draft_params: float | None = None
     """Parameters of a draft model, costed by the same roofline."""
     params: float | None = None
     """Parameters of a target that is not here, such as 70e9; --dtype and --device say in what and where it runs."""
-    tp: int = 1
-    """Devices that share every layer."""
     active_params: float | None = None
     """Mixture of experts: parameters that one token runs through."""
     experts: int | None = None
@@ -76,6 +62,34 @@ class PlanOptions:
     """Key-value heads of a layer."""
     head_dim: int | None = None
     """Width of a head."""
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in (self.alpha, self.acceptance, self.rank_acceptance))
+
+
+FORECAST = ForecastOptions()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions(ForecastOptions):
+    """What is to be planned, and how its acceptance is known."""
+
+    batch: int = 1
+    """Sequences that are decoded together."""
+    prompts: Path | None = None
+    """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
+    choose_draft: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
+    """Candidate draft models, ranked by measured acceptance and cost."""
+    max_tokens: int = 96
+    """Tokens of each measured answer."""
+    limit: int = 8
+    """Prompts that are measured at most."""
+    tree_nodes: int = 32
+    """Most drafted nodes of a tree."""
+    tp: int = 1
+    """Devices that share every layer."""
     heads: int | None = None
     """Query heads: the arithmetic of attention counts, too."""
     tflops: float | None = None
@@ -88,10 +102,6 @@ class PlanOptions:
     @property
     def k(self) -> int | None:
         return self.speculation.num_speculative_tokens
-
-    @property
-    def given(self) -> bool:
-        return any(value is not None for value in (self.alpha, self.acceptance, self.rank_acceptance))
 
     @property
     def measuring(self) -> bool:

@@ -124,6 +124,10 @@ class Asked:
             raise ArgumentError(f"{self.nodes} machines need the first one's address: --head-address HOST")
         return self.head_address
 
+    def sharing(self, tp: str, pp: str) -> list[str]:
+        """How the model is shared out to devices, by an engine's names for both."""
+        return [word for name, count in ((tp, self.tp), (pp, self.pp)) if count > 1 for word in (name, str(count))]
+
     def path(self, name: str) -> str:
         """Of a file of the deployment, as its command names it."""
         return name if self.out is None else str(self.out / name)
@@ -263,6 +267,12 @@ class Engine(ABC):
                 "without --drafter, or give --no-adaptive to draft nevertheless"
             )
         return () if len(found) == 1 and found[0].k == k else found
+
+    def read_drafter(self, asked: Asked, draft: Draft, notes: list[str]) -> tuple[Examined, int]:
+        """The drafter's files, of which `notes` tell, and tokens on one path. Errors as `examined` and `depth`."""
+        examined = self.examined(asked, draft)
+        notes += examined.notes
+        return examined, self.depth(draft, examined)
 
     def depth(self, draft: Draft, examined: Examined) -> int:
         """Tokens on one path; ArgumentError: more than the head has."""

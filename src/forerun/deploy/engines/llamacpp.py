@@ -55,9 +55,7 @@ class LlamaCpp(Engine):
 
     def _speculation(self, asked: Asked, before: list[Command], notes: list[str]) -> list[str]:
         draft, way, first = self.chosen(asked, notes)
-        examined = self.examined(asked, draft)
-        notes += examined.notes
-        k = self.depth(draft, examined)
+        examined, k = self.read_drafter(asked, draft, notes)
         self.chain_only(asked, draft, k, notes)
         self.schedule(asked, k, notes, able=False)
         copying = [one for one in (first, draft if way.name == "ngram-simple" else None) if one is not None]

@@ -49,8 +49,7 @@ class SGLang(Engine):
 
     def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
         words = ["python", "-m", "sglang.launch_server", "--model-path", asked.model, "--port", str(asked.port)]
-        words += ["--tp-size", str(asked.tp)] if asked.tp > 1 else []
-        words += ["--pp-size", str(asked.pp)] if asked.pp > 1 else []
+        words += asked.sharing("--tp-size", "--pp-size")
         speculation, schedule = self._speculation(asked, notes) if asked.config is not None else ([], ())
         words += speculation
         # Each size is a lower bound; of the lengths that it may take there, there is one.
@@ -69,9 +68,7 @@ class SGLang(Engine):
         draft, way, _ = self.chosen(asked, notes)
         if way.name in ("DFLASH", "DSPARK") and asked.pp > 1:
             raise ArgumentError(f"SGLang runs {way.name} without pipeline parallelism only: leave --pp out, raise --tp")
-        examined = self.examined(asked, draft)
-        notes += examined.notes
-        k = self.depth(draft, examined)
+        examined, k = self.read_drafter(asked, draft, notes)
         words = ["--speculative-algorithm", way.name]
         if draft.model is not None:
             words += ["--speculative-draft-model-path", draft.model]

@@ -42,8 +42,7 @@ class TensorRtLlm(Engine):
 
     def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
         words = ["trtllm-serve", asked.model, "--port", str(asked.port)]
-        words += ["--tp_size", str(asked.tp)] if asked.tp > 1 else []
-        words += ["--pp_size", str(asked.pp)] if asked.pp > 1 else []
+        words += asked.sharing("--tp_size", "--pp_size")
         files = dict[str, str]()
         if asked.config is not None:
             words += ["--config", asked.path(TRTLLM)]
@@ -58,9 +57,7 @@ class TensorRtLlm(Engine):
         if asked.pp > 1:
             raise ArgumentError("TensorRT-LLM drafts without pipeline parallelism only: leave --pp out, raise --tp")
         draft, way, first = self.chosen(asked, notes)
-        examined = self.examined(asked, draft)
-        notes += examined.notes
-        k = self.depth(draft, examined)
+        examined, k = self.read_drafter(asked, draft, notes)
         found: dict[str, Any] = {"decoding_type": way.name, **_of_head(examined)}
         found["max_draft_len"] = k
         if draft.model is not None:

@@ -82,9 +82,7 @@ class Vllm(Engine):
                 f"vLLM takes a path with {misread[0]!r} in it for a head of that kind, whatever it is told; rename "
                 f"{draft.model}"
             )
-        examined = self.examined(asked, draft)
-        notes += examined.notes
-        k = self.depth(draft, examined)
+        _, k = self.read_drafter(asked, draft, notes)
         self.chain_only(asked, draft, k, notes)
         # Model runner V1, which these need, drops the table for other methods than those that it names.
         schedule = self.schedule(asked, k, notes, able=way.name != "suffix")
@@ -106,5 +104,4 @@ class Vllm(Engine):
 
 def parallel(asked: Asked) -> list[str]:
     """How the model is shared out to devices."""
-    words = ["--tensor-parallel-size", str(asked.tp)] if asked.tp > 1 else []
-    return [*words, *(["--pipeline-parallel-size", str(asked.pp)] if asked.pp > 1 else [])]
+    return asked.sharing("--tensor-parallel-size", "--pipeline-parallel-size")
