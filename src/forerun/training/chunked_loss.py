@@ -70,14 +70,20 @@ def soft_loss(
         unknown=teacher.unknown() if skip_unknown else None,
         paths=paths,
     )
-    states = hidden if teacher.temperature == 1.0 else hidden / teacher.temperature
+    return _loss(hidden, weight, target, teacher.temperature)
+
+
+def hard_loss(
+    hidden: Tensor, weight: Tensor, row_weights: Tensor, ids: Tensor, *, temperature: float = 1.0
+) -> VocabularyLoss:
+    """``sum_r row_weights[r] * -log student(ids[r])`` in nats, of the true tokens `ids` (R,) int64; as `soft_loss`.
+    `temperature`: of the student's distribution."""
+    return _loss(hidden, weight, _Target(weights=row_weights, ids=ids), temperature)
+
+
+def _loss(hidden: Tensor, weight: Tensor, target: _Target, temperature: float) -> VocabularyLoss:
+    states = hidden if temperature == 1.0 else hidden / temperature
     return VocabularyLoss(*_ChunkedLoss.apply(states, weight, target))  # type: ignore[no-untyped-call]
-
-
-def hard_loss(hidden: Tensor, weight: Tensor, row_weights: Tensor, ids: Tensor) -> VocabularyLoss:
-    """``sum_r row_weights[r] * -log student(ids[r])`` in nats, of the true tokens `ids` (R,) int64; as `soft_loss`."""
-    target = _Target(weights=row_weights, ids=ids)
-    return VocabularyLoss(*_ChunkedLoss.apply(hidden, weight, target))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,4 +253,4 @@ class Collector:
 
 def _temperature(sampler: Sampler) -> float:
     asked = sampler.params.temperature
-    return 0.0 if sampler.greedy else 1.0 if asked is None else asked
+    return 1.0 if asked is None else asked

@@ -63,8 +63,13 @@ class MedusaObjective(Objective):
             shares = counts * self.settings.decay**depth
             wanted = ahead(tokens.tokens, depth + 2, 0)
             output = self.head.output_weight(depth)
-            read = states.flatten(0, 1) / self.target.temperature
-            found = hard_loss(read, output, shares.flatten(), wanted.flatten())
+            found = hard_loss(
+                states.flatten(0, 1),
+                output,
+                shares.flatten(),
+                wanted.flatten(),
+                temperature=self.target.temperature,
+            )
             losses.append(found.loss)
             weights.append(found.weights.sum())
             # A chain that begins before the answer has depths that are not counted: no such chain is drafted.

@@ -67,8 +67,13 @@ class MtpObjective(Eagle3Objective):
         counts = torch.stack([step.counted for step in steps])
         shares = counts * torch.tensor(self.settings.weights, device=tokens.device).view(-1, 1, 1)
         outputs = torch.stack([step.output for step in steps])
-        read = outputs.flatten(0, 2) / self.target.temperature
-        found = hard_loss(read, self.output_head(), shares.flatten(), wanted.flatten())
+        found = hard_loss(
+            outputs.flatten(0, 2),
+            self.output_head(),
+            shares.flatten(),
+            wanted.flatten(),
+            temperature=self.target.temperature,
+        )
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
         reached, survives = counts.cumprod(0), found.agrees.view_as(shares).cumprod(0)
