@@ -70,13 +70,12 @@ def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: 
         kind = chance.random()
         if kind < 0.5 and within:
             old, new = chance.choice(within), chance.choice(words)
-            request, after = chance.choice(RENAME).format(old, new), re.sub(standing(old), new, before)
+            yield _replaced(RENAME, old, new, before, chance)
         elif kind < 0.75 and numbers:
             old, new = chance.choice(numbers), other_number(chance)
-            request, after = chance.choice(CHANGE).format(old, new), re.sub(standing(old), new, before)
+            yield _replaced(CHANGE, old, new, before, chance)
         else:
-            request, after = "Repeat this", before
-        yield Edit("drill", request, before, after)
+            yield Edit("drill", "Repeat this", before, before)
 
 
 def name_drills(words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
@@ -95,8 +94,13 @@ def name_drills(words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
         requests = RENAME
         if old.isdigit():
             new, requests = other_number(chance), CHANGE
-        request = chance.choice(requests).format(old, new)
-        yield Edit("drill", request, before, re.sub(standing(old), new, before))
+        yield _replaced(requests, old, new, before, chance)
+
+
+def _replaced(requests: tuple[str, ...], old: str, new: str, before: str, chance: random.Random) -> Edit:
+    """One of `requests` for `new` wherever `old` stands."""
+    request = chance.choice(requests).format(old, new)
+    return Edit("drill", request, before, re.sub(standing(old), new, before))
 
 
 def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -> Iterator[Document]:

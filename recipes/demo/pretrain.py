@@ -186,7 +186,10 @@ def mean_loss(
     taught: Tensor,
     teacher: LlamaForCausalLM | None,
 ) -> Tensor:
-    """The loss in nats per token `said`, weighted by `weights` (B, S - 1), of which `taught` follow the teacher."""
+    """The loss in nats per token `said`, weighted by `weights` (B, S - 1), of which `taught` follow the teacher, where
+    there is one."""
+    if teacher is None:
+        taught = torch.zeros_like(taught)
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     matrix, rows = model.lm_head.weight, taught.sum(1) > 0
     loss = hard_loss(hidden.flatten(0, 1), matrix, (weights - taught).flatten(), said.flatten()).loss
