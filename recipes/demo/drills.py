@@ -125,4 +125,4 @@ def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -
         asked, answer = map(list, zip(*drawn, strict=True))
         ids = [*marked[:first], *asked, *marked[first + 1 : second], *answer, *marked[second + 1 :]]
         places = [NOWHERE] * (second - 1 + len(drawn)) + list(range(first, first + len(drawn)))
-        yield Document(ids, places, list(places))
+        yield Document(ids, places=places, sources=list(places))

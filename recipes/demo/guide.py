@@ -1,14 +1,19 @@
 """Where the tokens of an answer are copied from, and attention that is shown the place.
 
 A model learns to copy once a head of its attention finds the token that comes next in the text that is copied. The
-makers of edits and drills know this token, so some layers are told: one where the copy stands in the question's code,
-two where the very token stands, which for a new name is in the request; one of them is the last layer, which no other
-overrules. This costs nothing when the model is used: only the loss of the training has terms more.
+makers of edits and drills know this token, so some layers are told. In the question, the end of what shall be replaced
+looks at its name in the request, and other words look away. In the answer, a layer looks at the next token's place in
+the code, another at the end of the word there, which knows whether it is replaced, and two at where the very token
+stands, which for a new name is in the request; one of them is the last layer, which no other overrules. This costs
+nothing when the model is used: only the loss of the training has terms more.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import random
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -21,52 +26,124 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 NOWHERE = -1
 """The place of a token that is copied from nowhere."""
-PLACE_LAYER, TOKEN_LAYERS = 3, (5, 7)
-"""Of the eight layers, the one that is shown the place in the code, and those that are shown the token itself."""
+MARK_LAYER, PLACE_LAYER, END_LAYER, TOKEN_LAYERS = 2, 3, 4, (5, 7)
+"""Of the eight layers, those that are shown what is replaced, the place in the code, the end of the word there, and the
+token itself."""
+COLUMNS = 5
+"""Of a document: token ids and four guides."""
+OTHER_WORDS = 2
+"""Shown as not replaced, besides those that begin alike, for each one that is."""
 QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids, and for each token where in the document it is copied from: by place in the code, and by token."""
+    """Token ids, and for each token where the one before it looks: at the name of what is replaced, at the place in the
+    code that it is copied from, at the end of the word there, and at the very token."""
 
     ids: list[int]
+    marks: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for found in (self.places, self.sources):
+        for found in self.guides:
             found.extend([NOWHERE] * (len(self.ids) - len(found)))
 
+    @property
+    def guides(self) -> tuple[list[int], ...]:
+        return self.marks, self.places, self.ends, self.sources
 
-def copied(tokenizer: PreTrainedTokenizerFast, dialogues: Iterable[list[Edit]]) -> Iterator[Document]:
-    """Dialogues about edits, each of the answer before, and where the answers are copied from."""
+
+def copied(tokenizer: PreTrainedTokenizerFast, dialogues: Iterable[list[Edit]], *, seed: int = 0) -> Iterator[Document]:
+    """Dialogues about edits, each of the answer before, and where the answers are copied from; `seed`: of the choice of
+    words that are shown as not replaced."""
     names = [text.lstrip("Ġ") for text in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+    chance = random.Random(seed)
     for edits in dialogues:
         further = (({"role": "user", "content": edit.request}, edit.conversation[1]) for edit in edits[1:])
         chat = [*edits[0].conversation, *chain.from_iterable(further)]
         text = str(tokenizer.apply_chat_template(chat, tokenize=False))
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = [start for start, _ in encoded["offset_mapping"]]
-
-        def span(found: str, at: int, starts: list[int] = starts, text: str = text) -> tuple[slice, int]:
-            begun = text.index(found, at)
-            ended = begun + len(found)
-            return slice(bisect_left(starts, begun), bisect_left(starts, ended)), ended
-
-        ids = list(encoded["input_ids"])
-        document, end, code = Document(ids), 0, slice(0)
+        document = Document(list(encoded["input_ids"]))
+        located = _Located(text, [start for start, _ in encoded["offset_mapping"]])
+        end, code = 0, slice(0)
         for edit in edits:
-            request, end = span(edit.request, end)
+            request = located.find(edit.request, end)
             if edit is edits[0]:
-                code, end = span(edit.before, end)
-            answer, end = span(edit.after, end)
-            _note_copies(document, names, code=code, answer=answer, request=request)
-            code = answer
+                code = located.find(edit.before, request.stop)
+                _note_marks(document, located, edit, request, code, chance)
+            answer = located.find(edit.after, max(request.stop, code.stop))
+            tokens = (located.tokens(part) for part in (code, answer, request))
+            _note_copies(document, names, *tokens)
+            _note_ends(document, located, code, located.tokens(answer))
+            code, end = answer, answer.stop
         yield document
 
 
-def _note_copies(document: Document, names: list[str], *, code: slice, answer: slice, request: slice) -> None:
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A text and where its tokens begin; parts of it are slices of characters."""
+
+    text: str
+    starts: list[int]
+
+    def find(self, part: str, at: int) -> slice:
+        begun = self.text.index(part, at)
+        return slice(begun, begun + len(part))
+
+    def tokens(self, part: slice) -> slice:
+        """Those that begin in a part."""
+        return slice(bisect_left(self.starts, part.start), bisect_left(self.starts, part.stop))
+
+    def token(self, character: int) -> int:
+        """The one that holds a character."""
+        return bisect_right(self.starts, character) - 1
+
+    def matches(self, pattern: str, part: slice) -> list[slice]:
+        return [slice(*found.span()) for found in re.compile(pattern).finditer(self.text, part.start, part.stop)]
+
+
+def _note_marks(
+    document: Document, located: _Located, edit: Edit, request: slice, code: slice, chance: random.Random
+) -> None:
+    """Note that the end of what is replaced looks at its name in the request, and some other words at the document's
+    first token."""
+    asked = re.search(r"`(.+)` (?:to|with) `(.+)`:", edit.request)
+    if asked is None:
+        return
+    old, new = asked.groups()
+    pattern = rf"(?<!\w){re.escape(old)}(?!\w)"
+    named = [located.token(found.stop - 1) for found in located.matches(pattern, request)]
+    ends, moved = set[int](), 0
+    for found in located.matches(pattern, code):
+        if edit.after.startswith(new, found.start - code.start + moved):
+            ends.add(located.token(found.stop - 1))
+            moved += len(new) - len(old)
+    if not named or not ends:
+        return
+    words = {located.token(found.stop - 1): located.text[found][:3] for found in located.matches(r"\w+", code)}
+    others = [end for end in words if end not in ends]
+    alike = {end for end in others if words[end] == old[:3]}
+    shown = {*alike, *chance.sample(others, k=min(len(others), OTHER_WORDS * len(ends)))}
+    for end in ends | shown:
+        same = [at for at in named if document.ids[at] == document.ids[end]]
+        document.marks[end + 1] = [*same, *named][0] if end in ends else 0
+
+
+def _note_ends(document: Document, located: _Located, code: slice, answer: slice) -> None:
+    """Note where the words end that an answer's tokens are copied from."""
+    ends = {
+        at: located.token(found.stop - 1)
+        for found in located.matches(r"\w+", code)
+        for at in range(located.token(found.start), located.token(found.stop - 1) + 1)
+    }
+    for number in range(answer.start, answer.stop):
+        document.ends[number] = ends.get(document.places[number], NOWHERE)
+
+
+def _note_copies(document: Document, names: list[str], code: slice, answer: slice, request: slice) -> None:
     """Note where the tokens of an answer are copied from; `names`: all tokens' texts as a request may spell them."""
     before, after = document.ids[code], document.ids[answer]
     for kind, first, last, start, stop in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
@@ -107,7 +184,7 @@ class GuidedAttention:
         """Layer -> (B, S) the place that the query there shall find, `NOWHERE` for any."""
         self.told: dict[int, Tensor] = {}
         """Token layer -> (B, S, H) what its attention added to the hidden states in the last pass."""
-        self._losses: list[Tensor] = []
+        self._losses = defaultdict[int, list[Tensor]](list)
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
@@ -126,16 +203,17 @@ class GuidedAttention:
             outputs.append((probs @ value[:, :, :last]).view(batch, heads, last - first, width))
             if wanted is not None:
                 found = probs.view(batch, key.shape[1], -1, last - first, last)
-                self._note(found, wanted[:, first:last], 1 if module.layer_idx == PLACE_LAYER else key.shape[1])
+                groups = key.shape[1] if module.layer_idx in TOKEN_LAYERS else 1
+                self._note(int(module.layer_idx), found, wanted[:, first:last], groups)  # type: ignore[arg-type]
         return torch.cat(outputs, 2).transpose(1, 2), None
 
-    def _note(self, probs: Tensor, wanted: Tensor, groups: int) -> None:
+    def _note(self, layer: int, probs: Tensor, wanted: Tensor, groups: int) -> None:
         """Keep what the best heads of the best `groups` of probs (B, groups, heads, rows, keys) miss of `wanted`: a
         place is known by one group of heads, a token is told by the values of all."""
         places, known = wanted.clamp(min=0)[:, None, None, :, None], wanted != NOWHERE
         found = probs.gather(-1, places.expand(*probs.shape[:-1], 1))[..., 0].float().amax(2)
         best = found.topk(groups, dim=1).values.transpose(1, 2)[known]
-        self._losses.append(-(best + 1e-4).log().mean(1))
+        self._losses[layer].append(-(best + 1e-4).log().mean(1))
 
     def listen(self, model: LlamaForCausalLM) -> None:
         """Keep what the attention of the token layers tells, from now on."""
@@ -144,11 +222,13 @@ class GuidedAttention:
                 lambda _, arguments, output, layer=layer: self.told.update({layer: output[0]})
             )
 
-    def show(self, places: Tensor, sources: Tensor) -> None:
-        """What the queries of the next pass shall find: (B, S) by place in the code, and by token."""
-        self.wanted = {PLACE_LAYER: places, **dict.fromkeys(TOKEN_LAYERS, sources)}
+    def show(self, marks: Tensor, places: Tensor, ends: Tensor, sources: Tensor) -> None:
+        """What the queries of the next pass shall find, (B, S) each: a document's guides for the tokens that follow."""
+        self.wanted = {MARK_LAYER: marks, PLACE_LAYER: places, END_LAYER: ends, **dict.fromkeys(TOKEN_LAYERS, sources)}
 
     def loss(self) -> Tensor:
-        """Nats by which the heads of the guided layers missed its places since the last call, a mean."""
-        losses, self._losses = torch.cat(self._losses), []
-        return losses.mean() if len(losses) else losses.sum()
+        """Nats by which the heads of the guided layers missed their places since the last call: the mean of the layers'
+        means."""
+        losses, self._losses = [torch.cat(found) for found in self._losses.values()], defaultdict(list)
+        means = [found.mean() for found in losses if len(found)]
+        return torch.stack(means).mean() if means else torch.zeros(())

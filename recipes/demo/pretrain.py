@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from guide import NOWHERE, TOKEN_LAYERS, Document, GuidedAttention
+from guide import COLUMNS, NOWHERE, TOKEN_LAYERS, Document, GuidedAttention
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
@@ -117,8 +117,8 @@ class TokenStream:
         self._rows: dict[int, Tensor] = {}
 
     def batch(self, step: int, batch_tokens: int, context: int) -> Tensor:
-        """(batch_tokens // context, context, 3): token ids, and where in the row they are copied from; each
-        row is from another place of the epoch."""
+        """(batch_tokens // context, context, COLUMNS): token ids, and where in the row the tokens before them
+        look; each row is from another place of the epoch."""
         if context not in self._rows:
             self._rows = {context: self._packed(context)}
         rows, size = self._rows[context], batch_tokens // context
@@ -147,14 +147,15 @@ class TokenStream:
             room.append((used + len(piece), row))
             if len(room) > OPEN_ROWS:
                 room.remove(max(room, key=lambda one: one[0]))
-        padding = torch.tensor([[self.marks.text, NOWHERE, NOWHERE]], dtype=torch.int32).expand(context, 3)
+        padding = torch.full((context, COLUMNS), NOWHERE, dtype=torch.int32)
+        padding[:, 0] = self.marks.text
         return torch.stack([torch.cat([*row, padding])[:context] for row in rows])
 
 
 def _piece(document: Document, start: int, length: int, mark: int) -> Tensor:
-    """(tokens + 1, 3): a mark, and so many tokens of the document with their places counted from the mark."""
-    columns = [one[start : start + length] for one in (document.ids, document.places, document.sources)]
-    found = torch.tensor([(mark, NOWHERE, NOWHERE), *zip(*columns, strict=True)], dtype=torch.int32)
+    """(tokens + 1, COLUMNS): a mark, and so many tokens of the document with their places counted from the mark."""
+    columns = [one[start : start + length] for one in (document.ids, *document.guides)]
+    found = torch.tensor([(mark, *[NOWHERE] * (COLUMNS - 1)), *zip(*columns, strict=True)], dtype=torch.int32)
     found[:, 1:] = torch.where(found[:, 1:] >= start, found[:, 1:] - start + 1, NOWHERE)
     return found
 

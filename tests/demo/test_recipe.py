@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -119,6 +120,16 @@ def test_the_guide_says_where_an_answer_is_copied_from(recipe: Path, edits: Modu
         changed = [place for place in renamed if document.sources[place] != document.places[place]]
         assert changed and all(document.sources[place] < answers[0] for place in renamed)
         assert all(asked < document.places[place] < answers[0] for place in renamed), "the place is in the code"
+        ends = {at: document.ends[at] for at in renamed if document.ends[at] >= 0}
+        assert ends and all(document.places[at] <= end < answers[0] for at, end in ends.items())
+        old, new = re.findall(r"`(.+?)`", first.request)
+        looking = {at - 1: looked for at, looked in enumerate(document.marks) if looked >= 0}
+        replaced = {at for at, looked in looking.items() if looked > 0}
+        assert replaced and all(looking[at] < asked < at < answers[0] for at in replaced)
+        assert all(old.endswith(names[ids[looking[at]]]) for at in replaced)
+        assert len(replaced) == len(re.findall(rf"(?<![\w.]){new}\b", first.after))
+        assert looking.keys() - replaced, "other words are shown, too"
+        assert {document.ends[at] for at in changed} <= replaced, "what is new stands where a marked word ends"
         for before, answer in pairwise(answers):
             copied = [document.places[place] for place in known if place > answer]
             assert copied and min(copied) > before, "the next answer is copied from this one"
@@ -132,9 +143,12 @@ def test_guided_attention_is_causal_attention_and_says_what_it_missed(recipe: Pa
     attention = guide.GuidedAttention()
     wanted = torch.full((2, 200), guide.NOWHERE)
     wanted[0, 150], wanted[1, 7] = 31, 2
-    attention.show(wanted, wanted)
+    attention.show(*[torch.full_like(wanted, guide.NOWHERE)] * 2, wanted, wanted)
     module = torch.nn.Module()
     module.layer_idx = guide.PLACE_LAYER
+    attention(module, query, key, value, None)
+    assert float(attention.loss()) == 0, "nothing was shown to this layer"
+    module.layer_idx = guide.END_LAYER
     found, _ = attention(module, query, key, value, None)
     repeated = [one.repeat_interleave(2, 1) for one in (key, value)]
     plain = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True)
@@ -154,12 +168,13 @@ def test_documents_are_packed_whole(recipe: Path) -> None:
 
     marks = pretrain.Marks(question=60, answer=61, text=0)
     documents = [[1 + number % 50] * length for number, length in enumerate([3, 9, 30, 5, 14, 2, 8, 7, 40, 1] * 8)]
-    made = [guide.Document(ids, list(range(-1, len(ids) - 1))) for ids in documents]
+    made = [guide.Document(ids, places=list(range(-1, len(ids) - 1))) for ids in documents]
     stream = pretrain.TokenStream(made, marks, seed=3)
-    rows, places, sources = stream._packed(16).unbind(-1)
+    rows, marked, places, ends, sources = stream._packed(16).unbind(-1)
     starts = (rows == 0) | (rows.roll(1, 1) == 0)  # A mark is copied from nowhere, nor is the token behind it
     before = torch.arange(16).expand_as(rows) - 1
-    assert bool((places == torch.where(starts, guide.NOWHERE, before)).all() and (sources == guide.NOWHERE).all())
+    assert bool((places == torch.where(starts, guide.NOWHERE, before)).all())
+    assert all(bool((one == guide.NOWHERE).all()) for one in (marked, ends, sources))
     texts = (text for row in rows.tolist() for text in f" {' '.join(map(str, row))}".split(" 0"))
     found = Counter(tuple(map(int, text.split())) for text in texts)
     assert rows.shape[1] == 16 and bool((rows != 0).sum() == sum(map(len, documents)))
