@@ -213,7 +213,7 @@ class GuidedAttention:
         places, known = wanted.clamp(min=0)[:, None, None, :, None], wanted != NOWHERE
         found = probs.gather(-1, places.expand(*probs.shape[:-1], 1))[..., 0].float().amax(2)
         best = found.topk(groups, dim=1).values.transpose(1, 2)[known]
-        self._losses[layer].append(-(best + 1e-4).log().mean(1))
+        self._losses[layer].append(-(best + 1e-8).log().mean(1))
 
     def listen(self, model: LlamaForCausalLM) -> None:
         """Keep what the attention of the token layers tells, from now on."""

@@ -683,7 +683,13 @@ def kind_of(tree: TokenTree) -> DraftKind:
     return DraftKind(sampled=max(sampled) > 0, chain=chain, multipath=max(sampled) <= 1)
 
 
+@functools.cache
+def _unused(variant: Variant) -> Drafter:
+    """The variant's drafter, of an engine that runs nothing."""
+    (active,) = llm(variant).engine.drafting._active.values()
+    return active.drafter
+
+
 def kind_for(variant: Variant, params: SamplingParams = SAMPLED) -> DraftKind:
     """What the variant's drafter says that it may draft."""
-    (active,) = llm(variant).engine.drafting._active.values()
-    return active.drafter.kind(Sampler(params, PROMPT))
+    return _unused(variant).kind(Sampler(params, PROMPT))

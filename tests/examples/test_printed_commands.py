@@ -283,6 +283,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ..
         patch.setattr(demo, "PROMPT_CHARACTERS", 120)
         for name in ("FILES", "EDITS"):
             patch.setattr(leaderboard, name, 1)
+        patch.setattr(leaderboard, "COPYING", {"suffix": {"method": "suffix"}})
         patch.setitem(measuring.load_or_measure.__kwdefaults__, "seconds", 0.3)
         patch.setitem(trial.measure_draft.__kwdefaults__, "steps", 8)
         patch.setitem(Probe.costs.__kwdefaults__, "repeats", 1)
