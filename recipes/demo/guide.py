@@ -15,7 +15,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from itertools import chain, takewhile
 
@@ -29,8 +29,6 @@ NOWHERE = -1
 MARK_LAYER, PLACE_LAYER, END_LAYER, TOKEN_LAYERS = 2, 3, 4, (5, 7)
 """Of the eight layers, those that are shown what is replaced, the place in the code, the end of the word there, and the
 token itself."""
-COLUMNS = 5
-"""Of a document: token ids and four guides."""
 OTHER_WORDS = 2
 """Shown as not replaced, besides those that begin alike, for each one that is."""
 QUERY_BLOCK = 128
@@ -54,6 +52,10 @@ class Document:
     @property
     def guides(self) -> tuple[list[int], ...]:
         return self.marks, self.places, self.ends, self.sources
+
+
+COLUMNS = len(fields(Document))
+"""Of a document's table: token ids and its guides."""
 
 
 def copied(tokenizer: PreTrainedTokenizerFast, dialogues: Iterable[list[Edit]], *, seed: int = 0) -> Iterator[Document]:
@@ -101,6 +103,10 @@ class _Located:
         """The one that holds a character."""
         return bisect_right(self.starts, character) - 1
 
+    def end(self, part: slice) -> int:
+        """The token that holds the last character of a part."""
+        return self.token(part.stop - 1)
+
     def matches(self, pattern: str, part: slice) -> list[slice]:
         return [slice(*found.span()) for found in re.compile(pattern).finditer(self.text, part.start, part.stop)]
 
@@ -115,29 +121,30 @@ def _note_marks(
         return
     old, new = asked.groups()
     pattern = rf"(?<!\w){re.escape(old)}(?!\w)"
-    named = [located.token(found.stop - 1) for found in located.matches(pattern, request)]
+    named = [located.end(found) for found in located.matches(pattern, request)]
     ends, moved = set[int](), 0
     for found in located.matches(pattern, code):
         if edit.after.startswith(new, found.start - code.start + moved):
-            ends.add(located.token(found.stop - 1))
+            ends.add(located.end(found))
             moved += len(new) - len(old)
     if not named or not ends:
         return
-    words = {located.token(found.stop - 1): located.text[found][:3] for found in located.matches(r"\w+", code)}
+    words = {located.end(found): located.text[found][:3] for found in located.matches(r"\w+", code)}
     others = [end for end in words if end not in ends]
     alike = {end for end in others if words[end] == old[:3]}
     shown = {*alike, *chance.sample(others, k=min(len(others), OTHER_WORDS * len(ends)))}
-    for end in ends | shown:
-        same = [at for at in named if document.ids[at] == document.ids[end]]
-        document.marks[end + 1] = [*same, *named][0] if end in ends else 0
+    for end in shown:
+        document.marks[end + 1] = 0
+    for end in ends:
+        document.marks[end + 1] = next((at for at in named if document.ids[at] == document.ids[end]), named[0])
 
 
 def _note_ends(document: Document, located: _Located, code: slice, answer: slice) -> None:
     """Note where the words end that an answer's tokens are copied from."""
     ends = {
-        at: located.token(found.stop - 1)
+        at: located.end(found)
         for found in located.matches(r"\w+", code)
-        for at in range(located.token(found.start), located.token(found.stop - 1) + 1)
+        for at in range(located.token(found.start), located.end(found) + 1)
     }
     for number in range(answer.start, answer.stop):
         document.ends[number] = ends.get(document.places[number], NOWHERE)
