@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from corpus import SourceFile
-from edits import CHANGE, NUMBERS, RENAME, Edit, new_name, other_number, standing
+from edits import CHANGE, NUMBERS, RENAME, Edit, new_name, other_number, other_string, replace_standing
 from guide import NOWHERE, Document
 from transformers import PreTrainedTokenizerFast
 
@@ -42,14 +42,18 @@ FORMS = (
     "{}[{}:{}] = [{}]",
     "print({} + {}, -{})",
     "{{{}: {}, '{}': {}}}",
+    "{}['{}'] = {}",
+    "print('{}', {})",
+    "raise {}('{} {}')",
 )
 """Of its lines."""
+CONSTANT = r"(?<![\w.])\d{1,4}(?![\w.])|'[^'\\]{1,24}'"
 TWINS = 0.25
 """Share of the lines that are followed by themselves with another word, so that a copy must not skip one."""
 
 
 def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
-    """`count` edits of lines from anywhere: copied as they are, one word renamed, or one number changed."""
+    """`count` edits of lines from anywhere: copied as they are, one word renamed, or one constant changed."""
     chance = random.Random(seed)
     lines = [
         line.rstrip()
@@ -65,42 +69,46 @@ def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: 
             if chance.random() < TWINS:
                 drawn.append(re.sub(r"[a-z]{3,}", lambda _: chance.choice(words), line, count=1))
         before = "\n".join(drawn)
-        within = sorted(known & set(re.findall(standing(r"\w+", literal=False), before)))
-        numbers = sorted({found for found in re.findall(standing(r"\d{1,4}", literal=False), before)})
+        within = sorted(known & set(re.findall(r"\w+", before)))
+        constants = sorted(set(re.findall(CONSTANT, before)))
         kind = chance.random()
-        if kind < 0.5 and within:
-            old, new = chance.choice(within), chance.choice(words)
-            yield _replaced(RENAME, old, new, before, chance)
-        elif kind < 0.75 and numbers:
-            old, new = chance.choice(numbers), other_number(chance)
-            yield _replaced(CHANGE, old, new, before, chance)
+        if kind < 0.4 and within:
+            yield _replaced(chance.choice(within), before, words, chance)
+        elif kind < 0.8 and constants:
+            yield _replaced(chance.choice(constants), before, words, chance)
         else:
             yield Edit("drill", "Repeat this", before, before)
 
 
 def name_drills(words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
-    """`count` edits of lines of few names, each of which stands in many places: a name or a number is another one."""
+    """`count` edits of lines of few names, each of which stands in many places: a name or a constant is another one."""
     chance = random.Random(seed)
     for _ in range(count):
         names = [new_name(words, chance) for _ in range(chance.randint(*NAMES))]
+        old = chance.choice(names)
         names += [str(number) for number in chance.sample(NUMBERS, k=2)]
-        old, new = chance.choice(names), new_name(words, chance)
         lines = []
         for _ in range(chance.randint(*NAMED_LINES)):
             form = chance.choice(FORMS)
             drawn = [old if chance.random() < 0.2 else chance.choice(names) for _ in range(form.count("{}"))]
             lines.append(" " * chance.choice((0, 4, 4, 8)) + form.format(*drawn))
         before = "\n".join(lines)
-        requests = RENAME
-        if old.isdigit():
-            new, requests = other_number(chance), CHANGE
-        yield _replaced(requests, old, new, before, chance)
+        constants = sorted(set(re.findall(CONSTANT, before)))
+        if constants and chance.random() < 0.4:
+            old = chance.choice(constants)
+        yield _replaced(old, before, words, chance)
 
 
-def _replaced(requests: tuple[str, ...], old: str, new: str, before: str, chance: random.Random) -> Edit:
-    """One of `requests` for `new` wherever `old` stands."""
+def _replaced(old: str, before: str, words: list[str], chance: random.Random) -> Edit:
+    """A request for another name, number or string wherever `old` stands."""
+    if old.isdigit():
+        new, requests = other_number(chance), CHANGE
+    elif old.isidentifier():
+        new, requests = new_name(words, chance), RENAME
+    else:
+        new, requests = other_string(old, words, chance), CHANGE
     request = chance.choice(requests).format(old, new)
-    return Edit("drill", request, before, re.sub(standing(old), new, before))
+    return Edit("drill", request, before, replace_standing(old, new, before), (old, new))
 
 
 def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -> Iterator[Document]:

@@ -46,6 +46,8 @@ class Edit:
     request: str
     before: str
     after: str
+    replaced: tuple[str, str] | None = None
+    """What is replaced wherever it stands, and what by, in an edit that does nothing else."""
 
     @property
     def prompt(self) -> list[dict[str, str]]:
@@ -144,7 +146,9 @@ def _rename(source: str, words: list[str], chance: random.Random) -> Edit | None
         return None
     old, new = chance.choice(known), new_name(words, chance)
     after = _renamed(source, old, new)
-    return None if after is None else Edit("rename", chance.choice(RENAME).format(old, new), source, after)
+    if after is None:
+        return None
+    return Edit("rename", chance.choice(RENAME).format(old, new), source, after, (old, new))
 
 
 def _constant(source: str, words: list[str], chance: random.Random) -> Edit | None:
@@ -159,10 +163,10 @@ def _constant(source: str, words: list[str], chance: random.Random) -> Edit | No
     if not found:
         return None
     old = chance.choice(found)
-    new = other_number(chance) if old.isdigit() else _other_string(old, words, chance)
+    new = other_number(chance) if old.isdigit() else other_string(old, words, chance)
     request = chance.choice(CHANGE).format(old, new)
-    after = re.sub(standing(old), lambda _: new, source)
-    return Edit("constant", request, source, after) if _count(source, new) == 0 else None
+    after = replace_standing(old, new, source)
+    return Edit("constant", request, source, after, (old, new)) if _count(source, new) == 0 else None
 
 
 def _parameter(source: str, words: list[str], chance: random.Random) -> Edit | None:
@@ -277,26 +281,16 @@ def _parsed(source: str) -> ast.FunctionDef | None:
 
 
 def _renamed(source: str, old: str, new: str) -> str | None:
-    """`source` with another name in every place where `old` is a parameter, a variable or the function itself; None
-    where that is not plain: in f-strings, where `new` is there already, or where the tree says otherwise."""
-    if _count(source, new) or any(
-        isinstance(node, ast.JoinedStr) and old in ast.unparse(node) for node in ast.walk(ast.parse(source))
-    ):
+    """`source` with another name wherever `old` stands; None where that is no renaming, because `old` is an attribute,
+    a keyword or a word of a string, too, or where `new` is there already."""
+    if _count(source, new):
         return None
-    places = []
-    for node in ast.walk(ast.parse(source)):
-        if old in (isinstance(node, ast.Name) and node.id, isinstance(node, ast.arg) and node.arg):
-            places.append(_offset(source, node.lineno, node.col_offset))
-        elif isinstance(node, ast.FunctionDef) and node.name == old:
-            places.append(_offset(source, node.lineno, node.col_offset) + len("def "))
-    after = source
-    for place in sorted(places, reverse=True):
-        after = after[:place] + new + after[place + len(old) :]
+    after = replace_standing(old, new, source)
     try:
         back = ast.dump(_Renamer(new, old).visit(ast.parse(after))) == ast.dump(ast.parse(source))
     except SyntaxError:
         return None
-    return after if back and places else None
+    return after if back else None
 
 
 class _Renamer(ast.NodeTransformer):
@@ -317,9 +311,14 @@ def _count(source: str, text: str) -> int:
     return len(re.findall(standing(text), source))
 
 
-def standing(text: str, *, literal: bool = True) -> str:
-    """The pattern of `text` where it is no part of a longer word or number; `literal=False`: it is a pattern itself."""
-    return rf"(?<![\w.]){re.escape(text) if literal else text}(?![\w.])"
+def standing(text: str) -> str:
+    """The pattern of `text` where it is no part of a longer word or number."""
+    return rf"(?<![\w.]){text}(?![\w.])" if text.isdigit() else rf"(?<!\w){re.escape(text)}(?!\w)"
+
+
+def replace_standing(old: str, new: str, source: str) -> str:
+    """`source` with `new` wherever `old` stands."""
+    return re.sub(standing(old), lambda _: new, source)
 
 
 def other_number(chance: random.Random) -> str:
@@ -337,6 +336,6 @@ def new_name(words: list[str], chance: random.Random) -> str:
     return f"{chance.choice(PREFIXES)}_{name}" if chance.random() < 0.4 else name
 
 
-def _other_string(old: str, words: list[str], chance: random.Random) -> str:
+def other_string(old: str, words: list[str], chance: random.Random) -> str:
     chosen = chance.sample(words, k=chance.randint(1, 2))
     return f"{old[0]}{chance.choice(' -_').join(chosen)}{old[0]}"

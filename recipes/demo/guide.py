@@ -20,7 +20,7 @@ from difflib import SequenceMatcher
 from itertools import chain, takewhile
 
 import torch
-from edits import Edit
+from edits import Edit, standing
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -32,6 +32,7 @@ token itself."""
 OTHER_WORDS = 2
 """Shown as not replaced, besides those that begin alike, for each one that is."""
 QUERY_BLOCK = 128
+QUOTES = "'\""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,19 @@ def copied(tokenizer: PreTrainedTokenizerFast, dialogues: Iterable[list[Edit]], 
         end, code = 0, slice(0)
         for edit in edits:
             request = located.find(edit.request, end)
-            if edit is edits[0]:
+            first = edit is edits[0]
+            if first:
                 code = located.find(edit.before, request.stop)
-                _note_marks(document, located, edit, request, code, chance)
             answer = located.find(edit.after, max(request.stop, code.stop))
             tokens = (located.tokens(part) for part in (code, answer, request))
             _note_copies(document, names, *tokens)
-            _note_ends(document, located, code, located.tokens(answer))
+            words, replaced = located.matches(r"\w+", code), []
+            if edit.replaced:
+                replaced = located.matches(standing(edit.replaced[0]), code)
+                if first:
+                    named = located.matches(standing(edit.replaced[0]), request)
+                    _note_marks(document, located, named, replaced, words, chance)
+            _note_ends(document, located, [*words, *replaced], located.tokens(answer))
             code, end = answer, answer.stop
         yield document
 
@@ -108,44 +115,35 @@ class _Located:
         return self.token(part.stop - 1)
 
     def matches(self, pattern: str, part: slice) -> list[slice]:
-        return [slice(*found.span()) for found in re.compile(pattern).finditer(self.text, part.start, part.stop)]
+        """Where a pattern stands in a part, without the quotes that it may stand in."""
+        found = re.compile(pattern).finditer(self.text, part.start, part.stop)
+        return [slice(one.start() + size, one.end() - size) for one in found for size in [one[0][0] in QUOTES]]
 
 
 def _note_marks(
-    document: Document, located: _Located, edit: Edit, request: slice, code: slice, chance: random.Random
+    document: Document,
+    located: _Located,
+    named: list[slice],
+    replaced: list[slice],
+    words: list[slice],
+    chance: random.Random,
 ) -> None:
     """Note that the end of what is replaced looks at its name in the request, and some other words at the document's
     first token."""
-    asked = re.search(r"`(.+)` (?:to|with) `(.+)`:", edit.request)
-    if asked is None:
-        return
-    old, new = asked.groups()
-    pattern = rf"(?<!\w){re.escape(old)}(?!\w)"
-    named = [located.end(found) for found in located.matches(pattern, request)]
-    ends, moved = set[int](), 0
-    for found in located.matches(pattern, code):
-        if edit.after.startswith(new, found.start - code.start + moved):
-            ends.add(located.end(found))
-            moved += len(new) - len(old)
-    if not named or not ends:
-        return
-    words = {located.end(found): located.text[found][:3] for found in located.matches(r"\w+", code)}
-    others = [end for end in words if end not in ends]
-    alike = {end for end in others if words[end] == old[:3]}
-    shown = {*alike, *chance.sample(others, k=min(len(others), OTHER_WORDS * len(ends)))}
-    for end in shown:
+    looked = [located.end(found) for found in named]
+    ends = {located.end(found) for found in replaced}
+    begun = {located.text[found][:3] for found in named}
+    others = {located.end(found): located.text[found][:3] for found in words if located.end(found) not in ends}
+    alike = {end for end, text in others.items() if text in begun}
+    for end in {*alike, *chance.sample(list(others), k=min(len(others), OTHER_WORDS * len(ends)))}:
         document.marks[end + 1] = 0
     for end in ends:
-        document.marks[end + 1] = next((at for at in named if document.ids[at] == document.ids[end]), named[0])
+        document.marks[end + 1] = next((at for at in looked if document.ids[at] == document.ids[end]), looked[0])
 
 
-def _note_ends(document: Document, located: _Located, code: slice, answer: slice) -> None:
+def _note_ends(document: Document, located: _Located, words: list[slice], answer: slice) -> None:
     """Note where the words end that an answer's tokens are copied from."""
-    ends = {
-        at: located.end(found)
-        for found in located.matches(r"\w+", code)
-        for at in range(located.token(found.start), located.end(found) + 1)
-    }
+    ends = {at: located.end(word) for word in words for at in range(located.token(word.start), located.end(word) + 1)}
     for number in range(answer.start, answer.stop):
         document.ends[number] = ends.get(document.places[number], NOWHERE)
 

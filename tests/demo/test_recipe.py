@@ -77,11 +77,11 @@ def test_drills_ask_for_what_they_answer(recipe: Path) -> None:
         if drill.request.startswith("Repeat"):
             assert drill.after == drill.before
         else:
-            *_, new, _, old = drill.request.split()
-            assert f"`{old}`" in drill.request and f"`{new}`" in drill.request
+            old, new = drill.replaced
+            assert f"`{old}`" in drill.request and drill.request.endswith(f"`{new}`: write {new} for {old}")
             assert drill.after != drill.before or old == new
-            changed = drills.re.split(drills.standing(old), drill.before)
-            assert new.join(changed) == drill.after
+            number = r"(?<![\w.]){}(?![\w.])" if old.isdigit() else r"(?<!\w){}(?!\w)"
+            assert new.join(re.split(number.format(re.escape(old)), drill.before)) == drill.after
     answer, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     for number, drill in enumerate(drills.token_drills(tokenizer, count=20, seed=0)):
         ids, texts = drill.ids, tokenizer.convert_ids_to_tokens(drill.ids)
@@ -101,9 +101,10 @@ def test_the_guide_says_where_an_answer_is_copied_from(recipe: Path, edits: Modu
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.resolve("demo"))
     names = [text.lstrip("Ġ") for text in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
-    files = [file for file in corpus.read_standard_library() if corpus.is_library(file)][::60]
+    files = [file for file in corpus.read_standard_library() if corpus.is_library(file)][::50]
     chance, words = random.Random(0), ["path", "name", "count", "value"]
-    made = [edit for edit in edits.edits(files, words, seed=0) if edit.kind == "rename"]
+    made = [edit for edit in edits.edits(files, words, seed=0) if edit.replaced]
+    assert {'"', "'"} & {edit.replaced[0][0] for edit in made}
     dialogues = [edits.dialogue(edit, words, chance) for edit in made]
     assert {1, 4} <= {len(dialogue) for dialogue in dialogues}
     mark, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
@@ -115,19 +116,21 @@ def test_the_guide_says_where_an_answer_is_copied_from(recipe: Path, edits: Modu
         known = [place for place, source in enumerate(document.sources) if source >= 0]
         assert all(names[ids[document.sources[place]]] == names[ids[place]] for place in known)
         renamed = set(range(answers[0] + 2, ids.index(end, answers[0])))
-        assert renamed <= set(known) and min(known) == min(renamed), "nothing of a renamed function is new"
+        if first.kind == "rename":
+            assert renamed <= set(known) and min(known) == min(renamed), "nothing of a renamed function is new"
         asked = len(tokenizer(f"<|user|>\n{first.request}")["input_ids"])
         changed = [place for place in renamed if document.sources[place] != document.places[place]]
         assert changed and all(document.sources[place] < answers[0] for place in renamed)
         assert all(asked < document.places[place] < answers[0] for place in renamed), "the place is in the code"
         ends = {at: document.ends[at] for at in renamed if document.ends[at] >= 0}
         assert ends and all(document.places[at] <= end < answers[0] for at, end in ends.items())
-        old, new = re.findall(r"`(.+?)`", first.request)
+        old = first.replaced[0].strip("'\"")
         looking = {at - 1: looked for at, looked in enumerate(document.marks) if looked >= 0}
         replaced = {at for at, looked in looking.items() if looked > 0}
         assert replaced and all(looking[at] < asked < at < answers[0] for at in replaced)
-        assert all(old.endswith(names[ids[looking[at]]]) for at in replaced)
-        assert len(replaced) == len(re.findall(rf"(?<![\w.]){new}\b", first.after))
+        assert all(old.endswith(names[ids[looking[at]]]) for at in replaced if first.kind == "rename")
+        assert all(old[-1] in names[ids[at]] and old[-1] in names[ids[looking[at]]] for at in replaced)
+        assert len(replaced) == len(re.findall(rf"(?<!\w){re.escape(first.replaced[1])}(?!\w)", first.after))
         assert looking.keys() - replaced, "other words are shown, too"
         assert {document.ends[at] for at in changed} <= replaced, "what is new stands where a marked word ends"
         for before, answer in pairwise(answers):
@@ -185,27 +188,26 @@ def test_documents_are_packed_whole(recipe: Path) -> None:
 
 SOURCE = """\
 def gather(found, *, limit=10, **found_too):
-    # found stays found here
-    x = {"found": found.found, **found_too}
-    for found in helper(found=found):
-        x.append(lambda found: found)
+    x = {"others": found.other, **found_too}
+    for found in helper(items=found):
+        x.append(lambda found: f"{found} here")  # found again
     return x, limit"""
 
 
-def test_a_rename_leaves_attributes_keywords_strings_and_comments_alone(edits: ModuleType) -> None:
-    renamed = edits._renamed(SOURCE, "found", "other")
+def test_a_name_that_stands_for_one_thing_is_renamed_wherever_it_stands(edits: ModuleType) -> None:
+    renamed = edits._renamed(SOURCE, "found", "seen")
     assert (
         renamed
         == """\
-def gather(other, *, limit=10, **found_too):
-    # found stays found here
-    x = {"found": other.found, **found_too}
-    for other in helper(found=other):
-        x.append(lambda other: other)
+def gather(seen, *, limit=10, **found_too):
+    x = {"others": seen.other, **found_too}
+    for seen in helper(items=seen):
+        x.append(lambda seen: f"{seen} here")  # seen again
     return x, limit"""
     )
     assert edits._renamed(SOURCE, "found", "limit") is None, "the name is taken"
-    assert edits._renamed("def f(a):\n    return f'{a}'", "a", "b") is None, "3.11 does not say where a name is"
+    for clash in ("'found'", "x.found", "f(found=1)", "f'found {found}'"):
+        assert edits._renamed(SOURCE + f", {clash}", "found", "seen") is None, f"not all of {clash} is the variable"
 
 
 def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
