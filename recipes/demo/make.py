@@ -64,6 +64,15 @@ EDITING = replace(
     distill_weight=1.0,
     teach_answers=False,
 )
+MARKING = replace(
+    EDITING,
+    tokens=4_000_000,
+    muon_rate=2.0e-3,
+    adam_rate=1.0e-3,
+    phases=((0.75, 512), (0.25, 1024)),
+    guide_weight=1.0,
+)
+MARKED = {"texts": 0.25, "edits": 0.2, "drills": (600, 2_000, 400), "dialogues": False}
 DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
 
 
@@ -76,6 +85,8 @@ class Round:
     """What the documents are: arguments of `training_documents`."""
     teacher: str = ""
     """Whose law is followed: a folder below ``--work``."""
+    kept: float = 0.0
+    """Share of the weights before in those after: a mean knows more than either (Wortsman et al. 2022, WiSE-FT)."""
 
 
 ROUNDS = {
@@ -84,6 +95,8 @@ ROUNDS = {
         Round(AGAIN),
         Round(COPYING, {"texts": 0.3, "edits": 0.6, "drills": (4_000, 0, 4_000)}),
         Round(EDITING, {"texts": 0.36, "edits": 0.16, "drills": (1_500, 5_000, 5_000)}, "target-2"),
+        Round(EDITING, {"texts": 0.24, "edits": 0.18, "drills": (350, 2_700, 1_700)}, "target-2", kept=0.4),
+        *[Round(MARKING, MARKED, "target-2", kept=0.5)] * 2,
     ),
     "draft": (Round(DISTILLED, {"edits": 1.0}, "target"),),
 }
@@ -114,23 +127,25 @@ def training_documents(
     texts: float = 1.0,
     edits: float = 0.0,
     drills: tuple[int, int, int] = (0, 0, 0),
+    dialogues: bool = True,
+    seed: int = 0,
 ) -> list[Document]:
     """Shares of the training modules, with the conversations cut out of each, and of the edits, and numbers of drills:
-    of lines, of names and of tokens."""
-    chance = random.Random(0)
+    of lines, of names and of tokens; `dialogues`: whether an edit may be followed by others of the answer."""
+    chance = random.Random(seed)
     words = demo_tokenizer.plain_words(tokenizer)
     read = [file for file in files if chance.random() < texts]
     chats = [chat for file in read for chat in corpus.conversations(file)]
     written = [file.text for file in read]
     written += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats]
     plain = [Document(ids) for ids in tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]]
-    made = list(all_edits(files, words, seed=0)) if edits else []
+    made = list(all_edits(files, words, seed=seed)) if edits else []
     made = chance.sample(made, k=int(edits * len(made)))
-    asked = [dialogue(edit, words, chance) for edit in made]
+    asked = [dialogue(edit, words, chance) if dialogues else [edit] for edit in made]
     lines, names, tokens = drills
-    asked += [[drill] for drill in line_drills(files, words, count=lines, seed=0)]
-    asked += [[drill] for drill in name_drills(words, count=names, seed=0)]
-    return [*plain, *copied(tokenizer, asked), *token_drills(tokenizer, count=tokens, seed=0)]
+    asked += [[drill] for drill in line_drills(files, words, count=lines, seed=seed)]
+    asked += [[drill] for drill in name_drills(words, count=names, seed=seed)]
+    return [*plain, *copied(tokenizer, asked, seed=seed), *token_drills(tokenizer, count=tokens, seed=seed)]
 
 
 def make_tokenizer(work: Path) -> None:
@@ -149,8 +164,12 @@ def make_model(role: str, work: Path) -> None:
         teacher = None
         if part.teacher:
             teacher = LlamaForCausalLM.from_pretrained(work / part.teacher, dtype=torch.float32).eval()
-        stream = pretrain.TokenStream(training_documents(tokenizer, files, **part.shares), marks, seed=10 * number - 9)
+        documents = training_documents(tokenizer, files, **part.shares, seed=number)
+        stream = pretrain.TokenStream(documents, marks, seed=10 * number - 9)
+        before = [weight.detach().clone() for weight in model.parameters()]
         pretrain.train(model, stream, part.schedule, work / f"{role}-training-{number}", teacher)
+        for weight, old in zip(model.parameters(), before, strict=True):
+            weight.detach().lerp_(old, part.kept)
         model.save_pretrained(work / f"{role}-{number}")
     model.save_pretrained(work / role)
     tokenizer.save_pretrained(work / role)
