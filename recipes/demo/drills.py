@@ -24,8 +24,9 @@ TOKENS = (20, 220)
 """Of a drill of random tokens, fewest and most."""
 ALPHABETS = (6, 20, 60, 400)
 """Distinct tokens in one: the fewer, the more of the past must match before the next is known."""
-NAMES, NAMED_LINES = (3, 10), (2, 14)
-"""Of a drill of names: distinct ones and lines, fewest and most."""
+NAMES, NAME_TWINS, NAME_NUMBERS, NAMED_LINES = (3, 8), (0, 3), (1, 5), (2, 14)
+"""Of a drill of names: distinct ones, those among them that share a word with the one that is replaced, numbers, and
+lines, fewest and most."""
 FORMS = (
     "{} = {}",
     "{}({}, {})",
@@ -45,6 +46,9 @@ FORMS = (
     "{}['{}'] = {}",
     "print('{}', {})",
     "raise {}('{} {}')",
+    "{} = ['{}', '{}', '{}']",
+    "assert {}('{}', {}) == '{}'",
+    "{}({}={}, {}='{}')",
 )
 """Of its lines."""
 CONSTANT = r"(?<![\w.])\d{1,4}(?![\w.])|'[^'\\]{1,24}'"
@@ -86,7 +90,8 @@ def name_drills(words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
     for _ in range(count):
         names = [new_name(words, chance) for _ in range(chance.randint(*NAMES))]
         old = chance.choice(names)
-        names += [str(number) for number in chance.sample(NUMBERS, k=2)]
+        names += [_twin(old, words, chance) for _ in range(chance.randint(*NAME_TWINS))]
+        names += [str(number) for number in chance.sample(NUMBERS, k=chance.randint(*NAME_NUMBERS))]
         lines = []
         for _ in range(chance.randint(*NAMED_LINES)):
             form = chance.choice(FORMS)
@@ -97,6 +102,11 @@ def name_drills(words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
         if constants and chance.random() < 0.4:
             old = chance.choice(constants)
         yield _replaced(old, before, words, chance)
+
+
+def _twin(name: str, words: list[str], chance: random.Random) -> str:
+    """Two words, of which `name` has one."""
+    return "_".join(chance.sample([chance.choice(name.split("_")), chance.choice(words)], k=2))
 
 
 def _replaced(old: str, before: str, words: list[str], chance: random.Random) -> Edit:

@@ -221,16 +221,20 @@ def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
         shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
         return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **shape))
 
-    schedule = pretrain.Schedule(tokens=512, batch_tokens=64, warmup_steps=2, distill_weight=0.9, phases=((1.0, 32),))
+    length = {"tokens": 512, "batch_tokens": 64, "warmup_steps": 2, "phases": ((1.0, 32),), "save_every_s": 0.0}
+    schedule = pretrain.Schedule(**length, distill_weight=0.9, averaged_share=0.5)
     documents = [[number % 7 + 2 for number in range(start, start + 50)] for start in range(40)]
     marks = pretrain.Marks(question=60, answer=61, text=0)
     for teacher in (None, model(2).eval()):
         whole, stopped, again = model(1), model(1), model(1)
         folder = tmp_path / str(teacher is None)
         stream = pretrain.TokenStream([guide.Document(ids) for ids in documents], marks, seed=1)
-        pretrain.train(whole, stream, schedule, folder / "whole", teacher)
+        seen = list[torch.Tensor]()
         with monkeypatch.context() as patch:
-            patch.setattr(pretrain, "_step", _stopping(folder / "stopped", 5))
+            patch.setattr(pretrain, "_step", _watched(pretrain._step, seen, 8))
+            pretrain.train(whole, stream, schedule, folder / "whole", teacher)
+            torch.testing.assert_close(whole.lm_head.weight, torch.stack(seen[4:]).mean(0))
+            patch.setattr(pretrain, "_step", _watched(pretrain._step, [], 6))
             with pytest.raises(KeyboardInterrupt):
                 pretrain.train(stopped, stream, schedule, folder / "stopped", teacher)
         pretrain.train(again, stream, schedule, folder / "stopped", teacher)
@@ -240,19 +244,17 @@ def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
         assert pretrain.held_out_loss(whole, documents[:4], 0, 32) < before - (0.5 if teacher is None else 0.05)
 
 
-def _stopping(folder: Path, last: int) -> Any:
-    """The recipe's step, but it saves every time and is interrupted at step `last`."""
-    import pretrain
+def _watched(step: Any, seen: list[torch.Tensor], last: int) -> Any:
+    """The recipe's `step`, which notes the weights that it leaves and is interrupted when number `last` is to begin."""
 
-    step = pretrain._step
-
-    def stopping(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, **more: Any) -> Any:
+    def watched(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, **more: Any) -> Any:
         if number == last:
             raise KeyboardInterrupt
-        pretrain._save(folder, model, optimizers, number)
-        return step(model, stream, schedule, optimizers, number, **more)
+        figures = step(model, stream, schedule, optimizers, number, **more)
+        seen.append(model.lm_head.weight.detach().clone())
+        return figures
 
-    return stopping
+    return watched
 
 
 def test_questions_texts_and_answers_weigh_what_the_schedule_says(recipe: Path) -> None:
