@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from corpus import SourceFile
-from edits import CHANGE, NUMBERS, RENAME, Edit, new_name, other_number, other_string, replace_standing
+from edits import CHANGE, NUMBERS, RENAME, Edit, new_name, other_constant, replace_standing
 from guide import NOWHERE, Document
 from transformers import PreTrainedTokenizerFast
 
@@ -52,6 +52,7 @@ FORMS = (
 )
 """Of its lines."""
 CONSTANT = r"(?<![\w.])\d{1,4}(?![\w.])|'[^'\\]{1,24}'"
+"""A number or a string that may be changed."""
 TWINS = 0.25
 """Share of the lines that are followed by themselves with another word, so that a copy must not skip one."""
 
@@ -111,12 +112,10 @@ def _twin(name: str, words: list[str], chance: random.Random) -> str:
 
 def _replaced(old: str, before: str, words: list[str], chance: random.Random) -> Edit:
     """A request for another name, number or string wherever `old` stands."""
-    if old.isdigit():
-        new, requests = other_number(chance), CHANGE
-    elif old.isidentifier():
+    if old.isidentifier():
         new, requests = new_name(words, chance), RENAME
     else:
-        new, requests = other_string(old, words, chance), CHANGE
+        new, requests = other_constant(old, words, chance), CHANGE
     request = chance.choice(requests).format(old, new)
     return Edit("drill", request, before, replace_standing(old, new, before), (old, new))
 

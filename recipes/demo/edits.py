@@ -163,7 +163,7 @@ def _constant(source: str, words: list[str], chance: random.Random) -> Edit | No
     if not found:
         return None
     old = chance.choice(found)
-    new = other_number(chance) if old.isdigit() else other_string(old, words, chance)
+    new = other_constant(old, words, chance)
     request = chance.choice(CHANGE).format(old, new)
     after = replace_standing(old, new, source)
     return Edit("constant", request, source, after, (old, new)) if _count(source, new) == 0 else None
@@ -178,7 +178,7 @@ def _parameter(source: str, words: list[str], chance: random.Random) -> Edit | N
     if taken.vararg or taken.kwonlyargs or taken.kwarg or taken.posonlyargs:
         return None
     new = new_name(words, chance)
-    default = chance.choice(("None", "0", "1", "True", "False", '""', other_number(chance)))
+    default = chance.choice(("None", "0", "1", "True", "False", '""', _other_number(chance)))
     if not taken.defaults and chance.random() < 0.5:
         added, request = new, f"Add a parameter `{new}`"
     else:
@@ -321,7 +321,7 @@ def replace_standing(old: str, new: str, source: str) -> str:
     return re.sub(standing(old), lambda _: new, source)
 
 
-def other_number(chance: random.Random) -> str:
+def _other_number(chance: random.Random) -> str:
     return str(chance.choice(NUMBERS))
 
 
@@ -336,6 +336,9 @@ def new_name(words: list[str], chance: random.Random) -> str:
     return f"{chance.choice(PREFIXES)}_{name}" if chance.random() < 0.4 else name
 
 
-def other_string(old: str, words: list[str], chance: random.Random) -> str:
+def other_constant(old: str, words: list[str], chance: random.Random) -> str:
+    """A number for a number; for a string one or two words in the same quotes."""
+    if old.isdigit():
+        return _other_number(chance)
     chosen = chance.sample(words, k=chance.randint(1, 2))
     return f"{old[0]}{chance.choice(' -_').join(chosen)}{old[0]}"

@@ -82,9 +82,10 @@ def copied(tokenizer: PreTrainedTokenizerFast, dialogues: Iterable[list[Edit]], 
             _note_copies(document, names, *tokens)
             words, replaced = located.matches(r"\w+", code), []
             if edit.replaced:
-                replaced = located.matches(standing(edit.replaced[0]), code)
+                pattern = standing(edit.replaced[0])
+                replaced = located.matches(pattern, code)
                 if first:
-                    named = located.matches(standing(edit.replaced[0]), request)
+                    named = located.matches(pattern, request)
                     _note_marks(document, located, named, replaced, words, chance)
             _note_ends(document, located, [*words, *replaced], located.tokens(answer))
             code, end = answer, answer.stop
