@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from corpus import SourceFile
 from edits import CHANGE, NUMBERS, RENAME, Edit, new_name, other_constant, replace_standing
-from guide import NOWHERE, Document
+from guide import NOWHERE, OTHER_WORDS, Document
 from transformers import PreTrainedTokenizerFast
 
 LINES = (3, 24)
@@ -24,9 +24,15 @@ TOKENS = (20, 220)
 """Of a drill of random tokens, fewest and most."""
 ALPHABETS = (6, 20, 60, 400)
 """Distinct tokens in one: the fewer, the more of the past must match before the next is known."""
-NAMES, NAME_TWINS, NAME_NUMBERS, NAMED_LINES = (3, 8), (0, 3), (1, 5), (2, 14)
-"""Of a drill of names: distinct ones, those among them that share a word with the one that is replaced, numbers, and
-lines, fewest and most."""
+NAMES, TEXTS, TWIN_COUNT, NAME_NUMBERS, NAMED_LINES = (3, 8), (2, 5), (0, 4), (1, 5), (2, 14)
+"""Of a drill of names: distinct ones, strings, look-alikes of one name and of one string, numbers, and lines; fewest
+and most."""
+OLD_SHARE = 0.2
+"""Of the places for a name or a string, how many hold the one that has look-alikes."""
+EDGES = ("", "", "", "-", "--", ":", ".", "%", "<", "/", " ", "(", "#", "=")
+"""What a string may begin and end with: signs that share a token with the quote beside them."""
+REPLACED_KINDS = {"name": 5, "text": 4, "number": 1}
+"""How likely a drill of names replaces which."""
 FORMS = (
     "{} = {}",
     "{}({}, {})",
@@ -42,17 +48,21 @@ FORMS = (
     "while {} < {} and not {}:",
     "{}[{}:{}] = [{}]",
     "print({} + {}, -{})",
-    "{{{}: {}, '{}': {}}}",
+    "{{}: {}, '{}': {}}",
     "{}['{}'] = {}",
     "print('{}', {})",
-    "raise {}('{} {}')",
+    "raise {}('{}')",
     "{} = ['{}', '{}', '{}']",
     "assert {}('{}', {}) == '{}'",
     "{}({}={}, {}='{}')",
 )
 """Of its lines."""
-CONSTANT = r"(?<![\w.])\d{1,4}(?![\w.])|'[^'\\]{1,24}'"
+CONSTANT = r"""(?<![\w.])\d{1,4}(?![\w.])|'[^'"\\]{1,24}'|"[^'"\\]{1,24}\""""
 """A number or a string that may be changed."""
+OLD_TOKENS, PIECES = (1, 4), (4, 28)
+"""Of a piece of random tokens that is replaced and of what replaces it, and pieces around it, fewest and most."""
+SLOT = "<|pad|>"
+"""Stands in a conversation where random tokens are put."""
 TWINS = 0.25
 """Share of the lines that are followed by themselves with another word, so that a copy must not skip one."""
 
@@ -86,28 +96,55 @@ def line_drills(files: list[SourceFile], words: list[str], *, count: int, seed: 
 
 
 def name_drills(words: list[str], *, count: int, seed: int) -> Iterator[Edit]:
-    """`count` edits of lines of few names, each of which stands in many places: a name or a constant is another one."""
+    """`count` edits of lines of few names and strings, each of which stands in many places: one becomes another."""
     chance = random.Random(seed)
-    for _ in range(count):
+    made = 0
+    while made < count:
         names = [new_name(words, chance) for _ in range(chance.randint(*NAMES))]
-        old = chance.choice(names)
-        names += [_twin(old, words, chance) for _ in range(chance.randint(*NAME_TWINS))]
-        names += [str(number) for number in chance.sample(NUMBERS, k=chance.randint(*NAME_NUMBERS))]
-        lines = []
-        for _ in range(chance.randint(*NAMED_LINES)):
-            form = chance.choice(FORMS)
-            drawn = [old if chance.random() < 0.2 else chance.choice(names) for _ in range(form.count("{}"))]
-            lines.append(" " * chance.choice((0, 4, 4, 8)) + form.format(*drawn))
-        before = "\n".join(lines)
-        constants = sorted(set(re.findall(CONSTANT, before)))
-        if constants and chance.random() < 0.4:
-            old = chance.choice(constants)
-        yield _replaced(old, before, words, chance)
+        names += [_twin(names[0], words, chance) for _ in range(chance.randint(*TWIN_COUNT))]
+        texts = [_text(words, chance) for _ in range(chance.randint(*TEXTS))]
+        texts += [_twin_text(texts[0], words, chance) for _ in range(chance.randint(*TWIN_COUNT))]
+        numbers = [str(number) for number in chance.sample(NUMBERS, k=chance.randint(*NAME_NUMBERS))]
+        quote = chance.choice("'\"")
+        lines = [
+            " " * chance.choice((0, 4, 4, 8)) + _filled(chance.choice(FORMS), names, numbers, texts, chance)
+            for _ in range(chance.randint(*NAMED_LINES))
+        ]
+        old = {"name": names[0], "text": f"{quote}{texts[0]}{quote}", "number": numbers[0]}
+        kind = chance.choices(list(REPLACED_KINDS), weights=list(REPLACED_KINDS.values()))[0]
+        drill = _replaced(old[kind], "\n".join(lines).replace("'", quote), words, chance)
+        if drill.after != drill.before:
+            made += 1
+            yield drill
+
+
+def _filled(form: str, names: list[str], numbers: list[str], texts: list[str], chance: random.Random) -> str:
+    """A line: a string in each place between quotes, a name or a number in each other one."""
+
+    def drawn(place: re.Match[str]) -> str:
+        first, *others = [*texts] if place[1] else [*names, *numbers]
+        return place[1] + (first if chance.random() < OLD_SHARE else chance.choice([first, *others]))
+
+    return re.sub(r"('?)\{\}", drawn, form)
 
 
 def _twin(name: str, words: list[str], chance: random.Random) -> str:
-    """Two words, of which `name` has one."""
-    return "_".join(chance.sample([chance.choice(name.split("_")), chance.choice(words)], k=2))
+    """A longer name that holds `name`, or another one that begins or ends as it does."""
+    word, kept = chance.choice(words), chance.choice(name.split("_"))
+    longer = (f"{name}_{word}", f"{word}_{name}", f"{name}s", f"{word}{name}")
+    return chance.choice((f"{kept}_{word}", f"{word}_{kept}", chance.choice(longer)))
+
+
+def _text(words: list[str], chance: random.Random) -> str:
+    """What stands between quotes: up to three words and what is around them, a space at least."""
+    inner = chance.choice(" -_./:").join(chance.choices(words, k=chance.randint(0, 3)))
+    return chance.choice(EDGES) + inner + chance.choice(EDGES) or " "
+
+
+def _twin_text(text: str, words: list[str], chance: random.Random) -> str:
+    """`text` with another last word, or with one more before or behind."""
+    word = chance.choice(words)
+    return chance.choice((re.sub(r"\w+(?=\W*$)", word, text), f"{text} {word}", f"{word}{text}"))
 
 
 def _replaced(old: str, before: str, words: list[str], chance: random.Random) -> Edit:
@@ -124,7 +161,7 @@ def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -
     """`count` conversations that ask for random tokens again and get them; every other one asks for words without the
     space before them that the question has, or with one."""
     chance = random.Random(seed)
-    ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+    ordinary = _ordinary(tokenizer)
     known = tokenizer.get_vocab()
     spaced = [(known[text], known[f"Ġ{text}"]) for text in sorted(known) if f"Ġ{text}" in known]
     for number in range(count):
@@ -136,10 +173,81 @@ def token_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -
             pairs = [(one, one) for one in ordinary]
         alphabet = chance.sample(pairs, k=chance.choice(ALPHABETS))
         drawn = chance.choices(alphabet, k=chance.randint(*TOKENS))
-        chat = [{"role": "user", "content": f"{request}:\n\n<|pad|>"}, {"role": "assistant", "content": "<|pad|>"}]
-        marked = tokenizer(str(tokenizer.apply_chat_template(chat, tokenize=False)))["input_ids"]
-        first, second = (place for place, one in enumerate(marked) if one == tokenizer.pad_token_id)
         asked, answer = map(list, zip(*drawn, strict=True))
-        ids = [*marked[:first], *asked, *marked[first + 1 : second], *answer, *marked[second + 1 :]]
-        places = [NOWHERE] * (second - 1 + len(drawn)) + list(range(first, first + len(drawn)))
-        yield Document(ids, places=places, sources=list(places))
+        document, (first, second) = _conversation(tokenizer, request, [asked, answer])
+        for column in (document.places, document.sources):
+            column[second : second + len(drawn)] = range(first, first + len(drawn))
+        yield document
+
+
+def piece_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -> Iterator[Document]:
+    """`count` conversations about random tokens, some of which, a piece that stands there several times, are replaced
+    by others."""
+    chance = random.Random(seed)
+    ordinary = _ordinary(tokenizer)
+    for _ in range(count):
+        alphabet = chance.sample(ordinary, k=chance.choice(ALPHABETS[1:]))
+        old = chance.choices(alphabet, k=chance.randint(*OLD_TOKENS))
+        new = chance.choices(ordinary, k=chance.randint(*OLD_TOKENS))
+        asked = _with_pieces(old, alphabet, chance)
+        found, copies = [], []
+        at = 0
+        while at < len(asked):
+            if asked[at : at + len(old)] == old:
+                copies += [(at + min(number, len(old) - 1), number) for number in range(len(new))]
+                at += len(old)
+                found.append(at)
+            else:
+                copies.append((at, NOWHERE))
+                at += 1
+        answer = [asked[place] if number == NOWHERE else new[number] for place, number in copies]
+        request = chance.choice((*RENAME, *CHANGE)).format(SLOT, SLOT)
+        document, starts = _conversation(tokenizer, request, [old, new, new, old, asked, answer])
+        named, given, _, _, code, answered = starts
+        for at, (place, number) in enumerate(copies, start=answered):
+            document.places[at] = document.sources[at] = code + place
+            if number != NOWHERE:
+                document.sources[at] = given + number
+                document.ends[at] = code + next(end for end in found if end > place)
+        others = [at for at in range(1, len(asked)) if at not in found]
+        alike = [at for at in others if asked[at - 1] in old]
+        for at in {*alike, *chance.sample(others, k=min(len(others), OTHER_WORDS * len(found)))}:
+            document.marks[code + at + 1] = 0
+        for end in found:
+            document.marks[code + end + 1] = named + len(old) - 1
+        yield document
+
+
+def _with_pieces(old: list[int], alphabet: list[int], chance: random.Random) -> list[int]:
+    """Tokens of `alphabet`, and among them `old` and pieces that differ from it in one token."""
+    found = [*old]
+    for _ in range(chance.randint(*PIECES)):
+        piece, kind = [*old], chance.random()
+        if kind < 0.5:
+            piece = chance.choices(alphabet, k=chance.randint(1, 6))
+        elif kind < 0.75:
+            piece[chance.randrange(len(old))] = chance.choice(alphabet)
+        found = [*found, *piece] if chance.random() < 0.5 else [*piece, *found]
+    return found
+
+
+def _conversation(
+    tokenizer: PreTrainedTokenizerFast, request: str, parts: list[list[int]]
+) -> tuple[Document, list[int]]:
+    """A request about code, and its answer; and where each of the parts begins that stand for a `SLOT` of the request,
+    for the code and for the answer."""
+    chat = [{"role": "user", "content": f"{request}:\n\n{SLOT}"}, {"role": "assistant", "content": SLOT}]
+    ids: list[int] = []
+    starts = []
+    left = iter(parts)
+    for one in tokenizer(str(tokenizer.apply_chat_template(chat, tokenize=False)))["input_ids"]:
+        if one == tokenizer.pad_token_id:
+            starts.append(len(ids))
+            ids += next(left)
+        else:
+            ids.append(one)
+    return Document(ids), starts
+
+
+def _ordinary(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    return sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))

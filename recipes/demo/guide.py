@@ -1,11 +1,12 @@
 """Where the tokens of an answer are copied from, and attention that is shown the place.
 
 A model learns to copy once a head of its attention finds the token that comes next in the text that is copied. The
-makers of edits and drills know this token, so some layers are told. In the question, the end of what shall be replaced
-looks at its name in the request, and other words look away. In the answer, a layer looks at the next token's place in
-the code, another at the end of the word there, which knows whether it is replaced, and two at where the very token
-stands, which for a new name is in the request; one of them is the last layer, which no other overrules. This costs
-nothing when the model is used: only the loss of the training has terms more.
+makers of edits and drills know this token, so some layers are told. In the question, what is behind the text that shall
+be replaced looks at its name in the request, and what is behind other words looks away: only there is it known that a
+word ends. In the answer, a layer looks at the next token's place in the code, another behind the word there, where it
+is known whether it is replaced, and two at where the very token stands, which for a new name is in the request; one of
+them is the last layer, which no other overrules. This costs nothing when the model is used: only the loss of the
+training has terms more.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 NOWHERE = -1
 """The place of a token that is copied from nowhere."""
 MARK_LAYER, PLACE_LAYER, END_LAYER, TOKEN_LAYERS = 2, 3, 4, (5, 7)
-"""Of the eight layers, those that are shown what is replaced, the place in the code, the end of the word there, and the
-token itself."""
+"""Of the eight layers, those that are shown what is replaced, the place in the code, what is behind the word there, and
+the token itself."""
+GROUPS = {MARK_LAYER: [1], PLACE_LAYER: [2], END_LAYER: [0], **{layer: [0, 1, 2] for layer in TOKEN_LAYERS}}
+"""The groups of heads in these layers that are shown it, of three."""
 OTHER_WORDS = 2
 """Shown as not replaced, besides those that begin alike, for each one that is."""
 QUERY_BLOCK = 128
@@ -38,7 +41,7 @@ QUOTES = "'\""
 @dataclass(frozen=True, slots=True)
 class Document:
     """Token ids, and for each token where the one before it looks: at the name of what is replaced, at the place in the
-    code that it is copied from, at the end of the word there, and at the very token."""
+    code that it is copied from, behind the word there, and at the very token."""
 
     ids: list[int]
     marks: list[int] = field(default_factory=list)
@@ -111,9 +114,9 @@ class _Located:
         """The one that holds a character."""
         return bisect_right(self.starts, character) - 1
 
-    def end(self, part: slice) -> int:
-        """The token that holds the last character of a part."""
-        return self.token(part.stop - 1)
+    def behind(self, part: slice) -> int:
+        """The token after the last one of a part: the first that knows that the part ends."""
+        return self.token(part.stop - 1) + 1
 
     def matches(self, pattern: str, part: slice) -> list[slice]:
         """Where a pattern stands in a part, without the quotes that it may stand in."""
@@ -129,22 +132,22 @@ def _note_marks(
     words: list[slice],
     chance: random.Random,
 ) -> None:
-    """Note that the end of what is replaced looks at its name in the request, and some other words at the document's
-    first token."""
-    looked = [located.end(found) for found in named]
-    ends = {located.end(found) for found in replaced}
+    """Note that the token behind what is replaced looks at its name in the request, and those behind some other words
+    at the document's first token."""
+    looked = [located.behind(found) - 1 for found in named]
+    ends = {located.behind(found) for found in replaced}
     begun = {located.text[found][:3] for found in named}
-    others = {located.end(found): located.text[found][:3] for found in words if located.end(found) not in ends}
+    others = {located.behind(found): located.text[found][:3] for found in words if located.behind(found) not in ends}
     alike = {end for end, text in others.items() if text in begun}
     for end in {*alike, *chance.sample(list(others), k=min(len(others), OTHER_WORDS * len(ends)))}:
         document.marks[end + 1] = 0
     for end in ends:
-        document.marks[end + 1] = next((at for at in looked if document.ids[at] == document.ids[end]), looked[0])
+        document.marks[end + 1] = next((at for at in looked if document.ids[at] == document.ids[end - 1]), looked[0])
 
 
 def _note_ends(document: Document, located: _Located, words: list[slice], answer: slice) -> None:
-    """Note where the words end that an answer's tokens are copied from."""
-    ends = {at: located.end(word) for word in words for at in range(located.token(word.start), located.end(word) + 1)}
+    """Note what is behind the words that an answer's tokens are copied from."""
+    ends = {at: located.behind(word) for word in words for at in range(located.token(word.start), located.behind(word))}
     for number in range(answer.start, answer.stop):
         document.ends[number] = ends.get(document.places[number], NOWHERE)
 
@@ -209,17 +212,16 @@ class GuidedAttention:
             outputs.append((probs @ value[:, :, :last]).view(batch, heads, last - first, width))
             if wanted is not None:
                 found = probs.view(batch, key.shape[1], -1, last - first, last)
-                groups = key.shape[1] if module.layer_idx in TOKEN_LAYERS else 1
-                self._note(int(module.layer_idx), found, wanted[:, first:last], groups)  # type: ignore[arg-type]
+                self._note(int(module.layer_idx), found, wanted[:, first:last])  # type: ignore[arg-type]
         return torch.cat(outputs, 2).transpose(1, 2), None
 
-    def _note(self, layer: int, probs: Tensor, wanted: Tensor, groups: int) -> None:
-        """Keep what the best heads of the best `groups` of probs (B, groups, heads, rows, keys) miss of `wanted`: a
-        place is known by one group of heads, a token is told by the values of all."""
+    def _note(self, layer: int, probs: Tensor, wanted: Tensor) -> None:
+        """Keep what the guided heads miss of `wanted` in probs (B, groups, heads, rows, keys). Every one of them must
+        look: where the best one counts, one looks always here, another always there, and none decides."""
         places, known = wanted.clamp(min=0)[:, None, None, :, None], wanted != NOWHERE
-        found = probs.gather(-1, places.expand(*probs.shape[:-1], 1))[..., 0].float().amax(2)
-        best = found.topk(groups, dim=1).values.transpose(1, 2)[known]
-        self._losses[layer].append(-(best + 1e-8).log().mean(1))
+        guided = probs[:, GROUPS[layer]]
+        found = guided.gather(-1, places.expand(*guided.shape[:-1], 1))[..., 0].float().flatten(1, 2)
+        self._losses[layer].append(-(found.transpose(1, 2)[known] + 1e-8).log().mean(1))
 
     def listen(self, model: LlamaForCausalLM) -> None:
         """Keep what the attention of the token layers tells, from now on."""

@@ -12,6 +12,7 @@ import platform
 import random
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import head
 import pretrain
 import ship
 import tokenizer as demo_tokenizer
-from drills import line_drills, name_drills, token_drills
+from drills import line_drills, name_drills, piece_drills, token_drills
 from edits import dialogue
 from edits import edits as all_edits
 from guide import Document, copied
@@ -72,7 +73,11 @@ MARKING = replace(
     phases=((0.75, 512), (0.25, 1024)),
     guide_weight=1.0,
 )
-MARKED = {"texts": 0.25, "edits": 0.2, "drills": (600, 2_000, 400), "dialogues": False}
+DECIDING = replace(
+    MARKING, tokens=1_900_000, muon_rate=1.2e-3, adam_rate=5.0e-4, phases=((1.0, 512),), averaged_share=0.3
+)
+MARKED = {"texts": 0.25, "edits": 0.2, "drills": (600, 2_000, 400, 0), "dialogues": False}
+DECIDED = {"texts": 0.04, "edits": 0.06, "drills": (150, 3_500, 1_000, 2_000), "dialogues": False}
 DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
 
 
@@ -93,10 +98,11 @@ ROUNDS = {
     "target": (
         Round(pretrain.Schedule(tokens=15_020_000)),
         Round(AGAIN),
-        Round(COPYING, {"texts": 0.3, "edits": 0.6, "drills": (4_000, 0, 4_000)}),
-        Round(EDITING, {"texts": 0.36, "edits": 0.16, "drills": (1_500, 5_000, 5_000)}, "target-2"),
-        Round(EDITING, {"texts": 0.24, "edits": 0.18, "drills": (350, 2_700, 1_700)}, "target-2", kept=0.4),
+        Round(COPYING, {"texts": 0.3, "edits": 0.6, "drills": (4_000, 0, 4_000, 0)}),
+        Round(EDITING, {"texts": 0.36, "edits": 0.16, "drills": (1_500, 5_000, 5_000, 0)}, "target-2"),
+        Round(EDITING, {"texts": 0.24, "edits": 0.18, "drills": (350, 2_700, 1_700, 0)}, "target-2", kept=0.4),
         *[Round(MARKING, MARKED, "target-2", kept=0.5)] * 2,
+        *[Round(DECIDING, DECIDED, "target-2", kept=0.5)] * 3,
     ),
     "draft": (Round(DISTILLED, {"edits": 1.0}, "target"),),
 }
@@ -126,12 +132,12 @@ def training_documents(
     *,
     texts: float = 1.0,
     edits: float = 0.0,
-    drills: tuple[int, int, int] = (0, 0, 0),
+    drills: tuple[int, int, int, int] = (0, 0, 0, 0),
     dialogues: bool = True,
     seed: int = 0,
 ) -> list[Document]:
-    """Shares of the training modules, with the conversations cut out of each, and of the edits, and numbers of drills:
-    of lines, of names and of tokens; `dialogues`: whether an edit may be followed by others of the answer."""
+    """Shares of the training modules, with the conversations cut out of each, and of the edits, and numbers of drills
+    of lines, names, tokens and pieces; `dialogues`: whether an edit may be followed by others of the answer."""
     chance = random.Random(seed)
     words = demo_tokenizer.plain_words(tokenizer)
     read = [file for file in files if chance.random() < texts]
@@ -142,10 +148,11 @@ def training_documents(
     made = list(all_edits(files, words, seed=seed)) if edits else []
     made = chance.sample(made, k=int(edits * len(made)))
     asked = [dialogue(edit, words, chance) if dialogues else [edit] for edit in made]
-    lines, names, tokens = drills
+    lines, names, tokens, pieces = drills
     asked += [[drill] for drill in line_drills(files, words, count=lines, seed=seed)]
     asked += [[drill] for drill in name_drills(words, count=names, seed=seed)]
-    return [*plain, *copied(tokenizer, asked, seed=seed), *token_drills(tokenizer, count=tokens, seed=seed)]
+    random_tokens = token_drills(tokenizer, count=tokens, seed=seed), piece_drills(tokenizer, count=pieces, seed=seed)
+    return [*plain, *copied(tokenizer, asked, seed=seed), *chain(*random_tokens)]
 
 
 def make_tokenizer(work: Path) -> None:
