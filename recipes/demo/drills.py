@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from corpus import SourceFile
 from edits import CHANGE, NUMBERS, RENAME, Edit, new_name, other_constant, replace_standing
-from guide import NOWHERE, OTHER_WORDS, Document
+from guide import NOWHERE, Document, mark
 from transformers import PreTrainedTokenizerFast
 
 LINES = (3, 24)
@@ -122,8 +122,8 @@ def _filled(form: str, names: list[str], numbers: list[str], texts: list[str], c
     """A line: a string in each place between quotes, a name or a number in each other one."""
 
     def drawn(place: re.Match[str]) -> str:
-        first, *others = [*texts] if place[1] else [*names, *numbers]
-        return place[1] + (first if chance.random() < OLD_SHARE else chance.choice([first, *others]))
+        known = texts if place[1] else [*names, *numbers]
+        return place[1] + (known[0] if chance.random() < OLD_SHARE else chance.choice(known))
 
     return re.sub(r"('?)\{\}", drawn, form)
 
@@ -209,12 +209,9 @@ def piece_drills(tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int) -
             if number != NOWHERE:
                 document.sources[at] = given + number
                 document.ends[at] = code + next(end for end in found if end > place)
-        others = [at for at in range(1, len(asked)) if at not in found]
-        alike = [at for at in others if asked[at - 1] in old]
-        for at in {*alike, *chance.sample(others, k=min(len(others), OTHER_WORDS * len(found)))}:
-            document.marks[code + at + 1] = 0
-        for end in found:
-            document.marks[code + end + 1] = named + len(old) - 1
+        others = [code + at for at in range(1, len(asked)) if at not in found]
+        alike = [at for at in others if document.ids[at - 1] in old]
+        mark(document, {code + end: named + len(old) - 1 for end in found}, others, alike, chance)
         yield document
 
 

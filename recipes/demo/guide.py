@@ -134,15 +134,21 @@ def _note_marks(
 ) -> None:
     """Note that the token behind what is replaced looks at its name in the request, and those behind some other words
     at the document's first token."""
-    looked = [located.behind(found) - 1 for found in named]
+    looked = [located.token(found.stop - 1) for found in named]
     ends = {located.behind(found) for found in replaced}
     begun = {located.text[found][:3] for found in named}
     others = {located.behind(found): located.text[found][:3] for found in words if located.behind(found) not in ends}
-    alike = {end for end, text in others.items() if text in begun}
-    for end in {*alike, *chance.sample(list(others), k=min(len(others), OTHER_WORDS * len(ends)))}:
-        document.marks[end + 1] = 0
-    for end in ends:
-        document.marks[end + 1] = next((at for at in looked if document.ids[at] == document.ids[end - 1]), looked[0])
+    alike = [end for end, text in others.items() if text in begun]
+    names = {end: next((at for at in looked if document.ids[at] == document.ids[end - 1]), looked[0]) for end in ends}
+    mark(document, names, list(others), alike, chance)
+
+
+def mark(document: Document, names: dict[int, int], others: list[int], alike: list[int], chance: random.Random) -> None:
+    """Note that the tokens of `names` look where these say, and `alike` and some of the `others` at the first token."""
+    for at in {*alike, *chance.sample(others, k=min(len(others), OTHER_WORDS * len(names)))}:
+        document.marks[at + 1] = 0
+    for at, name in names.items():
+        document.marks[at + 1] = name
 
 
 def _note_ends(document: Document, located: _Located, words: list[slice], answer: slice) -> None:

@@ -12,7 +12,6 @@ import platform
 import random
 import sys
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +75,16 @@ MARKING = replace(
 DECIDING = replace(
     MARKING, tokens=1_900_000, muon_rate=1.2e-3, adam_rate=5.0e-4, phases=((1.0, 512),), averaged_share=0.3
 )
-MARKED = {"texts": 0.25, "edits": 0.2, "drills": (600, 2_000, 400, 0), "dialogues": False}
-DECIDED = {"texts": 0.04, "edits": 0.06, "drills": (150, 3_500, 1_000, 2_000), "dialogues": False}
+MARKED = {"texts": 0.25, "edits": 0.2, "lines": 600, "names": 2_000, "tokens": 400, "dialogues": False}
+DECIDED = {
+    "texts": 0.04,
+    "edits": 0.06,
+    "lines": 150,
+    "names": 3_500,
+    "tokens": 1_000,
+    "pieces": 2_000,
+    "dialogues": False,
+}
 DISTILLED = pretrain.Schedule(tokens=3_000_000, distill_weight=0.9, phases=pretrain.LONG_PHASES)
 
 
@@ -98,9 +105,11 @@ ROUNDS = {
     "target": (
         Round(pretrain.Schedule(tokens=15_020_000)),
         Round(AGAIN),
-        Round(COPYING, {"texts": 0.3, "edits": 0.6, "drills": (4_000, 0, 4_000, 0)}),
-        Round(EDITING, {"texts": 0.36, "edits": 0.16, "drills": (1_500, 5_000, 5_000, 0)}, "target-2"),
-        Round(EDITING, {"texts": 0.24, "edits": 0.18, "drills": (350, 2_700, 1_700, 0)}, "target-2", kept=0.4),
+        Round(COPYING, {"texts": 0.3, "edits": 0.6, "lines": 4_000, "tokens": 4_000}),
+        Round(EDITING, {"texts": 0.36, "edits": 0.16, "lines": 1_500, "names": 5_000, "tokens": 5_000}, "target-2"),
+        Round(
+            EDITING, {"texts": 0.24, "edits": 0.18, "lines": 350, "names": 2_700, "tokens": 1_700}, "target-2", kept=0.4
+        ),
         *[Round(MARKING, MARKED, "target-2", kept=0.5)] * 2,
         *[Round(DECIDING, DECIDED, "target-2", kept=0.5)] * 3,
     ),
@@ -132,7 +141,10 @@ def training_documents(
     *,
     texts: float = 1.0,
     edits: float = 0.0,
-    drills: tuple[int, int, int, int] = (0, 0, 0, 0),
+    lines: int = 0,
+    names: int = 0,
+    tokens: int = 0,
+    pieces: int = 0,
     dialogues: bool = True,
     seed: int = 0,
 ) -> list[Document]:
@@ -148,11 +160,14 @@ def training_documents(
     made = list(all_edits(files, words, seed=seed)) if edits else []
     made = chance.sample(made, k=int(edits * len(made)))
     asked = [dialogue(edit, words, chance) if dialogues else [edit] for edit in made]
-    lines, names, tokens, pieces = drills
     asked += [[drill] for drill in line_drills(files, words, count=lines, seed=seed)]
     asked += [[drill] for drill in name_drills(words, count=names, seed=seed)]
-    random_tokens = token_drills(tokenizer, count=tokens, seed=seed), piece_drills(tokenizer, count=pieces, seed=seed)
-    return [*plain, *copied(tokenizer, asked, seed=seed), *chain(*random_tokens)]
+    return [
+        *plain,
+        *copied(tokenizer, asked, seed=seed),
+        *token_drills(tokenizer, count=tokens, seed=seed),
+        *piece_drills(tokenizer, count=pieces, seed=seed),
+    ]
 
 
 def make_tokenizer(work: Path) -> None:
