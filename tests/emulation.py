@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.devices import multiplies
 from forerun.model.kernels import native, packing
 from forerun.model.kernels.packing import Contents, PackedWeight
 
+HAS_BFLOAT16 = multiplies(torch.device("cpu"), torch.bfloat16)
+needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="this processor only emulates bfloat16")
 HEADERS = Path(__file__).parent / "emulated"
 FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-march=native", "-Wno-psabi", f"-I{HEADERS}")
 
@@ -46,7 +49,7 @@ def kernels_in_c() -> Iterator[None]:
 def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """While open, linear layers of that dtype are packed and grouped; each row is summed in float64 by itself, so that
     its bits depend on nothing else, as in oneDNN's layout."""
-    if packing.cpu_packs(dtype):
+    if multiplies(torch.device("cpu"), dtype):
         yield
         return
 
@@ -59,7 +62,7 @@ def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
         return (rows.double() @ self.packed.double().T + bias).to(self.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "cpu_packs", dtype.__eq__)
+        patch.setattr(packing, "multiplies", lambda _, given: given == dtype)
         patch.setattr(PackedWeight, "ready", ready)
         patch.setattr(PackedWeight, "_product", product)
         yield

@@ -19,7 +19,9 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 from transformers import AttentionInterface, LlamaForCausalLM
 
+from forerun.devices import multiplies
 from forerun.training.chunked_loss import Teacher, hard_loss, soft_loss
+from forerun.training.loop.update import Muon
 
 PHASES = ((0.80, 512), (0.16, 1024), (0.04, 2048))
 """Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""
@@ -175,9 +177,7 @@ def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.op
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
     return [
-        torch.optim.Muon(
-            matrices, lr=schedule.muon_rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
+        Muon(matrices, lr=schedule.muon_rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=schedule.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -267,7 +267,7 @@ def _step(
     for optimizer, peak in zip(optimizers, (schedule.muon_rate, schedule.adam_rate), strict=True):
         optimizer.param_groups[0]["lr"] = peak * schedule.rate(step)
         optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=multiplies(ids.device, torch.bfloat16)):
         loss = mean_loss(model, ids, *stream.marks.asked(ids, schedule), teacher)
         missed = torch.zeros(())
         if schedule.guide_weight:

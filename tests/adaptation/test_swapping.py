@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from emulation import HAS_BFLOAT16
 from forerun.errors import CheckpointError
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import PackedLinear, cpu_packs, exchange, ready
+from forerun.model.kernels.packing import PackedLinear, exchange, ready
 
 SIZES = {
     "vocab_size": 32,
@@ -42,7 +43,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["untied", "tied", "biased"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exchanged_weights_compute_what_a_fresh_model_computes(family: str, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and not cpu_packs(dtype):
+    if dtype == torch.bfloat16 and not HAS_BFLOAT16:
         pytest.skip("no bf16 linears in oneDNN on this processor")
     serving, other = build(family, 0, dtype), build(family, 1, dtype)
     state = {name: value.float() for name, value in other.state_dict().items()}

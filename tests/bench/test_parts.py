@@ -20,11 +20,12 @@ from benchmarks.suite.steps import NODES, StepCosts, linear_layers, measure_step
 from benchmarks.suite.suite import Machine, Options, Results, as_json
 from benchmarks.suite.texts import TextComparison, TokenCount, compare_texts, count_tokens
 from benchmarks.suite.workloads import Setting, loops
+from emulation import HAS_BFLOAT16, needs_bfloat16
 from forerun import LLM
 from forerun.demo import contexts
 from forerun.errors import ArgumentError
 from forerun.model import Target
-from forerun.model.kernels.packing import cpu_packs, pack
+from forerun.model.kernels.packing import pack
 from forerun.types import Source, StepTrace
 
 GREEDY = Setting(name="greedy", temperature=0.0, new_tokens=24)
@@ -149,7 +150,7 @@ class TestSteps:
         model = lively_llama().to(torch.bfloat16)
         plain = linear_layers(model)
         assert len(plain) == 3 * 7 + 1
-        if cpu_packs(torch.bfloat16):
+        if HAS_BFLOAT16:
             pack(model)
             assert len(linear_layers(model)) == 3 * 4 + 1
 
@@ -164,7 +165,7 @@ class TestSteps:
 class TestBits:
     texts = torch.randint(3, 256, (2, 90), generator=torch.Generator().manual_seed(0)).tolist()
 
-    @pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 kernels on this processor")
+    @needs_bfloat16
     @pytest.mark.parametrize("batch", [1, 2])
     def test_chains_have_plain_decodings_bits(self, batch: int) -> None:
         model = lively_llama().to(torch.bfloat16)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target
-from forerun.model.load import explained
+from forerun.model.load import LoadOptions, explained, open_model, read_config, stored_bytes
 from model.families import make, plain, random_tokens
 
 
@@ -59,6 +59,22 @@ def test_dtype_is_the_callers_choice(checkpoint: Path) -> None:
     target = Target.load(checkpoint, dtype="bfloat16", device="cpu", repack=False)
     assert target.dtype is torch.bfloat16
     assert target.model.lm_head.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_auto_takes_float32_where_a_cpu_only_emulates_the_checkpoints_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emulates: bool, dtype: str
+) -> None:
+    monkeypatch.setattr("forerun.model.load.multiplies", lambda device, _: not emulates and device.type == "cpu")
+    make("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    options = LoadOptions(dtype=dtype, device="cpu")
+    config = read_config(tmp_path, options)
+    wanted = getattr(torch, {"auto": "float32" if emulates else "bfloat16"}.get(dtype, dtype))
+    model = open_model(tmp_path, options, config)
+    assert {weight.dtype for weight in model.parameters()} == {wanted}
+    assert stored_bytes(tmp_path, options, config) == wanted.itemsize * sum(w.numel() for w in model.parameters())
+    assert Target.load(tmp_path, slots=64, device="cpu", dtype=dtype, repack=False).dtype is wanted
 
 
 def test_a_model_that_is_handed_in_is_left_alone() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from emulation import needs_bfloat16
 from forerun.core.tree import TokenTree
 from forerun.model import Target
 from forerun.model.kernels.accelerate import CompiledForward, accelerate
-from forerun.model.kernels.packing import cpu_packs
 from model_kernels.conftest import build
 
-pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 linears in oneDNN on this processor")
+pytestmark = needs_bfloat16
 
 
 def tree(*paths: list[int]) -> TokenTree:

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from emulation import needs_bfloat16
 from forerun.model import Target
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import FusedGroup, PackedLinear, cpu_packs, pack, packable
+from forerun.model.kernels.packing import FusedGroup, PackedLinear, pack, packable
 from model_kernels.conftest import build
 
-pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 linears in oneDNN on this processor")
+pytestmark = needs_bfloat16
 SHAPES = [(48, 80), (1536, 3072), (384, 8192), (192, 256)]
 
 

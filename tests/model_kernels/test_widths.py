@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+from emulation import needs_bfloat16
 from forerun.model.kernels.attention import fold_attention
-from forerun.model.kernels.packing import cpu_packs
 from forerun.model.padding import Buckets
 
 LOWEST = torch.finfo(torch.bfloat16).min
 
 
 @pytest.mark.usefixtures("attention_path")
-@pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 kernels on this processor")
+@needs_bfloat16
 @pytest.mark.parametrize("seen", [60, 180, 250, 300, 700])
 def test_a_tokens_bits_do_not_depend_on_the_width_of_the_cache(seen: int) -> None:
     buckets = Buckets()

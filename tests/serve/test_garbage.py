@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 from collections import Counter
@@ -52,11 +53,18 @@ def ask(live: Live, client: httpx.Client, rounds: int) -> None:
         with client.stream("POST", TEXT, json={"prompt": "x", "max_tokens": 100, "stream": True}) as left:
             next(left.iter_raw())
     wait_for(lambda: "num_requests_running" in live.get("/metrics").text and not running(live))
+    wait_for(lambda: not cancelled_timers())
 
 
 def running(live: Live) -> float:
     lines = live.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
+def cancelled_timers() -> int:
+    """asyncio keeps a cancelled timer, and with it the request that it was set in, until its time has come: each answer
+    sets one of some seconds that would close its connection."""
+    return sum(type(one) is asyncio.TimerHandle and one.cancelled() for one in gc.get_objects())
 
 
 def held() -> Counter[str]:

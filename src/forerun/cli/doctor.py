@@ -176,21 +176,17 @@ def _devices() -> dict[str, Any]:
 
 
 def _dtypes() -> dict[str, Any]:
-    """A small product in each format on the CPU: whether it runs, and whether the hardware has instructions for it."""
+    """A small product in each format on the CPU: whether it runs, and whether it is fast."""
     import torch
 
-    flags = set(_cpuinfo().get("flags", "").split())
-    fast = {
-        torch.bfloat16: bool(flags & {"avx512_bf16", "amx_bf16"}),
-        torch.float16: "avx512_fp16" in flags,
-        torch.float32: True,
-    }
+    from forerun.devices import multiplies
+
     result: dict[str, Any] = {}
-    for dtype, in_hardware in fast.items():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         try:
             runs = bool(torch.isfinite(torch.ones(2, 2, dtype=dtype) @ torch.ones(2, 2, dtype=dtype)).all())
         except RuntimeError:
             runs = False
-        speed = "in hardware" if in_hardware else "emulated, slow"
+        speed = "fast" if multiplies(torch.device("cpu"), dtype) else "emulated, slow: auto takes float32"
         result[str(dtype).removeprefix("torch.")] = speed if runs else "does not run"
     return result

@@ -93,7 +93,7 @@ class LoadOptions:
     """How to load the target."""
 
     dtype: str = "auto"
-    """auto (the checkpoint's own), float32, bfloat16 or float16."""
+    """auto (the checkpoint's own; float32 on a CPU that only emulates it), float32, bfloat16 or float16."""
     device: str | None = None
     """cpu, cuda, cuda:1, ...; the accelerator if there is one."""
     max_model_len: int | None = None

@@ -59,7 +59,8 @@ class LLM:
         model: a checkpoint directory, a hub id, ``"demo"``, or a loaded transformers model (left as it is).
         tokenizer: directory, hub id or object; None takes the model's own. ``False`` works on token ids alone.
         speculative_config: vLLM's dict, e.g. ``{"method": "ngram", "num_speculative_tokens": 8}``; None is plain.
-        dtype: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"``, ``"float16"``.
+        dtype: ``"auto"`` (the checkpoint's; float32 on a CPU that only emulates that), ``"float32"``, ``"bfloat16"``,
+            ``"float16"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes what is there.
         max_model_len: most tokens of prompt and answer together; None takes the model's context, at most 8192.
         max_num_seqs: answers that run at once (rows of the cache).

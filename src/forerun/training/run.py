@@ -270,14 +270,14 @@ def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
     # Weights and gradients, and what the optimizer keeps of each; FSDP spreads them.
     each = 1 if parallel.mode == "fsdp" else 4 if recipe.training.optimizer == "adamw" else 3
     needed = {
-        f"{key} ({name}), trained in float32": each * _bytes_of(name, "float32")
+        f"{key} ({name}), trained in float32": each * _bytes_of(name, "float32", parallel.device)
         for key, name in trained.items()
         if name is not None
     }
     if recipe.target_parallel == "none" or parallel.world == 1:
-        needed[f"target ({recipe.target})"] = _bytes_of(recipe.target, recipe.target_dtype)
+        needed[f"target ({recipe.target})"] = _bytes_of(recipe.target, recipe.target_dtype, parallel.device)
     if (reference := getattr(recipe.objective, "reference", None)) is not None:
-        needed[f"objective.reference ({reference})"] = _bytes_of(reference, recipe.target_dtype)
+        needed[f"objective.reference ({reference})"] = _bytes_of(reference, recipe.target_dtype, parallel.device)
     total, available = sum(needed.values()), available_bytes(parallel.device)
     if total > available:
         shown = ", ".join(f"{size / 2**30:.2f} for {what}" for what, size in needed.items())
@@ -287,9 +287,9 @@ def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
         )
 
 
-def _bytes_of(name: str, dtype: str) -> int:
-    """Of a checkpoint's weights, were they loaded in `dtype`."""
-    path, options = demo.resolve(name), LoadOptions(dtype=dtype, device="cpu")
+def _bytes_of(name: str, dtype: str, device: torch.device) -> int:
+    """Of a checkpoint's weights, were they loaded in `dtype` on `device`."""
+    path, options = demo.resolve(name), LoadOptions(dtype=dtype, device=str(device))
     return stored_bytes(path, options, read_config(path, options))
 
 

@@ -26,7 +26,7 @@ from forerun.training.loop.trainer import rate_factor
         ({"warmup_share": 1.5}, "less than or equal to 1"),
         ({"accumulation": True}, "a valid integer"),
         ({"max_seconds": -1.0}, "greater than 0, or none"),
-        ({"dtype": "float16"}, "'bfloat16' or 'float32'"),
+        ({"dtype": "float16"}, "'auto', 'bfloat16' or 'float32'"),
     ],
 )
 def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(values: dict[str, Any], allowed: str) -> None:

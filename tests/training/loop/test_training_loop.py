@@ -7,18 +7,52 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from forerun.errors import ArgumentError, NumericError
 from forerun.training.batch import FeatureBatch, LossReport, Objective
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.loop.update import build_optimizers, moved_by_muon
+from forerun.training.loop.update import Muon, build_optimizers, moved_by_muon
 from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+def test_a_cpu_that_emulates_bfloat16_trains_in_float32(monkeypatch: pytest.MonkeyPatch, emulates: bool) -> None:
+    for module in ("settings", "update"):
+        monkeypatch.setattr(f"forerun.training.loop.{module}.multiplies", lambda *_: not emulates)
+    device = torch.device("cpu")
+    assert TrainSettings().halves(device) is not emulates
+    assert TrainSettings(dtype="bfloat16").halves(device) and not TrainSettings(dtype="float32").halves(device)
+    moved, expected = (nn.Parameter(torch.ones(6, 9)) for _ in range(2))
+    moved.grad = expected.grad = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    gradient = moved.grad.clone()
+    for one, optimizer in ((moved, Muon), (expected, torch.optim.Muon)):
+        with _Products() as products:
+            optimizer([one], lr=0.1).step()
+        assert products.dtypes == {torch.float32 if emulates and one is moved else torch.bfloat16}
+    assert torch.equal(moved.grad, gradient), "orthogonalised in a copy"
+    assert torch.equal(moved, expected) is not emulates
+    torch.testing.assert_close(moved, expected, atol=2e-3, rtol=0)
+
+
+class _Products(TorchFunctionMode):
+    """While open, what dtypes are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.addmm, torch.Tensor.matmul, torch.Tensor.__matmul__):
+            self.dtypes.add(args[0].dtype)
+        return function(*args, **(kwargs or {}))
 
 
 def test_muon_moves_the_matrices_of_the_layers_and_nothing_else() -> None:

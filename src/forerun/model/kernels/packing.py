@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from forerun.devices import multiplies
 from forerun.errors import CheckpointError
 
 PACK_ROWS = 16  # Rows that the layout is chosen for: the widest pass that should stay near the price of one row
@@ -161,16 +162,8 @@ def packable(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
         return False
     hooked = layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook")
-    return not hooked and cpu_packs(layer.weight.dtype)
-
-
-def cpu_packs(dtype: torch.dtype) -> bool:
-    """True if this processor has a oneDNN path for linears of that dtype."""
-    if not torch._C._has_mkldnn or not torch.backends.mkldnn.enabled:
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    half = layer.weight.dtype in (torch.bfloat16, torch.float16)
+    return not hooked and half and multiplies(layer.weight.device, layer.weight.dtype)
 
 
 @torch.no_grad()

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from forerun.devices import multiplies
 from forerun.errors import ArgumentError, nearest
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -47,7 +49,8 @@ class TrainSettings:
     min_rate_share: Share = 0.0  # Where cosine and linear end, as a share of the peak, in [0, 1]
     gradient_clip: NotNegative = 1.0  # Longest gradient, as Euclidean norm over all parameters; 0: no limit
     accumulation: Natural = 1
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # Of activations (autocast); all else is float32 always
+    # Of activations (autocast), all else is float32 always; auto: bfloat16, but float32 on a CPU that only emulates it
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     gradient_checkpointing: bool = False  # Compute activations again in the backward pass; the objective reads it
     seed: Count = 0  # Of dropout and the like, not of the data
     save_every_s: NotNegative = 600.0  # Wall seconds between checkpoints; 0: not by time. The end always saves
@@ -63,6 +66,10 @@ class TrainSettings:
                 TypeAdapter(hint, config=STRICT).validate_python(getattr(self, name))
             except ValidationError as error:
                 raise ArgumentError(complaint(error.errors()[0], name, hint)) from None
+
+    def halves(self, device: torch.device) -> bool:
+        """Whether activations on `device` are in bfloat16."""
+        return multiplies(device, torch.bfloat16) if self.dtype == "auto" else self.dtype == "bfloat16"
 
     def total_steps(self, batches_per_epoch: int) -> int:
         """Optimizer steps in all, at least 1, for data of so many batches per pass."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
+from forerun.devices import multiplies
 from forerun.training.batch import Batches
 from forerun.training.loop.distributed import Parallel, shard_like, synchronised
 from forerun.training.loop.settings import TrainSettings
@@ -55,7 +58,7 @@ def backward(model: nn.Module, batches: Batches, position: int, settings: TrainS
     for micro in range(count):
         batch = batches.batch(position + micro, parallel.rank, parallel.world)
         with synchronised(model, last=micro + 1 == count):
-            with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=settings.halves(device)):
                 loss, weight, metrics = model(batch)
             loss.backward()
         names = sorted(metrics)
@@ -114,7 +117,7 @@ def build_optimizers(
         named = [pair for pair in named if not moved_by_muon(*pair)]
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
         options |= {"lr": settings.muon_learning_rate, "adjust_lr_fn": "match_rms_adamw"}
-        optimizers += [WholeMatrixMuon(matrices, **options)] if matrices else []
+        optimizers += [Muon(matrices, **options)] if matrices else []
     groups = []
     # Embeddings, norms and biases are not pulled to zero; output heads are.
     for pulled, decay in ((True, settings.weight_decay), (False, 0.0)):
@@ -143,16 +146,32 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float, rates: 
             group["lr"] = group["peak"] * factor * rates.get(group["part"], 1.0)
 
 
-class WholeMatrixMuon(torch.optim.Muon):
-    """Muon (https://kellerjordan.github.io/posts/muon/) that moves sharded matrices exactly as it moves whole ones:
-    each is gathered in turn, moved by torch's own Muon on every process, and its shard kept. In sharded arithmetic the
-    bfloat16 sums of orthogonalising would round elsewhere, and two processes would train another model than one."""
+def _orthogonalising(device: torch.device) -> AbstractContextManager[object]:
+    """What is open while torch's Muon takes a step, which asks for bfloat16."""
+    return nullcontext() if multiplies(device, torch.bfloat16) else _InFloat32()
+
+
+class _InFloat32(TorchFunctionMode):
+    """While open, `Tensor.bfloat16` makes a copy in float32."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)
+        return function(*args, **(kwargs or {}))
+
+
+class Muon(torch.optim.Muon):
+    """Muon (https://kellerjordan.github.io/posts/muon/) as torch has it, but for two things. A sharded matrix is
+    gathered, moved on every process, and its shard kept: in sharded arithmetic the bfloat16 sums of orthogonalising
+    would round elsewhere, and two processes would train another model than one. And a CPU that only emulates bfloat16
+    orthogonalises in float32, which at the demo's size takes 2 s a step instead of 60."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         pairs = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         if not any(isinstance(parameter, DTensor) for parameter, _ in pairs):
-            return super().step(closure)  # type: ignore[no-untyped-call]
+            with _orthogonalising(pairs[0][0].device):
+                return super().step(closure)  # type: ignore[no-untyped-call]
         for parameter, group in pairs:
             if parameter.grad is not None:
                 self._step_whole(parameter, {name: group[name] for name in MUON_OPTIONS})
@@ -168,6 +187,7 @@ class WholeMatrixMuon(torch.optim.Muon):
         alone = torch.optim.Muon([whole], **options)
         momentum = state["momentum_buffer"].full_tensor()
         alone.state[whole]["momentum_buffer"] = momentum
-        alone.step()  # type: ignore[no-untyped-call]
+        with _orthogonalising(whole.device):
+            alone.step()  # type: ignore[no-untyped-call]
         parameter.copy_(shard_like(whole.detach(), parameter))
         state["momentum_buffer"].copy_(shard_like(momentum, parameter))
