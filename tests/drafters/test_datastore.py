@@ -21,7 +21,7 @@ from forerun.drafters.lookup.rest import merge
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import build, sorted_places, suffix_order, write
-from forerun.training.data.prepare import BadRecords
+from forerun.training.data.records import BadRecords
 
 IDENTITY = TokenizerIdentity(name="tiny", vocab_size=9, vocabulary="abc", template="")
 TOKENS = st.integers(0, 3)

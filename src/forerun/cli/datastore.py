@@ -42,7 +42,7 @@ def build(
     """
     from forerun.cli import session
     from forerun.training.data import datastore as stores
-    from forerun.training.data.prepare import BadRecords
+    from forerun.training.data.records import BadRecords
 
     name = tokenizer or target
     if name is None or (tokenizer and target):

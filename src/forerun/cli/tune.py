@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forerun import LLM
     from forerun.drafters.self_drafting.skipping import SkipFile
     from forerun.drafters.self_drafting.tuning import Tuned, Worth
-    from forerun.training.data.prepare import Record
+    from forerun.training.data.records import Record
 
 tune = App(name="tune", help="Find settings for a model by measuring it.")
 
@@ -70,7 +70,7 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
         )
     from forerun.cli import session
     from forerun.drafters.self_drafting import tuning
-    from forerun.training.data.prepare import BadRecords, read_records
+    from forerun.training.data.records import BadRecords, read_records
     from forerun.types import SamplingParams
 
     questions: list[Record] = []

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 
 from forerun import demo
 from forerun.errors import DataError
-from forerun.training.data.prepare import Encoder, Record
+from forerun.training.data.prepare import Encoder
+from forerun.training.data.records import Record
 from training.data.conftest import CHAT, FORGETFUL, MARKED, PLAIN, byte_tokenizer, counted
 
 

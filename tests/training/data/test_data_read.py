@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import DataError
-from forerun.training.data.prepare import BadRecords, Record, read_records
+from forerun.training.data.records import BadRecords, Record, read_records
 from training.data.conftest import write_lines
 
 TALK = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"})

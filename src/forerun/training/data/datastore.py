@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from forerun.drafters.lookup import datastore as layout
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
-from forerun.training.data.prepare import NO_TEMPLATE, BadRecords, Record, apply_template, usable_records
+from forerun.training.data.prepare import NO_TEMPLATE, apply_template
+from forerun.training.data.records import BadRecords, Record, usable_records
 from forerun.training.data.store import check_new
 from forerun.writing import written_folder
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.errors import ArgumentError, DataError, ForerunError
-from forerun.training.data.prepare import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
+from forerun.training.data.records import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -1,0 +1,227 @@
+"""Records of conversations and texts, read from files in the layouts that people have. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forerun.errors import DataError
+
+Message = dict[str, Any]  # ``{"role": ..., "content": ...}``, and what else the chat template reads (``tool_calls``...)
+
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
+    **{"system": "system", "developer": "developer"},
+}
+"""Who is meant by ShareGPT's ``from``, and by ``role``."""
+EXAMPLES_KEPT = 5
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One entry of an input file. Exactly one of `messages` and `text` is filled."""
+
+    where: str
+    id: str  # The entry's own, else the file's name and the line
+    messages: tuple[Message, ...] = ()  # The conversation, roles translated to those of chat templates
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the tools that the conversation may call
+    pair: tuple[str, str] | None = None  # Prompt and completion, where the entry was that; `messages` says the same
+    text: str = ""
+    prompt_tokens: int = 0  # Tokens at the beginning of `text` that were given to the writer, so they do not count
+    category: str = ""  # What the entry says that it is a sample of
+    truncated: bool = False  # The last answer was cut off by a limit: its end is not the writer's
+
+
+@dataclass(kw_only=True, slots=True)
+class BadRecords:
+    """What to do with entries that cannot be used: stop at the first, or keep the rest and count."""
+
+    skip: bool
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def report(self, complaint: str) -> None:
+        """Take note of a bad entry; DataError if those are not to be skipped."""
+        if not self.skip:
+            raise DataError(f"{complaint} (--skip-bad leaves such entries out and keeps the rest)")
+        self.count += 1
+        if len(self.examples) < EXAMPLES_KEPT:
+            self.examples.append(complaint)
+
+
+def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
+    """Every record of one file, in order; DataError if the file, or an entry that `bad` does not skip, is not usable.
+    ``.jsonl``/``.ndjson``: one JSON object per line. ``.json``: an array of objects, one object, or lines after all.
+    ``.parquet``: one record per row. Anything else is plain text, one record for the whole file."""
+    return (record for record, _ in usable_records(path, bad, lambda record: None))
+
+
+def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) -> Iterator[tuple[Record, Made]]:
+    """`read_records`, each with what `make` makes of it; one that it refuses with a `DataError` is bad."""
+    if not path.is_file():
+        what = "is a directory; name the files in it" if path.is_dir() else "does not exist"
+        raise DataError(f"data file {path} {what}")
+    if path.stat().st_size == 0:
+        raise DataError(f"data file {path} is empty")
+    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".parquet": _parquet}
+    found, skipped_before = False, bad.count
+    for name, number, value in readers.get(path.suffix.lower(), _text)(path, bad):
+        found, where = True, f"{path}, {name}" if name else str(path)
+        try:
+            record = _record(value, where, f"{path.name}:{number}" if name else path.name)
+            made = make(record)
+        except DataError as error:
+            bad.report(f"{where}: {error}")
+        else:
+            yield record, made
+    if not found and bad.count == skipped_before:
+        raise DataError(f"data file {path} holds no record")
+
+
+Entry = tuple[str, int, Any]  # Name in an error ("line 3"; empty where the file is one entry), number, value
+
+
+def _text(path: Path, _bad: BadRecords) -> Iterator[Entry]:
+    text = _read_text(path)
+    if not text.strip():
+        raise DataError(f"data file {path} holds nothing but white space")
+    yield "", 0, {"text": text}
+
+
+def _json_lines(path: Path, bad: BadRecords) -> Iterator[Entry]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield f"line {number}", number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except (ValueError, RecursionError) as error:
+                    bad.report(f"{path}, line {number}: broken JSON ({_brief(error)})")
+
+
+def _json(path: Path, bad: BadRecords) -> Iterator[Entry]:
+    text = _read_text(path)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        try:
+            json.loads(text.lstrip().split("\n", 1)[0])
+        except json.JSONDecodeError:
+            raise DataError(f"{path}, line {error.lineno}: broken JSON ({error.msg})") from error
+        yield from _json_lines(path, bad)
+        return
+    entries = value if isinstance(value, list) else [value]
+    yield from ((f"record {number}", number, entry) for number, entry in enumerate(entries, start=1))
+
+
+def _parquet(path: Path, _bad: BadRecords) -> Iterator[Entry]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DataError(f"reading {path} needs pyarrow; install it with: pip install 'forerun[train]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+            yield from ((f"row {number}", number, row) for number, row in enumerate(rows, start=1))
+    except importlib.import_module("pyarrow").ArrowInvalid as error:
+        raise DataError(f"{path} is no readable parquet file ({_brief(error)})") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({_brief(error)}); expected .jsonl, .json, .parquet or text") from error
+
+
+def _brief(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _record(value: Any, where: str, fallback_id: str) -> Record:
+    if not isinstance(value, Mapping):
+        raise DataError(f"expected a JSON object, got {type(value).__name__}")
+    # Parquet fills what a row lacks with None.
+    entry = {key: item for key, item in value.items() if item is not None}
+    name = next(
+        (str(entry[key]) for key in ("id", "conversation_id", "uuid", "question_id", "task_id") if key in entry),
+        fallback_id,
+    )
+    tools = tuple(entry["tools"]) if isinstance(entry.get("tools"), list) else ()
+    common: dict[str, Any] = {"where": where, "id": name, "category": str(entry.get("category", ""))}
+    common["truncated"] = bool(entry.get("truncated", False))
+    for key in ("messages", "conversations"):
+        if key in entry:
+            return Record(**common, messages=_messages(entry[key], key), tools=tools)
+    if "turns" in entry:
+        return Record(**common, messages=_turns(entry["turns"]))
+    if "question" in entry:
+        return Record(**common, messages=_messages(_asked(entry["question"], entry.get("answer")), "question"))
+    if "prompt" in entry:
+        messages, pair = _from_pair(entry)
+        return Record(**common, messages=messages, tools=tools, pair=pair)
+    if "text" not in entry:
+        raise DataError(
+            f"no usable key among {sorted(map(str, entry))}; expected one of: 'messages' (role/content), "
+            "'conversations' (from/value), 'turns', 'question' with 'answer', 'prompt' with 'completion' or 'response', "
+            "'text'"
+        )
+    text, count = entry["text"], entry.get("prompt_tokens", 0)
+    if not isinstance(text, str) or not text:
+        raise DataError(f"'text' must be a string that is not empty, got {type(text).__name__}")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise DataError(f"'prompt_tokens' must be a whole number of tokens, at least 0, got {count!r}")
+    return Record(**common, text=text, prompt_tokens=count)
+
+
+def _messages(value: Any, key: str) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{key!r} must be a list of at least one message")
+    return tuple(_message(message, number) for number, message in enumerate(value, start=1))
+
+
+def _turns(value: Any) -> tuple[Message, ...]:
+    """What a user asks one after the other, as in MT-Bench, Spec-Bench and SPEED-Bench."""
+    if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
+        raise DataError("'turns' must be a list of at least one string, none of them empty")
+    return tuple({"role": "user", "content": turn} for turn in value)
+
+
+def _asked(question: Any, answer: Any) -> list[Message]:
+    """A question and, where there is one, its answer, as in GSM8K."""
+    answered = [] if answer is None else [{"role": "assistant", "content": answer}]
+    return [{"role": "user", "content": question}, *answered]
+
+
+def _message(value: Any, number: int) -> Message:
+    if not isinstance(value, Mapping):
+        raise DataError(f"message {number} must be an object, got {type(value).__name__}")
+    message = {key: item for key, item in value.items() if item is not None}
+    speaker = message.pop("from", None) or message.pop("role", None)
+    role = SPEAKERS.get(str(speaker).lower())
+    if role is None:
+        raise DataError(f"message {number} is from {speaker!r}; expected one of {', '.join(SPEAKERS)}")
+    content = message.pop("value", None) if "value" in message else message.pop("content", None)
+    if content is None and not message.get("tool_calls"):
+        raise DataError(f"message {number} ({role}) has no content")
+    if content is not None and not isinstance(content, str | list):
+        raise DataError(f"the content of message {number} must be a string, got {type(content).__name__}")
+    return {"role": role, "content": "" if content is None else content, **message}
+
+
+def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:
+    """Prompt and completion, each a string or a list of messages; a prompt alone is a conversation to be answered."""
+    prompt, completion = entry["prompt"], entry.get("completion", entry.get("response"))
+    plain, answered = isinstance(prompt, str), isinstance(completion, str)
+    messages: tuple[Message, ...] = ({"role": "user", "content": prompt},) if plain else _messages(prompt, "prompt")
+    if answered:
+        messages += ({"role": "assistant", "content": completion},)
+    elif completion:
+        messages += _messages(completion, "completion")
+    return messages, (prompt, completion) if plain and answered else None
