@@ -28,6 +28,7 @@ def records(path: Path, *, skip: bool = False) -> list[Record]:
         {"prompt": "hi", "completion": "yes"},
         {"prompt": "hi", "response": "yes"},
         {"prompt": [TALK[0]], "completion": [TALK[1]]},
+        {"question": "hi", "answer": "yes"},
         {"prompt": "hi", "response": "yes", "messages": None, "text": None},
     ],
 )
@@ -43,6 +44,26 @@ def test_ids_tools_and_other_keys_of_messages_are_kept(tmp_path: Path) -> None:
     assert (record.id, record.tools) == ("7", ({"name": "add"},))
     assert [message["role"] for message in record.messages] == ["user", "assistant", "tool"]
     assert record.messages[1]["tool_calls"] == call["tool_calls"] and record.messages[1]["content"] == ""
+
+
+def test_layouts_of_benchmarks_say_what_is_asked_and_of_which_category(tmp_path: Path) -> None:
+    entries = [
+        {"question_id": 81, "category": "writing", "turns": ["hi", "and?"], "reference": []},
+        {"question": "hi"},
+        {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "    pass", "entry_point": "f"},
+    ]
+    found = records(write_lines(tmp_path / "a.jsonl", entries))
+    asked = [[message["content"] for message in record.messages] for record in found]
+    assert asked == [["hi", "and?"], ["hi"], ["def f():"]]
+    assert {message["role"] for record in found for message in record.messages} == {"user"}
+    assert [record.id for record in found] == ["81", "a.jsonl:2", "HumanEval/0"]
+    assert [record.category for record in found] == ["writing", "", ""]
+
+
+@pytest.mark.parametrize("entry", [{"turns": []}, {"turns": ["hi", ""]}, {"turns": "hi"}, {"question": 3}])
+def test_a_layout_with_nothing_to_ask_is_refused_by_line(tmp_path: Path, entry: Any) -> None:
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: .*string"):
+        records(write_lines(tmp_path / "a.jsonl", [entry]))
 
 
 def test_text_records_and_text_files(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ SPEAKERS = {
     **{"system": "system", "developer": "developer"},
 }
 """Who is meant by ShareGPT's ``from``, and by ``role``."""
+NAMES = ("id", "conversation_id", "uuid", "question_id", "task_id")
+"""Keys that an entry may be named by."""
 EXAMPLES_KEPT = 5
 Made = TypeVar("Made")
 
@@ -149,10 +151,7 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
         raise DataError(f"expected a JSON object, got {type(value).__name__}")
     # Parquet fills what a row lacks with None.
     entry = {key: item for key, item in value.items() if item is not None}
-    name = next(
-        (str(entry[key]) for key in ("id", "conversation_id", "uuid", "question_id", "task_id") if key in entry),
-        fallback_id,
-    )
+    name = next((str(entry[key]) for key in NAMES if key in entry), fallback_id)
     tools = tuple(entry["tools"]) if isinstance(entry.get("tools"), list) else ()
     common: dict[str, Any] = {"where": where, "id": name, "category": str(entry.get("category", ""))}
     common["truncated"] = bool(entry.get("truncated", False))
@@ -169,8 +168,8 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     if "text" not in entry:
         raise DataError(
             f"no usable key among {sorted(map(str, entry))}; expected one of: 'messages' (role/content), "
-            "'conversations' (from/value), 'turns', 'question' with 'answer', 'prompt' with 'completion' or 'response', "
-            "'text'"
+            "'conversations' (from/value), 'turns' (what a user asks), 'question' with or without 'answer', 'prompt' "
+            "with 'completion' or 'response', 'text'"
         )
     text, count = entry["text"], entry.get("prompt_tokens", 0)
     if not isinstance(text, str) or not text:
