@@ -22,12 +22,12 @@ SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
 ORDER = (
-    ("types", "params", "errors", "devices", "writing", "caching", "manifests", "nesting"),
+    ("types", "params", "errors", "devices", "writing", "caching", "manifests", "nesting", "plots"),
     ("core", "model"),
     ("drafters",),
     ("checkpoints",),
     ("engine", "training"),
-    ("plan", "certify", "demo", "serve"),
+    ("plan", "certify", "demo", "serve", "bench"),
     ("deploy",),
     ("cli",),
 )

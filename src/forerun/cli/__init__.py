@@ -58,6 +58,7 @@ VERBS = {
     "generate": "Answer one prompt.",
     "chat": "Talk to a model.",
     "serve": "Serve a model behind OpenAI's API.",
+    "bench": "Measure any OpenAI-compatible server under load.",
     "certify": "Prove on your own model that speculation changes nothing.",
     "data": "Prepare training data, or let the target write it.",
     "train": "Train a draft head for your own model.",

@@ -13,7 +13,8 @@ from rich.text import Text
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, Model, SpeculationOptions
 from forerun.errors import ArgumentError
-from forerun.plan.plot import check_plot, draw_cost
+from forerun.plan.plot import draw_cost
+from forerun.plots import check_plot
 
 if TYPE_CHECKING:
     from forerun import LLM

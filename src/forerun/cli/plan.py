@@ -19,7 +19,8 @@ from forerun.plan import assumptions, theory
 from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
 from forerun.plan.planner import MOST_BATCH, Line, Load, judge, plan_tree
 from forerun.plan.planner import plan as make_plan
-from forerun.plan.plot import check_plot, draw_plan
+from forerun.plan.plot import draw_plan
+from forerun.plots import check_plot
 
 if TYPE_CHECKING:
     from forerun import LLM

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from forerun.engine.costs import CostModel
-from forerun.errors import ArgumentError
 from forerun.plan.planner import Plan
-
-_COLOURS = ("#1f6feb", "#d29922", "#8b949e", "#2da44e", "#a371f7", "#cf222e")
-_SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def check_plot(path: Path | None) -> None:
-    """Raise ArgumentError for a plot that could not be drawn, before anything is measured for it."""
-    if path is None:
-        return
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ArgumentError(f"a plot is a file that ends in {', '.join(_SUFFIXES)}, got {path}")
-    _pyplot()
+from forerun.plots import COLOURS, pyplot, save
 
 
 def draw_cost(cost: CostModel, path: Path, title: str) -> None:
     """v(n) by nodes, one line for each row count, one panel for each context."""
-    pyplot = _pyplot()
-    figure, panels = pyplot.subplots(
+    figure, panels = pyplot().subplots(
         1, len(cost.contexts), figsize=(4.5 * len(cost.contexts), 3.6), sharey=True, squeeze=False
     )
     for axes, context in zip(panels[0], cost.contexts, strict=True):
         for index, rows in enumerate(cost.rows):
             values = [cost.v(nodes, rows, context) for nodes in cost.nodes]
             label = "1 row" if rows == 1 else f"{rows} rows"
-            axes.plot(cost.nodes, values, "o-", color=_COLOURS[index % len(_COLOURS)], label=label)
+            axes.plot(cost.nodes, values, "o-", color=COLOURS[index % len(COLOURS)], label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(cost.nodes, [str(nodes) for nodes in cost.nodes])
         axes.set_title(f"behind {context} tokens", loc="left")
@@ -41,43 +27,24 @@ def draw_cost(cost: CostModel, path: Path, title: str) -> None:
     panels[0][0].set(ylim=(0, None), ylabel="v(n), passes over one node")
     panels[0][0].legend(frameon=False)
     figure.suptitle(title)
-    _save(pyplot, figure, path)
+    save(figure, path)
 
 
 def draw_plan(found: Plan, path: Path, title: str) -> None:
     """Speed-up by draft length, and of the best length by batch."""
-    pyplot = _pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
-    left.plot([line.k for line in found.lines], [line.speedup for line in found.lines], "o-", color=_COLOURS[0])
-    left.plot([found.best.k], [found.best.speedup], "o", color=_COLOURS[1], label=f"best: K = {found.best.k}")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6))
+    left.plot([line.k for line in found.lines], [line.speedup for line in found.lines], "o-", color=COLOURS[0])
+    left.plot([found.best.k], [found.best.speedup], "o", color=COLOURS[1], label=f"best: K = {found.best.k}")
     left.set_xticks(range(0, found.lines[-1].k + 1, 2))
     left.set_xlabel("K, drafted tokens per pass")
     left.legend(frameon=False)
-    right.plot([rows for rows, _ in found.batches], [gain for _, gain in found.batches], "o-", color=_COLOURS[0])
+    right.plot([rows for rows, _ in found.batches], [gain for _, gain in found.batches], "o-", color=COLOURS[0])
     right.set_xscale("log", base=2)
     right.set_xticks([rows for rows, _ in found.batches], [str(rows) for rows, _ in found.batches])
     right.set_xlabel("batch, each with its best K")
     for axes in (left, right):
-        axes.axhline(1.0, color=_COLOURS[2], linestyle="--", linewidth=1)
+        axes.axhline(1.0, color=COLOURS[2], linestyle="--", linewidth=1)
         axes.set(ylim=(0, None), ylabel="speed-up over plain decoding")
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
-    _save(pyplot, figure, path)
-
-
-def _save(pyplot: Any, figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", dpi=150)
-    pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ArgumentError("plots need matplotlib: pip install 'forerun[bench]', or leave --plot out") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    save(figure, path)

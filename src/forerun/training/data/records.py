@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +65,12 @@ def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
     return (record for record, _ in usable_records(path, bad, lambda record: None))
 
 
+def read_entries(rows: Iterable[Any], name: str, bad: BadRecords) -> Iterator[Record]:
+    """The records of rows that are no file's, such as a data set's; errors as `read_records`."""
+    entries = ((f"row {number}", number, row) for number, row in enumerate(rows, start=1))
+    return (record for record, _ in _usable(entries, name, bad, lambda record: None))
+
+
 def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) -> Iterator[tuple[Record, Made]]:
     """`read_records`, each with what `make` makes of it; one that it refuses with a `DataError` is bad."""
     if not path.is_file():
@@ -73,18 +79,24 @@ def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) 
     if path.stat().st_size == 0:
         raise DataError(f"data file {path} is empty")
     readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".parquet": _parquet}
-    found, skipped_before = False, bad.count
-    for name, number, value in readers.get(path.suffix.lower(), _text)(path, bad):
-        found, where = True, f"{path}, {name}" if name else str(path)
+    yield from _usable(readers.get(path.suffix.lower(), _text)(path, bad), str(path), bad, make)
+
+
+def _usable(
+    entries: Iterable[Entry], source: str, bad: BadRecords, make: Callable[[Record], Made]
+) -> Iterator[tuple[Record, Made]]:
+    found, skipped_before, short = False, bad.count, Path(source).name
+    for name, number, value in entries:
+        found, where = True, f"{source}, {name}" if name else source
         try:
-            record = _record(value, where, f"{path.name}:{number}" if name else path.name)
+            record = _record(value, where, f"{short}:{number}" if name else short)
             made = make(record)
         except DataError as error:
             bad.report(f"{where}: {error}")
         else:
             yield record, made
     if not found and bad.count == skipped_before:
-        raise DataError(f"data file {path} holds no record")
+        raise DataError(f"data file {source} holds no record")
 
 
 Entry = tuple[str, int, Any]  # Name in an error ("line 3"; empty where the file is one entry), number, value

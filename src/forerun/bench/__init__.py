@@ -1,0 +1,1 @@
+"""Any OpenAI-compatible server under load: workloads, a timed client, speculation counters of each engine, reports."""

@@ -1,0 +1,146 @@
+"""What engines count of their speculation, in one schema: the words are vLLM's, what differs is converted and said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Samples = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
+"""Name of a sample -> labels -> value."""
+VLLM = "vllm:spec_decode_num_"
+POSITIONS = f"{VLLM}accepted_tokens_per_pos_total"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speculation:
+    """Counts over some time; None where the engine does not tell."""
+
+    drafts: int | None = None
+    """Passes of the target that verified a draft."""
+    draft_tokens: int | None = None
+    accepted_tokens: int | None = None
+    accepted_per_position: tuple[int, ...] = ()
+    source: str = ""
+    """Where the counts are from, and what was converted."""
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per pass that verified a draft, the target's own (bonus or recovered) included."""
+        if not self.drafts or self.accepted_tokens is None:
+            return None
+        return 1 + self.accepted_tokens / self.drafts
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of what was drafted."""
+        if not self.draft_tokens or self.accepted_tokens is None:
+            return None
+        return self.accepted_tokens / self.draft_tokens
+
+    def record(self) -> dict[str, Any]:
+        """With the keys of ``vllm bench serve``; rates in percent there, so here too."""
+        rate, drafts = self.acceptance_rate, self.drafts or 0
+        positions = [round(count / drafts, 4) for count in self.accepted_per_position] if drafts else []
+        found = {
+            "spec_decode_acceptance_rate": None if rate is None else 100 * rate,
+            "spec_decode_acceptance_length": self.acceptance_length,
+            "spec_decode_num_drafts": self.drafts,
+            "spec_decode_draft_tokens": self.draft_tokens,
+            "spec_decode_accepted_tokens": self.accepted_tokens,
+            "spec_decode_per_position_acceptance_rates": positions or None,
+            "spec_decode_source": self.source,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def parse(text: str) -> Samples:
+    """The samples of a page of Prometheus. ValueError: it is none."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def between(before: Samples, after: Samples) -> Speculation | None:
+    """What was counted between two pages of an engine's metrics; None where they tell nothing of speculation."""
+
+    def grown(name: str) -> float | None:
+        if name not in after:
+            return None
+        return sum(after[name].values()) - sum(before.get(name, {}).values())
+
+    if (drafts := grown(f"{VLLM}drafts_total")) is not None:
+        drafted, accepted = grown(f"{VLLM}draft_tokens_total"), grown(f"{VLLM}accepted_tokens_total")
+        return Speculation(
+            drafts=round(drafts),
+            draft_tokens=None if drafted is None else round(drafted),
+            accepted_tokens=None if accepted is None else round(accepted),
+            accepted_per_position=_positions(before, after),
+            source="the server's vllm:spec_decode counters",
+        )
+    if (calls := grown("sglang:spec_verify_calls_total")) is not None:
+        written, asked = grown("sglang:generation_tokens_total"), grown("sglang:num_requests_total")
+        if written is None or asked is None:
+            return None
+        return Speculation(
+            drafts=round(calls),
+            accepted_tokens=round(written - asked - calls),
+            source="sglang:spec_verify_calls and generation_tokens; the first token of each request is no pass's, "
+            "while SGLang's own accept length counts it",
+        )
+    return None
+
+
+def _positions(before: Samples, after: Samples) -> tuple[int, ...]:
+    """Accepted at the first, second, ... drafted token."""
+    totals: dict[int, float] = {}
+    for page, sign in ((after, 1), (before, -1)):
+        for labels, value in page.get(POSITIONS, {}).items():
+            place = int(dict(labels).get("position", -1))
+            totals[place] = totals.get(place, 0.0) + sign * value
+    return tuple(round(totals[place]) for place in sorted(totals) if place >= 0)
+
+
+def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
+    """What a response, or the last chunk of a stream, tells of its own request: vLLM's (and forerun's) ``metrics`` or
+    llama.cpp's ``timings``; `tokens`: of the answer."""
+    counts = (answer.get("metrics") or {}).get("speculative_decoding")
+    if isinstance(counts, Mapping) and counts.get("num_spec_steps") is not None:
+        reached = list(counts.get("acceptance_histogram") or ())
+        return Speculation(
+            drafts=int(counts["num_spec_steps"]),
+            draft_tokens=int(counts["num_draft_tokens"]),
+            accepted_tokens=int(counts["num_accepted_draft_tokens"]),
+            accepted_per_position=tuple(sum(reached[place:]) for place in range(1, len(reached))),
+            source="the answers' metrics.speculative_decoding",
+        )
+    timings = answer.get("timings")
+    if isinstance(timings, Mapping) and timings.get("draft_n") is not None:
+        accepted = int(timings.get("draft_n_accepted") or 0)
+        return Speculation(
+            drafts=max(0, int(timings.get("predicted_n", tokens)) - 1 - accepted),
+            draft_tokens=int(timings["draft_n"]),
+            accepted_tokens=accepted,
+            source="the answers' timings; llama.cpp does not tell passes without a draft from others: all are counted",
+        )
+    return None
+
+
+def together(parts: Iterable[Speculation | None]) -> Speculation | None:
+    """The sum of several requests' counts; None where none tells any."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    longest = max(len(part.accepted_per_position) for part in found)
+    padded = [[*part.accepted_per_position, *[0] * (longest - len(part.accepted_per_position))] for part in found]
+    return Speculation(
+        drafts=sum(part.drafts or 0 for part in found),
+        draft_tokens=sum(part.draft_tokens or 0 for part in found),
+        accepted_tokens=sum(part.accepted_tokens or 0 for part in found),
+        accepted_per_position=tuple(map(sum, zip(*padded, strict=True))),
+        source=found[0].source,
+    )

@@ -1,0 +1,111 @@
+"""Users at work: so many at a time, or arriving at a rate; each asks its task's questions one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.bench.client import Answer, Asking, Server
+from forerun.bench.counters import Speculation, between, together
+from forerun.bench.workloads import Task
+from forerun.errors import ArgumentError
+from forerun.training.data.records import Message
+
+Tell = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How requests come: exactly one of the two is given."""
+
+    concurrency: int | None = None
+    """Users who each ask again as soon as they are answered."""
+    rate: float | None = None
+    """Users who arrive per second, whether or not others are answered."""
+    burstiness: float = 1.0
+    """Of the arrivals: 1 is Poisson, less comes in bursts, more is evener (shape of the gamma law between two)."""
+
+    def __post_init__(self) -> None:
+        if (self.concurrency is None) == (self.rate is None):
+            raise ArgumentError("a load is either --concurrency or --request-rate")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ArgumentError(f"--concurrency must be at least 1, got {self.concurrency}")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise ArgumentError(f"--request-rate must be above 0 requests per second, got {self.rate}")
+        if not self.burstiness > 0:
+            raise ArgumentError(f"--burstiness must be above 0, got {self.burstiness}")
+
+    @property
+    def label(self) -> str:
+        """For tables, and what tells loads apart."""
+        if self.rate is not None:
+            return f"{self.rate:g} requests/s"
+        return "1 user" if self.concurrency == 1 else f"{self.concurrency} users"
+
+    def arrivals(self, count: int, seed: int) -> list[float]:
+        """When each of `count` users comes, in seconds; all at once where their number is what is given."""
+        if self.rate is None:
+            return [0.0] * count
+        chance, now, found = random.Random(seed), 0.0, list[float]()
+        for _ in range(count):
+            found.append(now)
+            now += chance.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One load on one server."""
+
+    load: Load
+    answers: Sequence[Answer]
+    seconds: float
+    """From the first request to the last answer."""
+    speculation: Speculation | None
+    """As the server counted, else as its answers tell; None where neither says anything."""
+
+
+async def measure(server: Server, tasks: Sequence[Task], load: Load, asking: Asking, tell: Tell = lambda done: None,
+                  *, seed: int = 0) -> Measured:  # fmt: skip
+    """Ask all `tasks`; `tell` hears how many are done."""
+    arrivals = load.arrivals(len(tasks), seed)
+    slots = asyncio.Semaphore(load.concurrency or len(tasks) or 1)
+    before = await server.metrics()
+    began = time.perf_counter()
+    done = 0
+
+    async def user(task: Task, arrival: float) -> list[Answer]:
+        nonlocal done
+        await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
+        async with slots:
+            found = await converse(server, task, asking, began)
+        done += 1
+        tell(done)
+        return found
+
+    async with asyncio.TaskGroup() as group:
+        users = [group.create_task(user(task, at)) for task, at in zip(tasks, arrivals, strict=True)]
+    answers = [answer for one in users for answer in one.result()]
+    seconds = time.perf_counter() - began
+    counted = between(before, await server.metrics())
+    told = together(answer.speculation for answer in answers)
+    return Measured(load=load, answers=answers, seconds=seconds, speculation=counted or told)
+
+
+async def converse(server: Server, task: Task, asking: Asking, began: float) -> list[Answer]:
+    """One user's questions, each behind the server's own answers; the first that fails is the last."""
+    if not task.questions or asking.endpoint == "completions":
+        return [await server.ask(task, asking, began)]
+    history: list[Message] = []
+    found: list[Answer] = []
+    for question in task.questions:
+        answer = await server.ask(task, asking, began, history, question)
+        found.append(answer)
+        if answer.error is not None:
+            break
+        history += [*question, dict[str, Any](role="assistant", content=answer.text)]
+    return found

@@ -1,0 +1,73 @@
+"""The loads one after the other, on the server and on the one that it is compared with; what is done is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.bench.client import Asking, Server, ServerError
+from forerun.bench.load import Load, Measured, converse, measure
+from forerun.bench.summary import summarise
+from forerun.bench.workloads import Task
+
+Tell = Callable[[str, int], None]
+"""Hears what is measured, and how many tasks are done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """What is measured on which servers."""
+
+    server: Server
+    baseline: Server | None
+    tasks: Sequence[Task]
+    loads: Sequence[Load]
+    asking: Asking
+    limits: Mapping[str, float]
+    """Of a good request, in ms."""
+    warmup: int
+
+    def __post_init__(self) -> None:
+        """DataError: a task that the endpoint cannot be asked."""
+        if self.asking.endpoint == "completions":
+            for task in self.tasks:
+                task.prompt()
+
+    async def run(self, record: dict[str, Any], save: Callable[[], None], tell: Tell) -> None:
+        """Measure what `record` does not hold yet, and `save` it after each load. ServerError: nobody answers, or every
+        request of a load failed."""
+        loads: list[dict[str, Any]] = record.setdefault("loads", [])
+        done = {load["load"] for load in loads}
+        async with AsyncExitStack() as opened:
+            for server in (self.baseline, self.server):
+                if server is not None:
+                    await opened.enter_async_context(server)
+                    for task in self.tasks[: self.warmup]:
+                        await converse(server, task, self.asking, 0.0)
+            record |= {"engine": self.server.engine, "served_model": self.server.model}
+            for load in self.loads:
+                if load.label not in done:
+                    loads.append(await self._measured(load, tell))
+                    save()
+
+    async def _measured(self, load: Load, tell: Tell) -> dict[str, Any]:
+        """The server's figures; beside them the baseline's, how much faster the server was, and whether it said the
+        same."""
+        base = None if self.baseline is None else await self._on(self.baseline, load, f"baseline, {load.label}", tell)
+        found = await self._on(self.server, load, load.label, tell)
+        record = summarise(found, self.limits)
+        if base is not None:
+            record["baseline"] = summarise(base, self.limits)
+            record["speedup"] = record["output_throughput"] / record["baseline"]["output_throughput"]
+            said = [[(answer.task, answer.text) for answer in one.answers] for one in (base, found)]
+            record["identical_answers"] = sum(one == other for one, other in zip(*said, strict=False))
+        return record
+
+    async def _on(self, server: Server, load: Load, words: str, tell: Tell) -> Measured:
+        found = await measure(server, self.tasks, load, self.asking, lambda done: tell(words, done))
+        errors = [answer.error for answer in found.answers]
+        if all(errors):
+            raise ServerError(f"all {len(errors)} requests to {server.url} failed; the first: {errors[0]}")
+        return found

@@ -1,0 +1,133 @@
+"""What a measurement says, under the names of ``vllm bench serve``; and what has become worse since another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.bench.client import Answer
+from forerun.bench.counters import together
+from forerun.bench.load import Measured
+from forerun.errors import ArgumentError, nearest
+
+TIMES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "gap between chunks", "e2el": "latency"}
+"""All in ms. A chunk holds several tokens where drafts are accepted, so `itl` says little of a speculative server."""
+PERCENTILES = (90, 99)
+HIGHER, LOWER = 1, -1
+JUDGED = {"output_throughput": HIGHER, "median_ttft_ms": LOWER, "median_tpot_ms": LOWER,
+          "spec_decode_acceptance_length": HIGHER}  # fmt: skip
+"""What `worse` compares, and which way is better."""
+
+
+def objectives(words: Sequence[str]) -> dict[str, float]:
+    """``ttft:200`` and the like -> milliseconds that a good request stays within. ArgumentError: not of that form."""
+    found = {}
+    for word in words:
+        name, _, limit = word.partition(":")
+        if name not in ("ttft", "tpot", "e2el"):
+            raise ArgumentError(f"--goodput takes ttft:MS, tpot:MS or e2el:MS, got {word!r}{nearest(name, TIMES)}")
+        try:
+            found[name] = float(limit)
+        except ValueError:
+            raise ArgumentError(f"--goodput {word!r}: expected milliseconds behind the colon") from None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One request's times in ms."""
+
+    ttft: float
+    tpot: float | None
+    e2el: float
+
+    @classmethod
+    def of(cls, answer: Answer) -> Latency:
+        """Of an answer that has text; one without counts as begun when it ended."""
+        tpot = answer.tpot_s
+        return cls(1e3 * (answer.ttft_s or answer.seconds), None if tpot is None else 1e3 * tpot, 1e3 * answer.seconds)
+
+    def within(self, limits: Mapping[str, float]) -> bool:
+        return all((getattr(self, name) or 0.0) <= limit for name, limit in limits.items())
+
+
+def summarise(found: Measured, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """One load as a record of plain values: counts, requests and tokens per second, times in ms, speculation, the same
+    for each category where there are several, and why requests failed. `limits`: in ms, for the goodput."""
+    good = [answer for answer in found.answers if answer.error is None]
+    failures: dict[str, int] = {}
+    for answer in found.answers:
+        if answer.error is not None:
+            failures[answer.error] = failures.get(answer.error, 0) + 1
+    load = found.load
+    record: dict[str, Any] = {
+        "load": load.label,
+        "max_concurrency": load.concurrency,
+        "request_rate": load.rate,
+        "duration": found.seconds,
+        "completed": len(good),
+        "failed": len(found.answers) - len(good),
+        "failures": failures,
+        "tokens_counted_by_server": all(answer.counted for answer in good),
+        **_part(good, found.seconds),
+    }
+    if limits:
+        within = sum(Latency.of(answer).within(limits) for answer in good)
+        record |= {"request_goodput": within / found.seconds, "goodput_ms": dict(limits)}
+    if found.speculation is not None:
+        record |= found.speculation.record()
+    categories = sorted({answer.category for answer in good})
+    if len(categories) > 1:
+        record["categories"] = {name: _category([a for a in good if a.category == name]) for name in categories}
+    return record
+
+
+def _category(answers: Sequence[Answer]) -> dict[str, Any]:
+    counted = together(answer.speculation for answer in answers)
+    record = {"completed": len(answers), **_part(answers, None)}
+    return record | ({} if counted is None else counted.record())
+
+
+def _part(answers: Sequence[Answer], seconds: float | None) -> dict[str, Any]:
+    tokens = {"total_input_tokens": sum(a.prompt_tokens for a in answers)}
+    tokens["total_output_tokens"] = sum(a.tokens for a in answers)
+    found: dict[str, Any] = dict(tokens)
+    if seconds is not None and seconds > 0:
+        found["request_throughput"] = len(answers) / seconds
+        found["output_throughput"] = tokens["total_output_tokens"] / seconds
+        found["total_token_throughput"] = sum(tokens.values()) / seconds
+    latencies = [Latency.of(answer) for answer in answers if answer.tokens]
+    values = {
+        "ttft": [one.ttft for one in latencies],
+        "tpot": [one.tpot for one in latencies if one.tpot is not None],
+        "itl": [1e3 * gap for answer in answers for gap in answer.gaps_s],
+        "e2el": [one.e2el for one in latencies],
+    }
+    for name, times in values.items():
+        if times:
+            found |= {f"mean_{name}_ms": float(np.mean(times)), f"median_{name}_ms": float(np.median(times))}
+            found |= {f"std_{name}_ms": float(np.std(times))}
+            found |= {f"p{part}_{name}_ms": float(np.percentile(times, part)) for part in PERCENTILES}
+    return found
+
+
+def worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -> list[str]:
+    """What is worse than in an older record of the same loads by more than `tolerance`, a share; a sentence each.
+    ArgumentError: the two have no load in common."""
+    old = {load["load"]: load for load in before.get("loads", ())}
+    common = [load for load in now["loads"] if load["load"] in old]
+    if not common:
+        raise ArgumentError(
+            f"nothing to compare: the older result has {', '.join(old) or 'no load'}, "
+            f"this one {', '.join(load['load'] for load in now['loads'])}"
+        )
+    found = []
+    for load in common:
+        for name, better in JUDGED.items():
+            new, was = load.get(name), old[load["load"]].get(name)
+            if new and was and better * (new - was) < -tolerance * was:
+                found.append(f"{load['load']}: {name} {was:.4g} -> {new:.4g} ({(new - was) / was:+.1%})")
+    return found

@@ -1,0 +1,97 @@
+"""What a server is asked: the shipped edits, files in the layouts of public benchmarks, or a data set of the hub."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun import demo
+from forerun.errors import ArgumentError, DataError
+from forerun.training.data.records import BadRecords, Message, Record, read_entries, read_records
+
+DEMO = "demo"
+"""Name of the workload that ships."""
+HUB, FILES = re.compile(r"[\w-][\w.-]*/[\w.-]+"), (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
+"""How a data set of the hub is named, and how no data set's name ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What one user asks."""
+
+    id: str
+    category: str
+    questions: tuple[tuple[Message, ...], ...]
+    """One or more, asked one after the other: messages that go before the server's next answer; of a text, one."""
+    text: str = ""
+    """A text to be continued, where the task is that."""
+
+    def prompt(self) -> str:
+        """The text that ``/v1/completions`` continues. DataError: a conversation of several turns is none."""
+        if self.text:
+            return self.text
+        messages = [message for question in self.questions for message in question]
+        if len(messages) > 1 or not isinstance(messages[0]["content"], str):
+            raise DataError(f"{self.id} is a conversation; a text can only be continued: leave --endpoint chat")
+        return str(messages[0]["content"])
+
+
+def read_workload(
+    names: Sequence[str], *, subset: str | None = None, split: str = "test", count: int | None = None, seed: int = 0
+) -> list[Task]:
+    """The tasks of files, hub data sets (``org/name``) or ``demo``, `count` of them drawn by `seed`, categories side by
+    side as they come. DataError names the file and the line that cannot be used."""
+    tasks = [task for name in names for task in _tasks(name, subset, split)]
+    if count is not None and count < len(tasks):
+        tasks = [tasks[index] for index in sorted(random.Random(seed).sample(range(len(tasks)), count))]
+    return tasks
+
+
+def _tasks(name: str, subset: str | None, split: str) -> Iterable[Task]:
+    if name == DEMO:
+        for edit in demo.edits():
+            kind = edit.name.partition("-")[0]
+            yield Task(id=edit.name, category=kind, questions=(tuple(edit.messages),))
+        return
+    path = Path(name).expanduser()
+    if path.exists() or not HUB.fullmatch(name) or path.suffix in FILES:
+        records, fallback = read_records(path, BadRecords(skip=False)), path.stem
+    else:
+        records, fallback = read_entries(_hub(name, subset, split), name, BadRecords(skip=False)), name
+    for record in records:
+        yield _task(record, fallback)
+
+
+def _hub(name: str, subset: str | None, split: str) -> Iterable[object]:
+    try:
+        load_dataset = importlib.import_module("datasets").load_dataset
+    except ImportError as error:
+        raise ArgumentError("a data set of the hub needs: pip install 'forerun[train]'") from error
+    try:
+        yield from load_dataset(name, subset, split=split)
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"there is no file {name}, and the hub's data set cannot be read: {said}") from error
+
+
+def _task(record: Record, fallback: str) -> Task:
+    """The record's questions; its answers are left to the server."""
+    category = record.category or fallback
+    if record.text:
+        return Task(id=record.id, category=category, questions=(), text=record.text)
+    questions: list[tuple[Message, ...]] = []
+    waiting: list[Message] = []
+    for message in record.messages:
+        if message["role"] == "assistant":
+            continue
+        waiting.append(message)
+        if message["role"] in ("user", "tool"):
+            questions.append(tuple(waiting))
+            waiting = []
+    if not questions:
+        raise DataError(f"{record.where}: nobody asks anything; expected a message of a user")
+    return Task(id=record.id, category=category, questions=tuple(questions))

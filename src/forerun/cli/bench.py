@@ -1,0 +1,280 @@
+"""``forerun bench --server URL``: any OpenAI-compatible server under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json as js
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.text import Text
+
+from forerun.bench.report import draw, shown, write_page
+from forerun.bench.summary import worse
+from forerun.cli import CHECK_FAILED, OK, console
+from forerun.cli.options import SAMPLING, Json, SamplingOptions
+from forerun.errors import ArgumentError, DataError
+from forerun.plots import check_plot
+from forerun.writing import written
+
+if TYPE_CHECKING:
+    from forerun.bench.client import Asking
+    from forerun.bench.load import Load
+
+Many = Parameter(consume_multiple=True, negative="")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadOptions:
+    """What is asked."""
+
+    workload: Annotated[tuple[str, ...], Many] = ("demo",)
+    """Files (MT-Bench, Spec-Bench, SPEED-Bench, HumanEval, GSM8K, ShareGPT, messages, prompts, text), hub data sets
+    (org/name), or demo: the edits that ship."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    split: str = "test"
+    """Split of a hub data set."""
+    num_prompts: int | None = None
+    """Tasks to draw; all by default."""
+    endpoint: Literal["auto", "chat", "completions"] = "auto"
+    """Which API: chat for conversations and completions for plain text, unless one is named."""
+    extra_body: str | None = None
+    """JSON object that is added to the body of every request."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """How it is asked; several numbers are measured one after the other."""
+
+    concurrency: Annotated[tuple[int, ...], Many] = ()
+    """Users at a time; 1 where neither this nor a rate is given."""
+    request_rate: Annotated[tuple[float, ...], Many] = ()
+    """Users who arrive per second."""
+    burstiness: float = 1.0
+    """Of the arrivals: 1 is Poisson, less comes in bursts, more is evener."""
+    warmup: int = 2
+    """Tasks that are asked before and not counted."""
+    timeout: float = 600.0
+    """Seconds that a request may take."""
+
+
+WORKLOAD, LOAD = WorkloadOptions(), LoadOptions()
+
+
+def bench(
+    *,
+    server: str,
+    model: str | None = None,
+    api_key: str | None = None,
+    metrics_url: str | None = None,
+    baseline_server: str | None = None,
+    workload: WorkloadOptions = WORKLOAD,
+    load: LoadOptions = LOAD,
+    sampling: SamplingOptions = SAMPLING,
+    goodput: Annotated[tuple[str, ...], Many] = (),
+    out: Path | None = None,
+    plot: Path | None = None,
+    report: Path | None = None,
+    compare: Path | None = None,
+    tolerance: float = 0.05,
+    json: Json = False,
+) -> int:
+    """Measure an OpenAI-compatible server under load: latencies, tokens per second, and what its drafts bring.
+
+    Parameters
+    ----------
+    server
+        Address of the server: forerun's, vLLM's, SGLang's, llama.cpp's, Dynamo's, ...: http://localhost:8000.
+    model
+        Name of the model there; needed where it serves several.
+    api_key
+        Bearer token; OPENAI_API_KEY if not given.
+    metrics_url
+        Where its Prometheus metrics are, if not at /metrics.
+    baseline_server
+        A server to compare with, same model: each load is measured there first, and its answers are compared.
+    goodput
+        What a request must keep to be a good one, in ms: ttft:200 tpot:30 e2el:5000.
+    out
+        File for the result as JSON, written after each load; run again, it goes on behind what is done.
+    plot
+        Picture of speed and latency by load (png, svg or pdf).
+    report
+        The same as one HTML file.
+    compare
+        Result of an earlier run: exit code 1 where this one is worse.
+    tolerance
+        Share by which a figure may be worse.
+    """
+    from forerun.bench.client import Server
+    from forerun.bench.run import Bench
+    from forerun.bench.summary import objectives
+    from forerun.bench.workloads import read_workload
+
+    loads, limits, asking = _loads(load), objectives(goodput), _asking(workload, load, sampling)
+    check_plot(plot)
+    check_plot(None if report is None else report.with_suffix(".svg"))
+    older = None if compare is None else _read(compare)
+    tasks = read_workload(
+        workload.workload,
+        subset=workload.subset,
+        split=workload.split,
+        count=workload.num_prompts,
+        seed=sampling.seed or 0,
+    )
+    about: dict[str, Any] = {"server": server, "baseline_server": baseline_server, "model": model}
+    about |= {"workload": list(workload.workload), "tasks": len(tasks)}
+    about |= {"endpoint": asking.endpoint, "max_tokens": asking.max_tokens}
+    record = _begun(out, about | {"sampling": dict(asking.sampling), "goodput": limits})
+    key = {"model": model, "api_key": api_key or os.environ.get("OPENAI_API_KEY")}
+
+    def save() -> None:
+        if out is not None:
+            with written(out) as fresh:
+                fresh.write_text(console.pretty(record) + "\n", encoding="utf-8")
+
+    async def measure() -> None:
+        made = Bench(
+            server=Server(server, metrics_url=metrics_url, **key),
+            baseline=None if baseline_server is None else Server(baseline_server, **key),
+            tasks=tasks,
+            loads=loads,
+            asking=asking,
+            limits=limits,
+            warmup=load.warmup,
+        )
+        with console.progress_bar(loads[0].label, total=len(tasks)) as bar:
+            await made.run(record, save, lambda words, done: bar(description=words, completed=done))
+
+    asyncio.run(measure())
+    if plot is not None:
+        draw(record, plot)
+    if report is not None:
+        write_page(record, report)
+    complaints = [] if older is None else worse(record, older, tolerance)
+    if json:
+        console.write_json({**record, "worse": complaints})
+    else:
+        _show(record, complaints, older is not None)
+    return CHECK_FAILED if complaints else OK
+
+
+def _loads(asked: LoadOptions) -> list[Load]:
+    from forerun.bench.load import Load
+
+    if asked.concurrency and asked.request_rate:
+        raise ArgumentError("give --concurrency or --request-rate, not both: either so many users, or so many a second")
+    if asked.request_rate:
+        return [Load(rate=rate, burstiness=asked.burstiness) for rate in asked.request_rate]
+    return [Load(concurrency=count) for count in asked.concurrency or (1,)]
+
+
+def _asking(workload: WorkloadOptions, load: LoadOptions, sampling: SamplingOptions) -> Asking:
+    from forerun.bench.client import Asking
+
+    given = {name: value for name, value in asdict(sampling).items() if value not in (None, ())}
+    if not load.timeout > 0 or load.warmup < 0:
+        raise ArgumentError("--timeout must be above 0 and --warmup at least 0")
+    return Asking(
+        endpoint=workload.endpoint,
+        max_tokens=given.pop("max_tokens"),
+        sampling=given | _object(workload.extra_body),
+        timeout_s=load.timeout,
+    )
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        found = js.loads(text or "{}")
+    except ValueError as error:
+        raise ArgumentError(f"--extra-body is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ArgumentError(f"--extra-body must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A result that an earlier run wrote. DataError: it is none."""
+    try:
+        found = js.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("loads"), list):
+        raise DataError(f"{path} is no result of forerun bench: it has no 'loads'")
+    return found
+
+
+def _begun(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
+    """What `out` holds of the same measurement, else an empty record. ArgumentError: it holds another one."""
+    if out is not None and out.exists():
+        found = _read(out)
+        if found.get("about") != about:
+            raise ArgumentError(f"{out} holds another measurement, which would be lost; name another file with --out")
+        return found
+    return {"about": about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "loads": []}
+
+
+COLUMNS = {
+    "completed": "done",
+    "failed": "failed",
+    "output_throughput": "tok/s",
+    "speedup": "x",
+    "request_goodput": "good/s",
+    "median_ttft_ms": "TTFT",
+    "p99_ttft_ms": "p99",
+    "median_tpot_ms": "TPOT",
+    "p99_tpot_ms": "p99",
+    "spec_decode_acceptance_length": "tok/pass",
+    "spec_decode_acceptance_rate": "acc %",
+}
+"""Of the table, times in ms and as medians; those that no row has are left out."""
+
+
+def _show(record: Mapping[str, Any], complaints: Sequence[str], compared: bool) -> None:
+    about, screen = record["about"], console.out()
+    title = (
+        f"{record['served_model']} at {about['server']}, {about['tasks']} tasks, {about['max_tokens']} tokens at most"
+    )
+    rows = [row for load in record["loads"] for row in _rows(load)]
+    _table(title, "load", rows)
+    for load in record["loads"]:
+        if load.get("categories"):
+            _table(f"{load['load']}, by category", "category", list(load["categories"].items()))
+        if "identical_answers" in load:
+            screen.print(
+                f"{load['load']}: {load['identical_answers']} of {load['completed']} answers are the baseline's, too"
+            )
+        for said, count in load["failures"].items():
+            console.warn(f"{load['load']}: {count} failed: {said}")
+        if not load["tokens_counted_by_server"]:
+            console.warn(f"{load['load']}: the server does not count tokens in a stream; chunks are counted")
+    source = next((load["spec_decode_source"] for load in record["loads"] if "spec_decode_source" in load), None)
+    if source is not None:
+        screen.print(Text(f"acceptance: {source}", style="dim"))
+    for complaint in complaints:
+        console.warn(f"worse than before: {complaint}", style="red")
+    if compared and not complaints:
+        screen.print("nothing is worse than before")
+
+
+def _rows(load: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    base = [("  baseline", load["baseline"])] if "baseline" in load else []
+    return [(load["load"], load), *base]
+
+
+def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    columns = {key: name for key, name in COLUMNS.items() if any(row.get(key) is not None for _, row in rows)}
+    if not any(row.get("failed") for _, row in rows):
+        columns.pop("failed", None)
+    table = console.table(first, *columns.values(), title=title, numbers_from=1)
+    for name, row in rows:
+        table.add_row(name, *(shown(row.get(key)) for key in columns))
+    console.out().print(table)

@@ -1,0 +1,365 @@
+"""`forerun bench`: what is asked, when, what is counted, what is said of it; against servers that answer by script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.scripted import Script, said, scripted
+from forerun.bench.client import Answer, Asking, Server
+from forerun.bench.counters import Speculation, between, parse, together, told
+from forerun.bench.load import Load, Measured, measure
+from forerun.bench.summary import summarise, worse
+from forerun.bench.workloads import Task, read_workload
+from forerun.cli import main
+from forerun.errors import ArgumentError, DataError
+
+
+def user(text: str) -> tuple[dict[str, str], ...]:
+    """A question."""
+    return ({"role": "user", "content": text},)
+
+
+TASKS = [Task(id=str(number), category="ab"[number % 2], questions=(user(f"say {number}"),)) for number in range(6)]
+
+
+def run(url: str, tasks: Sequence[Task], load: Load, **asking: Any) -> Measured:
+    async def measured() -> Measured:
+        async with Server(url) as server:
+            return await measure(server, tasks, load, Asking(max_tokens=8, **asking))
+
+    return asyncio.run(measured())
+
+
+def bench(*words: object) -> int:
+    return main(["bench", *map(str, words)])
+
+
+def answer(ttft: float, seconds: float, tokens: int, **more: Any) -> Answer:
+    given = {"task": "t", "category": "c", "sent_s": 0.0, "gaps_s": (0.5,), "prompt_tokens": 10, **more}
+    return Answer(ttft_s=ttft, seconds=seconds, tokens=tokens, **given)
+
+
+class TestSummary:
+    def test_figures_are_those_of_vllm_bench(self) -> None:
+        answers = [answer(0.1 * n, 0.1 * n + 0.02 * (n + 1), n + 2) for n in range(1, 6)]
+        answers.append(answer(0.0, 9.0, 0, error="no answer for 9 s"))
+        found = summarise(Measured(load=Load(concurrency=2), answers=answers, seconds=4.0, speculation=None))
+        assert (found["completed"], found["failed"], found["failures"]) == (5, 1, {"no answer for 9 s": 1})
+        assert found["output_throughput"] == pytest.approx(sum(n + 2 for n in range(1, 6)) / 4)
+        assert found["request_throughput"] == pytest.approx(5 / 4)
+        assert found["total_input_tokens"] == 50
+        times = [100.0 * n for n in range(1, 6)]
+        assert found["median_ttft_ms"] == pytest.approx(300)
+        assert found["p99_ttft_ms"] == pytest.approx(np.percentile(times, 99))
+        assert found["std_ttft_ms"] == pytest.approx(np.std(times))
+        assert found["mean_tpot_ms"] == pytest.approx(20), "time behind the first token, by the tokens behind it"
+        assert found["median_itl_ms"] == 500
+        assert "categories" not in found
+
+    def test_a_good_request_keeps_every_limit(self) -> None:
+        answers = [answer(0.1, 1.1, 11), answer(0.3, 1.3, 11), answer(0.1, 2.1, 11)]  # 100 ms, 100 ms, 200 ms a token
+        measured = Measured(load=Load(rate=1.0), answers=answers, seconds=2.0, speculation=None)
+        assert summarise(measured, {"ttft": 200.0, "tpot": 150.0})["request_goodput"] == 0.5
+        assert summarise(measured, {"e2el": 1e4})["request_goodput"] == 1.5
+
+    def test_a_category_has_figures_of_its_own(self) -> None:
+        own = Speculation(drafts=2, draft_tokens=6, accepted_tokens=3, accepted_per_position=(2, 1, 0))
+        answers = [answer(0.1, 1.1, 11, category="x", speculation=own), answer(0.2, 1.3, 11, category="y")]
+        found = summarise(Measured(load=Load(concurrency=1), answers=answers, seconds=2.0, speculation=None))
+        assert found["categories"]["x"]["spec_decode_acceptance_length"] == 2.5
+        assert found["categories"]["x"]["spec_decode_per_position_acceptance_rates"] == [1.0, 0.5, 0.0]
+        assert "spec_decode_acceptance_length" not in found["categories"]["y"]
+
+    def test_only_what_is_worse_by_more_than_the_tolerance_is_said(self) -> None:
+        old = {"load": "1 user", "output_throughput": 100.0, "median_tpot_ms": 10.0, "median_ttft_ms": 50.0}
+        new = {**old, "output_throughput": 94.0, "median_tpot_ms": 10.4, "median_ttft_ms": 20.0}
+        (said_,) = worse({"loads": [new]}, {"loads": [old]}, 0.05)
+        assert "output_throughput 100 -> 94 (-6.0%)" in said_
+        assert worse({"loads": [new]}, {"loads": [old]}, 0.07) == []
+        with pytest.raises(ArgumentError, match=r"1 user.*2 users"):
+            worse({"loads": [{**new, "load": "2 users"}]}, {"loads": [old]}, 0.05)
+
+
+VLLM_PAGE = """\
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{{engine="0"}} {}
+# TYPE vllm:spec_decode_num_draft_tokens counter
+vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {}
+# TYPE vllm:spec_decode_num_accepted_tokens counter
+vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {}
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {}
+"""
+SGLANG_PAGE = """\
+# TYPE sglang:spec_verify_calls_total counter
+sglang:spec_verify_calls_total {}
+# TYPE sglang:generation_tokens_total counter
+sglang:generation_tokens_total {}
+# TYPE sglang:num_requests_total counter
+sglang:num_requests_total {}
+# TYPE sglang:spec_accept_length gauge
+sglang:spec_accept_length 9.9
+"""
+
+
+class TestCounters:
+    def test_vllm(self) -> None:
+        before, after = parse(VLLM_PAGE.format(5, 10, 4, 3, 1)), parse(VLLM_PAGE.format(15, 30, 16, 11, 5))
+        found = between(before, after)
+        assert found is not None
+        assert (found.drafts, found.draft_tokens, found.accepted_tokens) == (10, 20, 12)
+        assert (found.acceptance_length, found.acceptance_rate) == (2.2, 0.6)
+        assert found.record()["spec_decode_per_position_acceptance_rates"] == [0.8, 0.4]
+        assert found.record()["spec_decode_acceptance_rate"] == 60.0, "in percent, as vLLM has it"
+        assert between({}, after) is not None, "a counter that was not there before began at 0"
+
+    def test_sglang_counts_each_requests_first_token_and_we_do_not(self) -> None:
+        """Four requests of 25 tokens in 40 passes: 24 of each are from passes, so 96 / 40, not 100 / 40."""
+        found = between(parse(SGLANG_PAGE.format(0, 0, 0)), parse(SGLANG_PAGE.format(40, 100, 4)))
+        assert found is not None
+        assert found.acceptance_length == pytest.approx(96 / 40)
+        assert found.acceptance_rate is None and "first token" in found.source
+
+    def test_llama_cpp_tells_in_the_answer(self) -> None:
+        """21 tokens, 12 of them accepted drafts: the first is the prompt's, so 8 passes wrote 20."""
+        found = told({"timings": {"predicted_n": 21, "draft_n": 16, "draft_n_accepted": 12}}, 21)
+        assert found is not None
+        assert (found.drafts, found.acceptance_length, found.acceptance_rate) == (8, 2.5, 0.75)
+        assert told({"timings": {"predicted_n": 21}}, 21) is None, "no draft, nothing to tell"
+
+    def test_vllms_and_our_answers_tell_too_and_add_up(self) -> None:
+        counts = {"num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
+        one = told({"metrics": {"speculative_decoding": {**counts, "acceptance_histogram": [1, 1, 2]}}}, 9)
+        assert one is not None and one.accepted_per_position == (3, 2)
+        both = together([one, None, one])
+        assert both is not None
+        assert (both.drafts, both.accepted_tokens, both.accepted_per_position) == (8, 10, (6, 4))
+        assert together([None]) is None
+
+    def test_a_server_without_speculation_tells_nothing(self) -> None:
+        assert between(parse("# TYPE up gauge\nup 1\n"), parse("# TYPE up gauge\nup 1\n")) is None
+        with pytest.raises(ValueError):
+            parse("<html>not found</html>")
+
+
+class TestLoad:
+    def test_users_at_a_time(self) -> None:
+        script = Script(lambda body: [0.05, *said("a", tokens=3)])
+        with scripted(script) as url:
+            found = run(url, TASKS, Load(concurrency=2))
+        assert script.most == 2 and len(found.answers) == 6
+        assert found.seconds >= 3 * 0.05
+        assert {one.task for one in found.answers} == {task.id for task in TASKS}
+
+    def test_arrivals_do_not_wait_for_answers(self) -> None:
+        script = Script(lambda body: [0.4, *said("a", tokens=3)])
+        with scripted(script) as url:
+            found = run(url, TASKS, Load(rate=200.0))
+        assert script.most > 2
+        sent = sorted(one.sent_s for one in found.answers)
+        assert sent[-1] < 0.4, "all came before the first was answered"
+
+    def test_arrivals_have_the_rate_and_the_burstiness_and_repeat(self) -> None:
+        for burstiness in (0.25, 1.0, 16.0):
+            load = Load(rate=5.0, burstiness=burstiness)
+            gaps = np.diff(load.arrivals(4000, seed=1))
+            assert gaps.mean() == pytest.approx(1 / 5, rel=0.12)
+            assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1)
+            assert load.arrivals(9, seed=1) == load.arrivals(9, seed=1) != load.arrivals(9, seed=2)
+        assert Load(concurrency=3).arrivals(2, seed=0) == [0.0, 0.0]
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({}, "either"),
+            ({"concurrency": 1, "rate": 1.0}, "either"),
+            ({"concurrency": 0}, "at least 1"),
+            ({"rate": 0.0}, "above 0"),
+            ({"rate": float("inf")}, "above 0"),
+            ({"rate": 1.0, "burstiness": 0.0}, "burstiness"),
+        ],
+    )
+    def test_a_load_that_is_none_is_refused(self, given: dict[str, Any], words: str) -> None:
+        with pytest.raises(ArgumentError, match=words):
+            Load(**given)
+
+
+class TestClient:
+    def test_times_and_tokens_are_the_servers(self) -> None:
+        script = Script(lambda body: [0.1, *said("a b", " c", tokens=9)[:1], 0.1, *said(" c", tokens=9)])
+        with scripted(script) as url:
+            (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
+        assert (found.text, found.tokens, found.prompt_tokens, found.counted) == ("a b c", 9, 7, True)
+        assert found.ttft_s is not None and 0.1 <= found.ttft_s < found.seconds
+        assert len(found.gaps_s) == 1 and found.gaps_s[0] >= 0.09
+        (body,) = script.bodies
+        assert body["stream"] and body["stream_options"] == {"include_usage": True} and body["max_tokens"] == 8
+
+    def test_chunks_are_counted_where_the_server_does_not(self) -> None:
+        with scripted(Script(lambda body: said("a", "b", "c"))) as url:
+            (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
+        assert (found.tokens, found.counted) == (3, False)
+
+    def test_a_conversation_goes_on_behind_the_servers_own_answers(self) -> None:
+        script = Script(lambda body: said(f"answer {len(body['messages'])}", tokens=2))
+        task = Task(id="x", category="c", questions=(user("one"), user("two")))
+        with scripted(script) as url:
+            found = run(url, [task], Load(concurrency=1))
+        assert [one.text for one in found.answers] == ["answer 1", "answer 3"]
+        assert script.bodies[1]["messages"] == [
+            *user("one"),
+            {"role": "assistant", "content": "answer 1"},
+            *user("two"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("answered", "words"),
+        [
+            ((500, '{"error": {"message": "out of memory"}}'), "status 500: out of memory"),
+            ((503, "busy"), "status 503: busy"),
+            (said("a")[:1], "ended before"),
+            ([b'data: {"error": {"message": "preempted"}}\n\n'], "preempted"),
+            ([b"data: {broken\n\n"], "no JSON"),
+            ([0.6, *said("a")], "no answer for 0.3 s"),
+        ],
+    )
+    def test_a_failing_request_is_counted_by_itself_and_the_others_go_on(self, answered: Any, words: str) -> None:
+        fails = TASKS[2].questions[0]
+        script = Script(lambda body: answered if body["messages"] == list(fails) else said("a", tokens=2))
+        with scripted(script) as url:
+            found = run(url, TASKS, Load(concurrency=2), timeout_s=0.3)
+        errors = {one.task: one.error for one in found.answers if one.error}
+        assert list(errors) == ["2"] and words in str(errors["2"])
+
+    def test_a_text_is_continued(self) -> None:
+        script = Script(lambda body: [{"choices": [{"text": "x"}]}, b"data: [DONE]\n\n"])
+        with scripted(script) as url:
+            (found,) = run(url, [Task(id="t", category="c", questions=(), text="def f")], Load(concurrency=1)).answers
+            run(url, TASKS[:1], Load(concurrency=1), endpoint="completions")
+        assert found.text == "x"
+        assert [body["prompt"] for body in script.bodies] == ["def f", "say 0"]
+
+
+class TestWorkloads:
+    def test_what_ships_has_every_kind_of_edit(self) -> None:
+        tasks = read_workload(["demo"])
+        assert {"rename", "constant", "parameter"} <= {task.category for task in tasks}
+        some = read_workload(["demo"], count=5, seed=1)
+        assert len(some) == 5 and some == read_workload(["demo"], count=5, seed=1)
+
+    def test_answers_of_a_file_are_left_to_the_server(self, tmp_path: Path) -> None:
+        turns = [("system", "be brief"), ("user", "one"), ("assistant", "1"), ("user", "two"), ("assistant", "2")]
+        entry = {"messages": [{"role": role, "content": text} for role, text in turns], "category": "talk"}
+        (tmp_path / "a.jsonl").write_text(json.dumps(entry) + "\n" + json.dumps({"text": "once"}) + "\n")
+        chat, text = read_workload([str(tmp_path / "a.jsonl")])
+        assert [[m["content"] for m in question] for question in chat.questions] == [["be brief", "one"], ["two"]]
+        assert (chat.category, text.category, text.prompt()) == ("talk", "a", "once")
+        with pytest.raises(DataError, match="conversation"):
+            chat.prompt()
+
+    @pytest.mark.parametrize(
+        ("lines", "words"),
+        [
+            ('{"turns": ["a"]}\n{"turns": [}\n', "line 2: broken JSON"),
+            ('{"answer": "a"}\n', "line 1: no usable key"),
+            ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: nobody asks"),
+        ],
+    )
+    def test_a_broken_line_is_named(self, tmp_path: Path, lines: str, words: str) -> None:
+        (tmp_path / "a.jsonl").write_text(lines)
+        with pytest.raises(DataError, match=words):
+            read_workload([str(tmp_path / "a.jsonl")])
+
+    def test_a_file_that_is_not_there_is_not_sought_on_the_hub(self) -> None:
+        for name in ("nowhere/questions.jsonl", "/nowhere.jsonl", "nowhere"):
+            with pytest.raises(DataError, match="does not exist"):
+                read_workload([name])
+
+
+class TestCommand:
+    def test_a_server_beside_a_baseline(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        slow = Script(lambda body: [0.05, *said("same", tokens=4)])
+        fast = Script(
+            lambda body: said("same", tokens=4), metrics=lambda n: VLLM_PAGE.format(2 * n, 4 * n, 3 * n, n, n)
+        )
+        out, page, plot = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "r.svg"
+        with scripted(slow) as base, scripted(fast) as url:
+            words = ("--server", url, "--baseline-server", base, "--num-prompts", 4, "--warmup", 1, "-t", 0)
+            assert bench(*words, "--out", out, "--report", page, "--plot", plot, "--json") == 0
+        (load,) = json.loads(capsys.readouterr().out)["loads"]
+        assert load["speedup"] > 1.5 and load["identical_answers"] == 4 and load["completed"] == 4
+        assert load["spec_decode_acceptance_length"] == 2.5 and load["spec_decode_num_drafts"] == 8, "not the warm-up's"
+        assert len(fast.bodies) == len(slow.bodies) == 5
+        assert {body["temperature"] for body in fast.bodies} == {0}
+        assert json.loads(out.read_text())["loads"] == [load]
+        assert "1 user" in page.read_text() and page.read_text().count("<svg") == 2 and "<svg" in plot.read_text()
+
+    def test_it_goes_on_behind_what_is_done(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        script = Script(lambda body: said("a", tokens=2))
+        out = tmp_path / "r.json"
+        with scripted(script) as url:
+            words = ("--server", url, "--num-prompts", 3, "--warmup", 0, "--out", out)
+            assert bench(*words, "--concurrency", 1) == 0
+            assert bench(*words, "--concurrency", 1, 2) == 0
+            assert len(script.bodies) == 6, "the first load was not measured again"
+            assert [load["load"] for load in json.loads(out.read_text())["loads"]] == ["1 user", "2 users"]
+            assert bench(*words, "--concurrency", 1, "--max-tokens", 9) == 2
+        assert "another measurement" in capsys.readouterr().err
+
+    def test_it_ends_with_1_where_it_became_worse(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        old = {"loads": [{"load": "1 user", "output_throughput": 1e9}]}
+        (tmp_path / "old.json").write_text(json.dumps(old))
+        with scripted(Script(lambda body: said("a", tokens=2))) as url:
+            words = ("--server", url, "--num-prompts", 2, "--compare", tmp_path / "old.json")
+            assert bench(*words) == 1
+            assert "worse than before: 1 user: output_throughput" in capsys.readouterr().err
+            assert bench(*words, "--tolerance", 1.0) == 0
+
+    def test_failures_are_said(self, capsys: pytest.CaptureFixture[str]) -> None:
+        def moody(body: dict[str, Any]) -> Any:
+            return said("a", tokens=2) if len(script.bodies) % 2 else (429, '{"error": {"message": "slow down"}}')
+
+        script = Script(moody)
+        with scripted(script) as url:
+            assert bench("--server", url, "--num-prompts", 4, "--warmup", 0) == 0
+        assert "2 failed: status 429: slow down" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("words", "said_"),
+        [
+            (["--concurrency", "1", "--request-rate", "2"], "not both"),
+            (["--goodput", "tft:3"], "ttft:MS"),
+            (["--goodput", "ttft:fast"], "milliseconds"),
+            (["--extra-body", "[1]"], "JSON object"),
+            (["--model", "other"], "serves m, not other"),
+            (["--plot", "a.txt"], "ends in"),
+            (["--compare", "nothing.json"], "nothing.json"),
+            (["--timeout", "0"], "--timeout"),
+        ],
+    )
+    def test_bad_input_is_refused_before_anything_is_asked(
+        self, words: list[str], said_: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        script = Script(lambda body: said("a", tokens=2))
+        with scripted(script) as url:
+            assert bench("--server", url, *words) == 2
+        assert said_ in capsys.readouterr().err and not script.bodies
+
+    def test_a_server_that_is_none_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert bench("--server", "http://127.0.0.1:9") == 2
+        assert "no server answers" in capsys.readouterr().err
+        assert bench("--server", "localhost:9") == 2
+        assert "http://" in capsys.readouterr().err
+        with scripted(Script(lambda body: (500, "down"), models=("a", "b"))) as url:
+            assert bench("--server", url) == 2
+            assert "a, b; say which with --model" in capsys.readouterr().err
+            assert bench("--server", url, "--model", "a", "--num-prompts", 2) == 2
+            assert "all 2 requests" in capsys.readouterr().err
