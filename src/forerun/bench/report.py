@@ -44,7 +44,8 @@ td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.da
 <div class="wide"><table><tr><th></th>{% for load in loads %}<th>{{ load.load }}</th>{% endfor %}</tr>
 {% for key, words in rows.items() %}<tr><td>{{ words }}</td>
 {% for load in loads %}<td>{{ shown(load.get(key)) }}</td>{% endfor %}</tr>{% endfor %}</table></div>
-{% for load in loads if load.categories %}<h2>{{ load.load }}, by category</h2>
+{% for load in loads if load.categories %}{% set parts = known(load.categories.values()) %}
+<h2>{{ load.load }}, by category</h2>
 <div class="wide"><table><tr><th></th>{% for key in parts %}<th>{{ rows_all[key] }}</th>{% endfor %}</tr>
 {% for name, part in load.categories.items() %}<tr><td>{{ name }}</td>
 {% for key in parts %}<td>{{ shown(part.get(key)) }}</td>{% endfor %}</tr>{% endfor %}</table></div>{% endfor %}
@@ -69,6 +70,16 @@ def shown(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
+def source_of(record: Mapping[str, Any]) -> str:
+    """Where the acceptance is from, as a sentence; empty where no engine said anything of it."""
+    found = [load for load in record["loads"] if "spec_decode_source" in load]
+    if not found:
+        return ""
+    if not any(load.get("spec_decode_num_drafts") for load in found):
+        return "The server drafted nothing."
+    return f"Acceptance: {found[0]['spec_decode_source']}."
+
+
 def draw(record: Mapping[str, Any], path: Path) -> None:
     """Speed and time per token by load, and acceptance by drafted position where it is known."""
     save(_figure(record), path)
@@ -81,15 +92,14 @@ def write_page(record: Mapping[str, Any], path: Path) -> None:
     loads = record["loads"]
     rows = {key: words for key, words in ROWS.items() if any(load.get(key) is not None for load in loads)}
     pictures = {"light": _svg(record, "default"), "dark": _svg(record, "dark_background")}
-    source = next((load["spec_decode_source"] for load in loads if "spec_decode_source" in load), None)
     page = Environment(autoescape=True).from_string(PAGE)
     text = page.render(
         {**record["about"], **record, **pictures},
         rows=rows,
         rows_all=ROWS,
-        parts=PARTS,
+        known=lambda found: [key for key in PARTS if any(part.get(key) is not None for part in found)],
         shown=shown,
-        source="" if source is None else f"Acceptance: {source}.",
+        source=source_of(record),
     )
     with written(path) as fresh:
         fresh.write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.text import Text
 
-from forerun.bench.report import draw, shown, write_page
+from forerun.bench.report import draw, shown, source_of, write_page
 from forerun.bench.summary import worse
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, SamplingOptions
@@ -256,9 +256,8 @@ def _show(record: Mapping[str, Any], complaints: Sequence[str], compared: bool) 
             console.warn(f"{load['load']}: {count} failed: {said}")
         if not load["tokens_counted_by_server"]:
             console.warn(f"{load['load']}: the server does not count tokens in a stream; chunks are counted")
-    source = next((load["spec_decode_source"] for load in record["loads"] if "spec_decode_source" in load), None)
-    if source is not None:
-        screen.print(Text(f"acceptance: {source}", style="dim"))
+    if source := source_of(record):
+        screen.print(Text(source, style="dim"))
     for complaint in complaints:
         console.warn(f"worse than before: {complaint}", style="red")
     if compared and not complaints:
