@@ -86,9 +86,10 @@ def edges(tree: ast.Module, known: Set[str]) -> set[str]:
 
 
 def named(tree: ast.Module, known: Set[str]) -> set[str]:
-    """Modules that a file names in a string, as registries do: ``"forerun.drafters.lookup.ngram:NgramDrafter"``."""
+    """Modules that a file names in a string, as registries do: ``"forerun.drafters.lookup.ngram:NgramDrafter"``; or, as
+    vLLM wants a plug-in named, ``"forerun.deploy.vllm.ForerunProposer"``."""
     strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return {name for text in strings if (name := text.partition(":")[0]) in known}
+    return {name for text in strings for name in (text.partition(":")[0], text.rpartition(".")[0]) if name in known}
 
 
 def knots(graph: Graph) -> set[frozenset[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ from forerun.checkpoints.engines import Launch, engines_for
 from forerun.demo import resolve
 from forerun.deploy.launch import ENGINES, Asked, engine_named
 from forerun.deploy.schedule import Forecast
+from forerun.deploy.vllm import options
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import DraftCost
 from forerun.errors import ArgumentError
@@ -263,6 +265,27 @@ def test_drafters_made_of_drafters(forerun: Run) -> None:
     cascade = ("--drafter", "cascade", "--drafter-model", "o/small", "-k", "4")
     told = forerun("deploy", "sglang", "m", *cascade)
     assert "STANDALONE" in told.out and "--speculative-num-steps 4" in told.out
+
+
+def test_what_only_copies_and_vllm_has_not_goes_there_as_a_plug_in(
+    forerun: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "ngram"]')
+    costs = ("--text", "code", "--params", "8e9", "--device", "h100", "--max-batch", "256")
+    (command,) = json.loads(forerun("deploy", "vllm", "m", *copying, *costs, "--json").out)["commands"]
+    assert command["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0" and "--no-async-scheduling" in command["words"]
+    speculation = json.loads(command["words"][-1])
+    assert speculation["method"] == "custom_class"
+    module, _, name = speculation["model"].rpartition(".")
+    assert getattr(importlib.import_module(module), name).__name__ == "ForerunProposer", (
+        "a dotted path, as vLLM takes it"
+    )
+    monkeypatch.setenv("FORERUN_VLLM_CONFIG", command["environment"]["FORERUN_VLLM_CONFIG"])
+    given = options()
+    assert given["method"] == "merge" and given["schedule"][0][0] == 1 and given["schedule"][-1][1] == 256
+    said = forerun("deploy", "vllm", "m", *copying)
+    assert "pip install forerun" in said.err and "drafts with" not in said.err
+    assert forerun("deploy", "sglang", "m", "--drafter", "rest", "--drafter-option", "datastore=d").code == 2
 
 
 def test_a_manifest_that_kubernetes_takes(forerun: Run, tmp_path: Path) -> None:

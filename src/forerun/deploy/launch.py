@@ -180,7 +180,7 @@ class Engine(ABC):
         ArgumentError: the engine has no counterpart, or needs a model that was not named.
         """
         assert asked.config is not None
-        drafts = [_draft(config) for config in _members(asked.config)]
+        drafts = self.drafts(asked.config)
         main = self._main(asked, drafts)
         copying = [one for one in drafts if one.method in self.combines and not entry_named(main.method).copies]
         first = next(iter(copying), None)
@@ -201,6 +201,10 @@ class Engine(ABC):
         notes += [text for text in (way.note,) if text]
         notes += self.leftover(asked, main, way)
         return main, way, first
+
+    def drafts(self, config: SpeculativeConfig) -> list[Draft]:
+        """The drafters that a configuration is made of, those that copy first."""
+        return [_draft(one) for one in members(config)]
 
     def _main(self, asked: Asked, drafts: Sequence[Draft]) -> Draft:
         able = [one for one in drafts if self.has(one.method, asked.version)]
@@ -371,7 +375,7 @@ def _export(engine: Engine, asked: Asked, draft: Draft) -> str:
     return f"write it as {engine.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
 
 
-def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
+def members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
     """The drafters that a combined one is made of, those that copy first; itself where it is none."""
     from forerun.drafters.combined.members import options_of
 

@@ -1,0 +1,117 @@
+"""forerun's copying drafters inside vLLM: ``--speculative-config '{"method": "custom_class", "model":
+"forerun.deploy.vllm.ForerunProposer", "num_speculative_tokens": 8}'``.
+
+Which drafter, and how much at each batch, is in ``FORERUN_VLLM_CONFIG``: JSON, or a file with it. After each step the
+model runner V1 (``VLLM_USE_V2_MODEL_RUNNER=0``, no ``--async-scheduling``) calls `propose` with the tokens of all
+running requests and nothing else; from a tree it gets the best path.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.deploy import COPYING
+from forerun.deploy.engines.vllm import SCHEDULE, VARIABLE
+from forerun.deploy.sequences import Sequences, best_path
+from forerun.errors import ArgumentError
+
+log = logging.getLogger(__name__)
+
+
+class ForerunProposer:
+    """What vLLM builds from its own configuration and asks for drafts."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """ArgumentError: an option is unknown, or vLLM is set up so that it would not ask, or not wait."""
+        given = options()
+        self.schedule = _checked(given.pop(SCHEDULE, []))
+        speculative = vllm_config.speculative_config
+        if getattr(vllm_config.scheduler_config, "async_scheduling", False):
+            raise ArgumentError("vLLM asks a plug-in for drafts only without --async-scheduling; start it with "
+                                "--no-async-scheduling")  # fmt: skip
+        self.most = int(speculative.num_speculative_tokens)
+        self.max_model_len = int(vllm_config.model_config.max_model_len)
+        rows = int(vllm_config.scheduler_config.max_num_seqs)
+        self.sequences = Sequences(
+            {"num_speculative_tokens": self.most, "adaptive": False, **given},
+            vocab_size=int(vllm_config.model_config.get_vocab_size()),
+            rows=rows,
+            slots=self.max_model_len,
+            tokenizer=_tokenizer(vllm_config.model_config),
+        )
+        log.info("forerun drafts with %s, %d tokens at most", given["method"], self.most)
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is nothing to load; vLLM's CPU runner calls it nevertheless."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts for each row: those of ``token_ids_cpu[i, :num_tokens_no_spec[i]]``; none for a row that sampled
+        nothing, because its prompt is not read yet."""
+        rows = len(sampled_token_ids)
+        lengths = [int(length) for length in num_tokens_no_spec[:rows]]
+        running = sum(map(bool, sampled_token_ids))
+        asked = self.tokens_at(running)
+        most = [
+            min(asked, self.max_model_len - length) if sampled else 0
+            for sampled, length in zip(sampled_token_ids, lengths, strict=True)
+        ]
+        texts = [token_ids_cpu[row, :length] for row, length in enumerate(lengths)]
+        return [best_path(tree)[:limit] for tree, limit in zip(self.sequences.draft(texts, most), most, strict=True)]
+
+    def tokens_at(self, batch: int) -> int:
+        """How many tokens are drafted for each of so many requests."""
+        return min(self.most, next((k for first, last, k in self.schedule if first <= batch <= last), self.most))
+
+
+def options() -> dict[str, Any]:
+    """What ``FORERUN_VLLM_CONFIG`` says, ``suffix`` where there is none. ArgumentError: no JSON object."""
+    text = os.environ.get(VARIABLE, "")
+    if text and not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(f"{VARIABLE} is neither a JSON object nor a file that can be read: {error}") from error
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ArgumentError(f"{VARIABLE} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ArgumentError(f"{VARIABLE} must hold a JSON object, got {type(found).__name__}")
+    found.setdefault("method", "suffix")
+    if found["method"] not in COPYING:
+        raise ArgumentError(f"{VARIABLE}: a plug-in drafts with {', '.join(COPYING)}, not {found['method']!r}")
+    return found
+
+
+def _checked(schedule: Any) -> list[tuple[int, int, int]]:
+    """`schedule` as triples. ArgumentError: it is none."""
+    expected = f"{VARIABLE}: {SCHEDULE} must be [[first, last, tokens], ...] in whole numbers, got {schedule!r}"
+    if not isinstance(schedule, list):
+        raise ArgumentError(expected)
+    for entry in schedule:
+        if not (isinstance(entry, list) and len(entry) == 3 and all(type(one) is int and one >= 0 for one in entry)):
+            raise ArgumentError(expected)
+    return [(first, last, tokens) for first, last, tokens in schedule]
+
+
+def _tokenizer(model_config: Any) -> Any:
+    """The target's, which a corpus is checked against; None where vLLM has none either."""
+    if getattr(model_config, "skip_tokenizer_init", False):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_config.tokenizer)
