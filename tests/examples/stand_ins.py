@@ -26,7 +26,7 @@ WORDS = {
     "DIR": "exported",
     "MTP_MODEL": "mtp-model",
     "--drafter X": "--drafter ngram",
-    "http://localhost:8000/v1": "{endpoint}",
+    **dict.fromkeys(("http://localhost:8000/v1", "http://localhost:8000", "http://localhost:8001"), "{endpoint}"),
     # A run of its own for each line that trains by the same recipe.
     "eagle3 recipe.yaml": "eagle3 recipe.yaml output=runs/{line}",
     # What costs minutes at the printed size, or has no room in the demo model.
@@ -42,6 +42,7 @@ WORDS = {
 QUICK: dict[str, dict[str, str]] = {
     "generate": {"--max-tokens -n": "8"},
     "demo": {"--max-tokens -n": "8", "--repeats": "1"},
+    "bench": {"--num-prompts": "2"},
     "certify": {"--prompts": "1", "--max-tokens": "8", "--detect": "0.6"},
     "calibrate": {"--seconds": "0.5", "--contexts": "64"},
     "plan demo": {"--max-tokens": "8"},
@@ -80,8 +81,9 @@ def talk(question: str, answer: str) -> str:
 CODE = "import os\n\n\ndef add(a, b):\n    return a + b\n" * 12
 TALKS = talk("Write f.", "import os\nprint(os.sep)\n" * 8) + talk("Write g.", CODE)
 TEXTS = {
-    **dict.fromkeys(("prompts.jsonl", "answers.jsonl", "chats.jsonl", "corpus.jsonl"), TALKS),
+    **dict.fromkeys(("prompts.jsonl", "answers.jsonl", "chats.jsonl", "corpus.jsonl", "mt_bench.jsonl"), TALKS),
     **dict.fromkeys(("notes.txt", "question.txt", "task.txt", "old.py"), CODE),
+    "yesterday.json": json.dumps({"loads": [{"load": "1 user"}]}),
     "recipe.yaml": "target: demo\ndata: data/train\noutput: runs/recipe\n",
 }
 """A file that a command reads and none before it on its page has written -> what is in it."""

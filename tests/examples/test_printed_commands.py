@@ -46,7 +46,7 @@ from forerun.serve.session import Session, State
 from ports import free_ports
 
 PAGES = [page for page in pages() if printed(page)]
-WRITES = ("--output", "--adapt-dir", "--plot")
+WRITES = ("--output", "--out", "--adapt-dir", "--plot", "--report")
 """Options that name what a command makes."""
 Request = tuple[str, str, dict[str, str], str | None]
 """Method, path, headers, body."""
