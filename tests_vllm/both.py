@@ -20,8 +20,10 @@ from rich.table import Table
 
 from forerun import LLM, SamplingParams
 from forerun.demo import FOLDER, prompts
+from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
 from forerun.types import CompletionOutput
 
+SOURCE = Path(__file__).parents[1] / "src"
 CONTEXT, ROWS, MAX_MODEL_LEN, LENGTH = 300, 4, 1024, 5
 """Tokens of a prompt; answers at once; most tokens of prompt and answer in vLLM; tokens of a draft."""
 LEARNED = 64
@@ -49,6 +51,7 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)  # Of the head's shape
     length: int = LENGTH  # Tokens of a draft
     vllm: Mapping[str, Any] | None = None
+    plugged: Mapping[str, Any] | None = None  # Forerun's configuration, if its own drafter runs inside vLLM
     forerun: Mapping[str, Any] = field(default_factory=dict)
     compared: str = "steps"
     """``steps``: both run the same network, so each step accepts the same; ``rates``: both accept as much at each
@@ -59,7 +62,7 @@ class Arm:
     @property
     def plain(self) -> bool:
         """Whether nothing is drafted."""
-        return self.kind is None and self.vllm is None
+        return self.kind is None and self.vllm is None and self.plugged is None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,8 +162,10 @@ class Lab:
     def _speculative(self, name: str, arm: Arm) -> dict[str, Any]:
         """What forerun is told: a chain as vLLM drafts it, the same at every step."""
         fixed = {"num_speculative_tokens": arm.length, "adaptive": False}
+        if "drafters" in (arm.plugged or {}):
+            del fixed["num_speculative_tokens"]  # its members have it
         if arm.kind is None:
-            return {**(arm.vllm or {}), **arm.forerun, **fixed}
+            return {**(arm.vllm or arm.plugged or {}), **arm.forerun, **fixed}
         return {"method": arm.kind, "model": str(self.heads[name].directory), **arm.forerun, **fixed}
 
     def _vllm(self, arms: Mapping[str, Arm]) -> None:
@@ -173,12 +178,17 @@ class Lab:
             if not arm.plain:
                 speculation = {**(arm.vllm or {}), **(made.speculation if made else {})}
                 speculation["num_speculative_tokens"] = arm.length
-            plan["arms"][name] = {"target": str(target), "vllm": speculation}
+            environment = {}
+            if arm.plugged is not None:
+                environment = {VARIABLE: json.dumps(arm.plugged), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+                speculation |= {"method": "custom_class", "model": PLUG_IN}
+            plan["arms"][name] = {"target": str(target), "vllm": speculation, "environment": environment}
             (self.work / f"{name}.json").unlink(missing_ok=True)
         (self.work / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         command = [self.python, Path(__file__).with_name("vllm_answers.py"), self.work / "plan.json", self.work]
         with (self.work / "vllm.log").open("w", encoding="utf-8") as log:
-            subprocess.run(command, stdout=log, stderr=log, env={**ENVIRONMENT, **os.environ}, check=False)
+            environment = {**ENVIRONMENT, "PYTHONPATH": str(SOURCE), **os.environ}
+            subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
         for name in arms:
             file = self.work / f"{name}.json"
             if not file.exists():

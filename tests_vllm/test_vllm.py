@@ -11,7 +11,7 @@ import re
 
 import features
 import pytest
-from both import ENVIRONMENT, Arm, Lab, counters
+from both import ENVIRONMENT, LENGTH, Arm, Lab, counters
 from compare import bound, text_differences
 from rich.console import Console
 
@@ -19,12 +19,17 @@ from forerun.demo import FOLDER
 
 DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+MEMBERS = [{"method": method, "num_speculative_tokens": LENGTH} for method in ("suffix", "ngram")]
 CHAIN = {"shape": [1] * 5}
 """Of kinds that draft a tree by default, which vLLM does not."""
 ARMS: dict[str, Arm] = {
     "plain": Arm(),
     # Of several earlier occurrences vLLM copies behind the first, forerun behind the last.
     "ngram": Arm(vllm=LOOKUP, compared="rates"),
+    # forerun's own drafters inside vLLM; what `suffix` has read when a row asks depends on the rows beside it.
+    "plugged_ngram": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2}),
+    "plugged_suffix": Arm(plugged={"method": "suffix"}, compared="rates"),
+    "plugged_first_of": Arm(plugged={"method": "first_of", "drafters": MEMBERS}, compared="rates"),
     # vLLM gives a draft model the target's number format, forerun the one of its checkpoint.
     "draft_model": Arm(vllm=DRAFT, forerun={"dtype": "float32"}),
     "eagle3": Arm(kind="eagle3"),

@@ -1,8 +1,8 @@
 """vLLM's greedy answers to the prompts of a plan, and what became of every draft, as JSON: one file per arm.
 
-Usage: ``python vllm_answers.py PLAN FOLDER``. Runs in vLLM's own environment, so it imports nothing of forerun. vLLM is
-imported once; every arm has a forked process, a fresh engine and a log of its own. What vLLM raises is the arm's
-answer.
+Usage: ``python vllm_answers.py PLAN FOLDER``. Runs in vLLM's own environment, so it imports nothing of forerun (vLLM
+does, where forerun's plug-in drafts). vLLM is imported once; every arm has a forked process, a fresh engine and a log
+of its own. What vLLM raises is the arm's answer.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def _run(plan: dict[str, Any], arm: str, folder: Path) -> None:
     with (folder / f"{arm}.log").open("w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    os.environ.update(plan["arms"][arm]["environment"])
     try:
         found = answer(plan, arm)
     except Exception as error:

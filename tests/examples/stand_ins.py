@@ -66,6 +66,7 @@ NOT_OURS = {
     r"^forerun VERB ": "says what a command looks like",
     r"-m pytest\b": "these very tests",
     r"convert_hf_to_gguf\.py ": "llama.cpp's converter",
+    r" vllm serve ": "vLLM; `make test-vllm` drafts in it",
     r"^lm_eval ": "needs lm-evaluation-harness and a data set; tests/serve/test_client_features.py asks as it does",
     r"bin/(ruff|mypy|zensical)\b": "other people's tools",
 }
