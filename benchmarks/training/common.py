@@ -41,14 +41,14 @@ from forerun.training.features.online import OnlineFeatures  # noqa: E402
 FILES_AT_ONCE = 32
 
 
-def load_target(name: str, device: str) -> tuple[Any, Any]:
-    """(frozen bfloat16 causal LM, tokenizer) of a directory, hub id or shipped model's name."""
+def load_target(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """(frozen causal LM, tokenizer) of a directory, hub id or shipped model's name."""
     from transformers import AutoTokenizer
 
     from forerun.model.load import LoadOptions, open_model, read_config
 
     found = demo.resolve(name)
-    options = LoadOptions(dtype="bfloat16", device=device)
+    options = LoadOptions(dtype=dtype, device=device)
     model = open_model(found, options, read_config(found, options), quiet=True)
     model.requires_grad_(False)
     return model, AutoTokenizer.from_pretrained(found)

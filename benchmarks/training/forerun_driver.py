@@ -50,7 +50,7 @@ def main(job_file: str, result_file: str) -> None:
     torch.set_num_threads(job["threads"])
     windows = load_file(job["windows"])["windows"]
     began = time.perf_counter()
-    model, _ = common.load_target(job["target"], "cpu")
+    model, _ = common.load_target(job["target"], "cpu", "bfloat16")
     names = ("norm_before_fc", "norm_before_residual", "norm_output")
     options = {name: job["post_norm"] for name in names} | {"own_lm_head": job["lm_head"] == "own"}
     config = EagleConfig.for_target("eagle3", model, None, {**options, "boundaries": tuple(job["boundaries"])})

@@ -172,7 +172,8 @@ def layerskip(bench: Bench) -> None:
         new = bench.measure(f"exit after {place} of {layers} layers, LayerSkip", config, after)
         if all(rate(line) * 1.3 < 1 for line in old.values()):  # else there is no room for the goal
             bench.compare(f"acceptance, exit after {place} layers, LayerSkip / before", 1.30, new, old, rate)
-    losses = [held_out_loss(name, bench.arguments.device) for name in (trained, bench.arguments.target)]
+    texts = min(24, 2 * bench.arguments.prompts)
+    losses = [held_out_loss(name, bench.arguments.device, texts) for name in (trained, bench.arguments.target)]
     note = f"{losses[0]:.3f} over {losses[1]:.3f} nats per token"
     bench.goals.append(at_most("target's held-out loss, LayerSkip / before", 1.02, losses[0] / losses[1], note))
 
@@ -188,7 +189,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {"distill": distill, "layerski
 
 
 @torch.inference_mode()
-def held_out_loss(name: str, device: str, texts: int = 24, length: int = 512) -> float:
+def held_out_loss(name: str, device: str, texts: int, length: int = 512) -> float:
     """Nats per token of a causal LM on excerpts of held-out files."""
     model, tokenizer = load_target(name, device)
     losses = []

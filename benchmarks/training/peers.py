@@ -317,7 +317,7 @@ def main() -> None:
     interpreters = {"forerun": Path(sys.executable), "speculators": make_environment()}
     if arguments.install_only:
         return
-    model, tokenizer = common.load_target(arguments.target, "cpu")
+    model, tokenizer = common.load_target(arguments.target, "cpu", "bfloat16")
     windows, search_prompts = write_windows(arguments, tokenizer)
     target = str(Path(demo.resolve(arguments.target)).resolve())
     boundaries = default_boundaries(model.config.num_hidden_layers)

@@ -284,7 +284,7 @@ def main() -> None:
     """Measure, and write the entry ``step_cost`` of training.json."""
     arguments = arguments_of()
     machine = common.start(arguments)
-    model, tokenizer = common.load_target(arguments.target, arguments.device)
+    model, tokenizer = common.load_target(arguments.target, arguments.device, "bfloat16")
     windows = common.text_windows(tokenizer, 32 * arguments.rows, arguments.length)
     arms = [prepare(arguments, model, windows, steps) for steps in arguments.steps]
     for number in range(arguments.repeats):

@@ -81,6 +81,8 @@ SAMPLED = SamplingParams(
     max_tokens=5,
 )
 """Everything on, and few enough outcomes to count; the four tokens after the first make room for three levels."""
+UNWEARY = replace(SAMPLED, logits_processors=())
+"""As most users ask: drafts are drawn a level at a time, not node by node on the host."""
 FAMILY = 1e-6
 """Chance that a right implementation fails anywhere in the suite."""
 TESTS = 128
@@ -486,12 +488,20 @@ def oracle(depth: int = 3) -> Variant:
     return Variant("draft_model", "oracle", {"model": model(), "num_speculative_tokens": depth})
 
 
-def llm(variant: Variant | None, *, rule: str | None = None, rows: int = 8, check: bool = True) -> LLM:
+def llm(
+    variant: Variant | None,
+    *,
+    rule: str | None = None,
+    rows: int = 8,
+    check: bool = True,
+    target: LlamaForCausalLM | None = None,
+    tokenizer: Any = False,
+) -> LLM:
     """An engine on the tiny target, without the self-check at load: the suite has to find every bug itself."""
     config = None if variant is None else variant.config(rule)
     return LLM(
-        model(),
-        tokenizer=False,
+        model() if target is None else target,
+        tokenizer=tokenizer,
         speculative_config=config,
         max_num_seqs=rows,
         max_model_len=64,
@@ -543,9 +553,9 @@ def exact_outcomes(prompt: Sequence[int], params: SamplingParams) -> dict[tuple[
 
 
 @functools.cache
-def expected() -> dict[tuple[int, ...], float]:
-    """The distribution of the answers to `PROMPT` under `SAMPLED`."""
-    return exact_outcomes(PROMPT, SAMPLED)
+def expected(*, weary: bool = True) -> dict[tuple[int, ...], float]:
+    """The distribution of the answers to `PROMPT` under `SAMPLED`, or under that without a processor of the user's."""
+    return exact_outcomes(PROMPT, SAMPLED if weary else UNWEARY)
 
 
 MOST_CELLS = 40
@@ -564,9 +574,9 @@ def draws(detect: float = 0.2) -> int:
     return draws_for(MOST_CELLS, LEVEL, Plan(detect=detect, power=0.99))
 
 
-def sample(engine: LLM, draws: int, *, seeded: bool = False) -> Counter[tuple[int, ...]]:
-    """Answers to `PROMPT` under `SAMPLED`, one for each seed or, as most users ask, without any."""
-    params = [replace(SAMPLED, seed=seed if seeded else None) for seed in range(draws)]
+def sample(engine: LLM, draws: int, *, seeded: bool = False, weary: bool = True) -> Counter[tuple[int, ...]]:
+    """Answers to `PROMPT` as `expected`, one for each seed or, as most users ask, without any."""
+    params = [replace(SAMPLED if weary else UNWEARY, seed=seed if seeded else None) for seed in range(draws)]
     with remembered_distributions():
         outputs = engine.generate(as_prompts([PROMPT] * draws), params)
     return Counter(tuple(tokens) for tokens in tokens_of(outputs))

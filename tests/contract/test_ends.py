@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,11 @@ def answer(engine: LLM, params: SamplingParams) -> CompletionOutput:
     return engine.generate(as_prompts([PROMPT]), params)[0].outputs[0]
 
 
+def answers(engine: LLM, asked: Sequence[SamplingParams]) -> list[CompletionOutput]:
+    """Side by side, so that rows end while others go on and new ones take their place."""
+    return [output.outputs[0] for output in engine.generate(as_prompts([PROMPT] * len(asked)), asked)]
+
+
 def text_of_the_target() -> list[int]:
     """The greedy answer, long enough to be cut anywhere."""
     return plain_greedy(PROMPT, GREEDY)
@@ -35,18 +41,19 @@ def test_the_oracle_accepts_whole_blocks() -> None:
 
 @everyone
 def test_max_tokens(variant: Variant) -> None:
-    engine = llm(variant)
-    for length in range(1, LENGTH + 1):
-        found = answer(engine, replace(GREEDY, max_tokens=length))
+    lengths = range(1, LENGTH + 1)
+    found_all = answers(llm(variant), [replace(GREEDY, max_tokens=length) for length in lengths])
+    for length, found in zip(lengths, found_all, strict=True):
         assert found.token_ids == text_of_the_target()[:length]
         assert found.finish_reason == "length"
 
 
 @everyone
 def test_stop_token_ids(variant: Variant) -> None:
-    engine, whole = llm(variant), text_of_the_target()
-    for stop in sorted(set(whole)):
-        found = answer(engine, replace(GREEDY, stop_token_ids=[stop]))
+    whole = text_of_the_target()
+    stops = sorted(set(whole))
+    found_all = answers(llm(variant), [replace(GREEDY, stop_token_ids=[stop]) for stop in stops])
+    for stop, found in zip(stops, found_all, strict=True):
         assert found.token_ids == whole[: whole.index(stop) + 1]
         assert (found.finish_reason, found.stop_reason) == ("stop", stop)
 
@@ -57,11 +64,11 @@ def test_end_of_text(variant: Variant) -> None:
     for stop in sorted(set(whole))[::2]:
         ending = copy.deepcopy(model())
         ending.generation_config.eos_token_id = [stop]
-        engine = LLM(ending, tokenizer=False, speculative_config=variant.config(), max_model_len=64)
-        found = answer(engine, GREEDY)
+        engine = llm(variant, target=ending)
+        found, ignoring = answers(engine, [GREEDY, replace(GREEDY, ignore_eos=True)])
         assert found.token_ids == whole[: whole.index(stop) + 1]
         assert (found.finish_reason, found.stop_reason) == ("stop", None)
-        assert answer(engine, replace(GREEDY, ignore_eos=True)).token_ids == whole
+        assert ignoring.token_ids == whole
 
 
 @everyone
@@ -80,12 +87,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @everyone
 def test_stop_strings(variant: Variant, tokenizer: PreTrainedTokenizerFast) -> None:
-    engine = LLM(model(), tokenizer=tokenizer, speculative_config=variant.config(), max_model_len=64)
+    engine = llm(variant, tokenizer=tokenizer)
     whole = answer(engine, GREEDY).text
-    for start in range(0, len(whole) - 6, 5):
-        stop = whole[start : start + 6]
-        found = answer(engine, replace(GREEDY, stop=stop))
-        assert found.text == whole[: whole.index(stop)]
-        assert (found.finish_reason, found.stop_reason) == ("stop", stop)
-        kept = answer(engine, replace(GREEDY, stop=stop, include_stop_str_in_output=True))
-        assert kept.text == whole[: whole.index(stop) + len(stop)]
+    stops = [whole[start : start + 6] for start in range(0, len(whole) - 6, 5)]
+    cut = answers(engine, [replace(GREEDY, stop=stop) for stop in stops])
+    kept = answers(engine, [replace(GREEDY, stop=stop, include_stop_str_in_output=True) for stop in stops])
+    for stop, without, with_it in zip(stops, cut, kept, strict=True):
+        assert without.text == whole[: whole.index(stop)]
+        assert (without.finish_reason, without.stop_reason) == ("stop", stop)
+        assert with_it.text == whole[: whole.index(stop) + len(stop)]

@@ -32,7 +32,7 @@ from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import Budget
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0, max_tokens=18)
 CASES = [
     pytest.param(GREEDY, id="greedy"),
     pytest.param(replace(SAMPLED, seed=5, max_tokens=24), id="sampled", marks=pytest.mark.slow),
