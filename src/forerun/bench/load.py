@@ -43,7 +43,8 @@ class Load:
     def label(self) -> str:
         """For tables, and what tells loads apart."""
         if self.rate is not None:
-            return f"{self.rate:g} requests/s"
+            evenness = "" if self.burstiness == 1 else f", burstiness {self.burstiness:g}"
+            return f"{self.rate:g} requests/s{evenness}"
         return "1 user" if self.concurrency == 1 else f"{self.concurrency} users"
 
     def arrivals(self, count: int, seed: int) -> list[float]:
@@ -69,8 +70,9 @@ class Measured:
     """As the server counted, else as its answers tell; None where neither says anything."""
 
 
-async def measure(server: Server, tasks: Sequence[Task], load: Load, asking: Asking, tell: Tell = lambda done: None,
-                  *, seed: int = 0) -> Measured:  # fmt: skip
+async def measure(
+    server: Server, tasks: Sequence[Task], load: Load, asking: Asking, tell: Tell = lambda done: None, *, seed: int = 0
+) -> Measured:
     """Ask all `tasks`; `tell` hears how many are done."""
     arrivals = load.arrivals(len(tasks), seed)
     slots = asyncio.Semaphore(load.concurrency or len(tasks) or 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ class Bench:
         request of a load failed."""
         loads: list[dict[str, Any]] = record.setdefault("loads", [])
         done = {load["load"] for load in loads}
+        left = [load for load in self.loads if load.label not in done]
+        if not left:
+            return
         async with AsyncExitStack() as opened:
             for server in (self.baseline, self.server):
                 if server is not None:
@@ -47,10 +51,9 @@ class Bench:
                     for task in self.tasks[: self.warmup]:
                         await converse(server, task, self.asking, 0.0)
             record |= {"engine": self.server.engine, "served_model": self.server.model}
-            for load in self.loads:
-                if load.label not in done:
-                    loads.append(await self._measured(load, tell))
-                    save()
+            for load in left:
+                loads.append(await self._measured(load, tell))
+                save()
 
     async def _measured(self, load: Load, tell: Tell) -> dict[str, Any]:
         """The server's figures; beside them the baseline's, how much faster the server was, and whether it said the
@@ -60,9 +63,10 @@ class Bench:
         record = summarise(found, self.limits)
         if base is not None:
             record["baseline"] = summarise(base, self.limits)
-            record["speedup"] = record["output_throughput"] / record["baseline"]["output_throughput"]
-            said = [[(answer.task, answer.text) for answer in one.answers] for one in (base, found)]
-            record["identical_answers"] = sum(one == other for one, other in zip(*said, strict=False))
+            before = record["baseline"]["output_throughput"]
+            record["speedup"] = record["output_throughput"] / before if before else None
+            said = _texts(base)
+            record["identical_answers"] = sum(said.get(turn) == text for turn, text in _texts(found).items())
         return record
 
     async def _on(self, server: Server, load: Load, words: str, tell: Tell) -> Measured:
@@ -71,3 +75,14 @@ class Bench:
         if all(errors):
             raise ServerError(f"all {len(errors)} requests to {server.url} failed; the first: {errors[0]}")
         return found
+
+
+def _texts(found: Measured) -> dict[tuple[str, int], str]:
+    """The answers without a fault, by task and which of its questions."""
+    asked = Counter[str]()
+    texts = {}
+    for answer in found.answers:
+        if answer.error is None:
+            texts[answer.task, asked[answer.task]] = answer.text
+        asked[answer.task] += 1
+    return texts
