@@ -72,9 +72,7 @@ MARKING = replace(
     phases=((0.75, 512), (0.25, 1024)),
     guide_weight=1.0,
 )
-DECIDING = replace(
-    MARKING, tokens=1_900_000, muon_rate=1.2e-3, adam_rate=5.0e-4, phases=((1.0, 512),), averaged_share=0.3
-)
+DECIDING = replace(MARKING, tokens=1_900_000, muon_rate=1.2e-3, adam_rate=5.0e-4, phases=((1.0, 512),))
 MARKED = {"texts": 0.25, "edits": 0.2, "lines": 600, "names": 2_000, "tokens": 400, "dialogues": False}
 DECIDED = {
     "texts": 0.04,

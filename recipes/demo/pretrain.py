@@ -16,7 +16,6 @@ from guide import COLUMNS, NOWHERE, TOKEN_LAYERS, Document, GuidedAttention
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel
 from transformers import AttentionInterface, LlamaForCausalLM
 
 from forerun.devices import multiplies
@@ -61,8 +60,6 @@ class Schedule:
     """What a token of a file weighs beside one of an answer."""
     guide_weight: float = 0.0
     """What a nat of the guided layers weighs beside one of the text."""
-    averaged_share: float = 0.0
-    """Share of the steps, at the end, of whose weights the mean is kept (SWA, arXiv 1803.05407)."""
     save_every_s: float = 300.0
 
     @property
@@ -217,11 +214,10 @@ def train(
     attention = GuidedAttention()
     AttentionInterface.register("guided", attention)
     model.set_attn_implementation("guided")
-    averaged = AveragedModel(model)
     if schedule.guide_weight:
         attention.listen(model)
     optimizers = optimizers_for(model, schedule)
-    first = _resume(folder, model, averaged, optimizers)
+    first = _resume(folder, model, optimizers)
     saved = time.monotonic()
     columns = (
         TextColumn("{task.description}"),
@@ -235,18 +231,14 @@ def train(
         for step in range(first, schedule.steps):
             began = time.monotonic()
             loss, missed = _step(model, stream, schedule, optimizers, step, attention=attention, teacher=teacher)
-            if step >= (1 - schedule.averaged_share) * schedule.steps:
-                averaged.update_parameters(model)
             speed = schedule.batch_tokens / (time.monotonic() - began)
             figures = {"loss": round(loss, 4), "guide": round(missed, 4), "tokens_per_second": round(speed)}
             log.write(json.dumps({"step": step, **figures}) + "\n")
             log.flush()
             progress.update(bar, completed=step + 1, description=f"loss {loss:.3f}")
             if time.monotonic() - saved > schedule.save_every_s or step + 1 == schedule.steps:
-                _save(folder, model, averaged, optimizers, step + 1)
+                _save(folder, model, optimizers, step + 1)
                 saved = time.monotonic()
-    if schedule.averaged_share:
-        model.load_state_dict(averaged.module.state_dict())
 
 
 def _step(
@@ -290,28 +282,18 @@ def _untold(model: LlamaForCausalLM, attention: GuidedAttention, layer: int, ids
     return hard_loss(states, model.lm_head.weight, weights, following[known]).loss
 
 
-def _save(
-    folder: Path,
-    model: LlamaForCausalLM,
-    averaged: AveragedModel,
-    optimizers: list[torch.optim.Optimizer],
-    step: int,
-) -> None:
-    models = {"model": model.state_dict(), "averaged": averaged.state_dict()}
-    state = {"step": step, **models, "optimizers": [o.state_dict() for o in optimizers]}
+def _save(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
     torch.save(state, folder / "state.tmp")
     os.replace(folder / "state.tmp", folder / "state.pt")
 
 
-def _resume(
-    folder: Path, model: LlamaForCausalLM, averaged: AveragedModel, optimizers: list[torch.optim.Optimizer]
-) -> int:
+def _resume(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
     path = folder / "state.pt"
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
-    averaged.load_state_dict(state["averaged"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     return int(state["step"])

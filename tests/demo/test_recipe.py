@@ -260,19 +260,16 @@ def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
         return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **shape))
 
     length = {"tokens": 512, "batch_tokens": 64, "warmup_steps": 2, "phases": ((1.0, 32),), "save_every_s": 0.0}
-    schedule = pretrain.Schedule(**length, distill_weight=0.9, averaged_share=0.5)
+    schedule = pretrain.Schedule(**length, distill_weight=0.9)
     documents = [[number % 7 + 2 for number in range(start, start + 50)] for start in range(40)]
     marks = pretrain.Marks(question=60, answer=61, text=0)
     for teacher in (None, model(2).eval()):
         whole, stopped, again = model(1), model(1), model(1)
         folder = tmp_path / str(teacher is None)
         stream = pretrain.TokenStream([guide.Document(ids) for ids in documents], marks, seed=1)
-        seen = list[torch.Tensor]()
+        pretrain.train(whole, stream, schedule, folder / "whole", teacher)
         with monkeypatch.context() as patch:
-            patch.setattr(pretrain, "_step", _watched(pretrain._step, seen, 8))
-            pretrain.train(whole, stream, schedule, folder / "whole", teacher)
-            torch.testing.assert_close(whole.lm_head.weight, torch.stack(seen[4:]).mean(0))
-            patch.setattr(pretrain, "_step", _watched(pretrain._step, [], 6))
+            patch.setattr(pretrain, "_step", _interrupted(pretrain._step, 6))
             with pytest.raises(KeyboardInterrupt):
                 pretrain.train(stopped, stream, schedule, folder / "stopped", teacher)
         pretrain.train(again, stream, schedule, folder / "stopped", teacher)
@@ -282,17 +279,15 @@ def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
         assert pretrain.held_out_loss(whole, documents[:4], 0, 32) < before - (0.5 if teacher is None else 0.05)
 
 
-def _watched(step: Any, seen: list[torch.Tensor], last: int) -> Any:
-    """The recipe's `step`, which notes the weights that it leaves and is interrupted when number `last` is to begin."""
+def _interrupted(step: Any, last: int) -> Any:
+    """The recipe's `step`, until number `last` is to begin."""
 
-    def watched(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, **more: Any) -> Any:
+    def until(model: Any, stream: Any, schedule: Any, optimizers: Any, number: int, **more: Any) -> Any:
         if number == last:
             raise KeyboardInterrupt
-        figures = step(model, stream, schedule, optimizers, number, **more)
-        seen.append(model.lm_head.weight.detach().clone())
-        return figures
+        return step(model, stream, schedule, optimizers, number, **more)
 
-    return watched
+    return until
 
 
 def test_questions_texts_and_answers_weigh_what_the_schedule_says(recipe: Path) -> None:
