@@ -128,15 +128,10 @@ class TokenTree:
     def seal(self) -> TokenTree:
         """Make the tree read-only, so that who writes to it gets an error instead of another answer; returns it."""
         for name in _COLUMNS:
-            setattr(self, name, tuple(getattr(self, name)))
-        self.probes = frozenset(self.probes)  # type: ignore[assignment]
-        vars(self)["_sealed"] = True
+            vars(self)[name] = tuple(getattr(self, name))
+        vars(self)["probes"] = frozenset(self.probes)
+        self.__class__ = _Sealed
         return self
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if "_sealed" in vars(self):
-            raise AttributeError(f"cannot set {name}: what is scored is read-only; change a `copy()` of the tree")
-        vars(self)[name] = value
 
     def only(self, nodes: Iterable[int]) -> TokenTree:
         """The tree of the root and these nodes alone; the parent of each is among them."""
@@ -222,6 +217,13 @@ class TokenTree:
             sure = 0.0 if node in self.probes else min(max(self.confidence[node], 0.0), 1.0)
             found.append(found[self.parents[node]] * sure)
         return found
+
+
+class _Sealed(TokenTree):
+    """What `TokenTree.seal` makes of a tree; a class of its own, since a check in the other's would slow each tree."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"cannot set {name}: what is scored is read-only; change a `copy()` of the tree")
 
 
 _COLUMNS = ("tokens", "parents", "depths", "drawn", "confidence")

@@ -53,7 +53,7 @@ class _Sequence:
     def begins(self, tokens: NDArray[np.int32]) -> bool:
         """Whether `tokens` go on with this text."""
         known = len(self.text)
-        return known <= len(tokens) and bool(np.array_equal(tokens[:known], self.held[:known]))
+        return known <= len(tokens) and bool((tokens[:known] == self.held[:known]).all())
 
 
 class Sequences:
@@ -92,7 +92,7 @@ class Sequences:
         if any(fresh):
             grown = [index for index, count in enumerate(fresh) if count]
             self.drafter.extend(_context([found[index] for index in grown], [fresh[index] for index in grown]))
-        trees = [TokenTree(sequence.text[-1]) for sequence in found]
+        trees = dict[int, TokenTree]()
         asked = [index for index, nodes in enumerate(most) if nodes > 0]
         if asked:
             limits = tuple(most[index] for index in asked)
@@ -100,7 +100,7 @@ class Sequences:
             drafted = self.drafter.propose(context, Budget(nodes=limits, depth=limits))
             for index, tree in zip(asked, drafted, strict=True):
                 trees[index] = tree
-        return trees
+        return [trees.get(index) or TokenTree(one.text[-1]) for index, one in enumerate(found)]
 
     def _found(self, texts: Sequence[NDArray[np.int32]]) -> tuple[list[_Sequence], list[int]]:
         """Each row's sequence and how many of its tokens are new. They are kept in the order of the rows, so that a row

@@ -91,9 +91,13 @@ class Guarded(Drafter):
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         """Its trees, as far as they are sound; roots alone for all other rows."""
-        trees, places = [tree.seal() for tree in context.trees()], self._open(context)
-        if not places:
-            return trees
+        places = self._open(context)
+        trees = self._proposed(context, places, budget) if places else {}
+        return [trees.get(place) or TokenTree(tokens[-1]).seal() for place, tokens in enumerate(context.tokens)]
+
+    def _proposed(self, context: DraftContext, places: Sequence[int], budget: Budget) -> dict[int, TokenTree]:
+        """By place: what is sound of the trees for these rows."""
+        trees = dict[int, TokenTree]()
         nodes, depths = (tuple([values[place] for place in places]) for values in (budget.nodes, budget.depth))
         part = self._seen(context, places)
         with self._guarding(part.rows, "to propose"):
