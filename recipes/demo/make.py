@@ -174,13 +174,19 @@ def make_tokenizer(work: Path) -> None:
 
 
 def make_model(role: str, work: Path) -> None:
+    """Train the rounds of a role that follow the last one of which ``work/role-N`` holds a checkpoint. Where nothing is
+    left of a run, the shipped target can be put there as ``target-2``, whose rounds it had."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     files, _ = corpus.split(corpus.read_standard_library())
     model = build_model(role, tokenizer)
     marks = pretrain.Marks(
         **dict(zip(("question", "answer", "text"), tokenizer.convert_tokens_to_ids(demo_tokenizer.MARKS), strict=True))
     )
-    for number, part in enumerate(ROUNDS[role], start=1):
+    rounds = range(1, len(ROUNDS[role]) + 1)
+    done = max((number for number in rounds if (work / f"{role}-{number}/config.json").is_file()), default=0)
+    if done:
+        model = LlamaForCausalLM.from_pretrained(work / f"{role}-{done}", dtype=torch.float32)
+    for number, part in enumerate(ROUNDS[role][done:], start=done + 1):
         teacher = None
         if part.teacher:
             teacher = LlamaForCausalLM.from_pretrained(work / part.teacher, dtype=torch.float32).eval()

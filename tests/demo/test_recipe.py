@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forerun import demo
 from forerun.cli.leaderboard import DEPTH
+from forerun.demo import resolve
 from forerun.drafters.heads.kinds import KINDS
 from forerun.training.recipe import read_recipe
 from forerun.training.shrink import spaced
@@ -277,6 +278,40 @@ def test_both_roles_train_and_a_stopped_run_goes_on_the_same(
         assert all(torch.equal(one, other) for one, other in pairs)
         before = pretrain.held_out_loss(model(1), documents[:4], 0, 32)
         assert pretrain.held_out_loss(whole, documents[:4], 0, 32) < before - (0.5 if teacher is None else 0.05)
+
+
+def test_rounds_go_on_behind_the_last_that_left_a_checkpoint(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each starts from the weights of the one before, and keeps its share of them."""
+    import make
+    import pretrain
+
+    began = list[tuple[str, float]]()
+
+    def train(model: LlamaForCausalLM, _stream: Any, _schedule: Any, folder: Path, teacher: Any) -> None:
+        began.append((folder.name, float(model.lm_head.weight.detach().mean())))
+        assert (teacher is not None) == (folder.name != "draft-training-2")
+        for weight in model.parameters():
+            weight.detach().fill_(len(began))
+
+    rounds = [make.Round(pretrain.Schedule(tokens=1), teacher=name, kept=kept) for name, kept in
+              (("draft-1", 0.0), ("", 0.0), ("draft-1", 0.5))]  # fmt: skip
+    monkeypatch.setattr(make, "ROUNDS", {"draft": tuple(rounds)})
+    monkeypatch.setattr(make, "training_documents", lambda *_, **__: [])
+    monkeypatch.setattr(pretrain, "train", train)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(resolve("demo-draft")))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    first = make.build_model("draft", tokenizer)
+    for weight in first.parameters():
+        weight.detach().fill_(7.0)
+    first.save_pretrained(tmp_path / "draft-1")
+    make.make_model("draft", tmp_path)
+    assert began == [("draft-training-2", 7.0), ("draft-training-3", 1.0)]
+    made = LlamaForCausalLM.from_pretrained(tmp_path / "draft")
+    assert {float(weight.detach().mean()) for weight in made.parameters()} == {1.5}, (
+        "half of the second's 1, half of the third's 2"
+    )
 
 
 def _interrupted(step: Any, last: int) -> Any:
