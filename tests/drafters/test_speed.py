@@ -62,7 +62,7 @@ def test_the_contract() -> None:
     for params in (test_greedy.NEUTRAL, test_greedy.PENALISED):
         test_greedy.test_greedy_output_is_the_targets(SPEED, params)
     test_greedy.test_rows_that_differ_in_everything_do_not_disturb_each_other(SPEED)
-    test_distribution.test_the_default_rule_keeps_the_distribution(SPEED, 0.2)
+    test_distribution.test_the_default_rule_keeps_the_distribution(SPEED, 0.3, weary=True)
     test_distribution.test_a_walk_gives_the_very_text_of_plain_decoding(SPEED)
     test_distribution.test_a_seed_gives_the_same_text_alone_and_in_company(SPEED)
     test_ends.test_max_tokens(SPEED)
