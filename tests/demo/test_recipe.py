@@ -34,8 +34,8 @@ def recipe() -> Iterator[Path]:
     sys.path.insert(0, str(RECIPE))
     yield RECIPE
     sys.path.remove(str(RECIPE))
-    for name in ("corpus", "drills", "edits", "guide", "head", "pretrain", "tokenizer"):
-        sys.modules.pop(name, None)
+    for script in RECIPE.glob("*.py"):
+        sys.modules.pop(script.stem, None)
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,8 @@ def ship(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(corpus, "split", lambda files: (files[:1], files[1:]))
     monkeypatch.setattr(corpus, "is_prompt", lambda file: True)
     yield ship
-    for name in ("corpus", "edits", "guide", "ship", "pretrain", "tokenizer"):
-        sys.modules.pop(name, None)
+    for script in RECIPE.glob("*.py"):
+        sys.modules.pop(script.stem, None)
 
 
 @pytest.fixture
