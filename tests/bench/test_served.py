@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,20 +153,19 @@ class TestCounters:
 
 class TestLoad:
     def test_users_at_a_time(self) -> None:
-        script = Script(lambda body: [0.05, *said("a", tokens=3)])
+        together = threading.Barrier(2, timeout=30)
+        script = Script(lambda body: said("a", tokens=3 if together.wait() >= 0 else 0))
         with scripted(script) as url:
             found = run(url, TASKS, Load(concurrency=2))
-        assert script.most == 2 and len(found.answers) == 6
-        assert found.seconds >= 3 * 0.05
+        assert script.most == 2 and len(found.answers) == 6, "always two, or the barrier breaks; never three"
         assert {one.task for one in found.answers} == {task.id for task in TASKS}
 
     def test_arrivals_do_not_wait_for_answers(self) -> None:
-        script = Script(lambda body: [0.4, *said("a", tokens=3)])
+        all_here = threading.Barrier(len(TASKS), timeout=30)
+        script = Script(lambda body: said("a", tokens=3 if all_here.wait() >= 0 else 0))
         with scripted(script) as url:
             found = run(url, TASKS, Load(rate=200.0))
-        assert script.most > 2
-        sent = sorted(one.sent_s for one in found.answers)
-        assert sent[-1] < 0.4, "all came before the first was answered"
+        assert script.most == len(TASKS) and not any(one.error for one in found.answers)
 
     def test_arrivals_have_the_rate_and_the_burstiness_and_repeat(self) -> None:
         for burstiness in (0.25, 1.0, 16.0):
@@ -199,7 +199,7 @@ class TestClient:
             (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
         assert (found.text, found.tokens, found.prompt_tokens, found.counted) == ("a b c", 9, 7, True)
         assert found.ttft_s is not None and 0.1 <= found.ttft_s < found.seconds
-        assert len(found.gaps_s) == 1 and found.gaps_s[0] >= 0.09
+        assert len(found.gaps_s) == 1
         (body,) = script.bodies
         assert body["stream"] and body["stream_options"] == {"include_usage": True} and body["max_tokens"] == 8
 
@@ -228,14 +228,14 @@ class TestClient:
             (said("a")[:1], "ended before"),
             ([b'data: {"error": {"message": "preempted"}}\n\n'], "preempted"),
             ([b"data: {broken\n\n"], "no JSON"),
-            ([0.6, *said("a")], "no answer for 0.3 s"),
+            ([6.0, *said("a")], "no answer for 3 s"),
         ],
     )
     def test_a_failing_request_is_counted_by_itself_and_the_others_go_on(self, answered: Any, words: str) -> None:
         fails = TASKS[2].questions[0]
         script = Script(lambda body: answered if body["messages"] == list(fails) else said("a", tokens=2))
         with scripted(script) as url:
-            found = run(url, TASKS, Load(concurrency=2), timeout_s=0.3)
+            found = run(url, TASKS, Load(concurrency=2), timeout_s=3.0)
         errors = {one.task: one.error for one in found.answers if one.error}
         assert list(errors) == ["2"] and words in str(errors["2"])
 
@@ -286,18 +286,19 @@ class TestWorkloads:
 
 class TestCommand:
     def test_a_server_beside_a_baseline(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        slow = Script(lambda body: [0.05, *said("same", tokens=4)])
+        plain = Script(lambda body: said("same", tokens=4))
         fast = Script(
             lambda body: said("same", tokens=4), metrics=lambda n: VLLM_PAGE.format(2 * n, 4 * n, 3 * n, n, n)
         )
         out, page, plot = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "r.svg"
-        with scripted(slow) as base, scripted(fast) as url:
+        with scripted(plain) as base, scripted(fast) as url:
             words = ("--server", url, "--baseline-server", base, "--num-prompts", 4, "--warmup", 1, "-t", 0)
             assert bench(*words, "--out", out, "--report", page, "--plot", plot, "--json") == 0
         (load,) = json.loads(capsys.readouterr().out)["loads"]
-        assert load["speedup"] > 1.5 and load["identical_answers"] == 4 and load["completed"] == 4
+        ratio = load["output_throughput"] / load["baseline"]["output_throughput"]
+        assert load["speedup"] == pytest.approx(ratio) and load["identical_answers"] == load["completed"] == 4
         assert load["spec_decode_acceptance_length"] == 2.5 and load["spec_decode_num_drafts"] == 8, "not the warm-up's"
-        assert len(fast.bodies) == len(slow.bodies) == 5
+        assert len(fast.bodies) == len(plain.bodies) == 5
         assert {body["temperature"] for body in fast.bodies} == {0}
         assert json.loads(out.read_text())["loads"] == [load]
         assert "1 user" in page.read_text() and page.read_text().count("<svg") == 2 and "<svg" in plot.read_text()
