@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 # Processes that tests are spread over; each gets its share of the cores.
 WORKERS ?= 2
 # What `make test-fast` looks at; of these folders, modules marked `thorough` are left out.
-FAST := $(wildcard tests/test_*.py) $(addprefix tests/,checkpoints cli demo drafters engine plan target training verify) \
+FAST := $(wildcard tests/test_*.py) $(addprefix tests/,checkpoints cli core demo drafters engine model plan rules training) \
 	tests/contract/test_greedy.py
 
 .PHONY: help demo test test-fast test-slow test-vllm waits check bench docs clean
@@ -45,7 +45,7 @@ demo: $(READY) ## the shipped model answers the same thing twice, plainly and sp
 test: $(READY) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-fast: $(READY) ## what to run while you work: under 90 s on two idle cores
+test-fast: $(READY) ## what to run while you work: minutes on two idle cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not thorough" $(FAST) $(ARGS)
 
 test-slow: $(READY) ## the tests that take minutes

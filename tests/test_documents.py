@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +31,16 @@ def test_every_make_target_that_is_named_exists() -> None:
         "test",
         "test-fast",
     } <= named <= targets
+
+
+def test_every_path_that_make_hands_to_a_program_exists() -> None:
+    """A folder that was renamed ended `make test-fast` with no test run."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS", "WORKERS"))}
+    command = ["make", "-n", "-o", ".venv/.ready", "test-fast", "waits"]
+    said = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, check=True).stdout
+    paths = {word for word in said.split() if re.fullmatch(r"(tests|docs|benchmarks)/[\w./-]+", word)}
+    assert len(paths) > 15
+    assert not {path for path in paths if not (ROOT / path).exists()}
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
