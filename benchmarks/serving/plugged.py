@@ -33,7 +33,7 @@ Propose = Callable[[list[list[int]], NDArray[np.int32], NDArray[np.int32]], Sequ
 
 
 def main() -> None:
-    """Measure, and print a table or, with ``--json``, one line."""
+    """Measure, and print a JSON line for each number of rows and length, or all in one with ``--json``."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
     options.add_argument("--lengths", nargs="+", type=int, default=[500, 4000])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json as js
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,8 +16,9 @@ from rich.text import Text
 from forerun.bench.report import draw, shown, source_of, write_page
 from forerun.bench.summary import worse
 from forerun.cli import CHECK_FAILED, OK, console
-from forerun.cli.options import SAMPLING, Json, SamplingOptions
+from forerun.cli.options import SAMPLING, Json, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
+from forerun.manifests import read_object
 from forerun.plots import check_plot
 from forerun.writing import written
 
@@ -186,28 +186,15 @@ def _asking(workload: WorkloadOptions, load: LoadOptions, sampling: SamplingOpti
     return Asking(
         endpoint=workload.endpoint,
         max_tokens=given.pop("max_tokens"),
-        sampling=given | _object(workload.extra_body),
+        sampling=given | json_object(workload.extra_body or "{}", "--extra-body"),
         timeout_s=load.timeout,
     )
 
 
-def _object(text: str | None) -> dict[str, Any]:
-    try:
-        found = js.loads(text or "{}")
-    except ValueError as error:
-        raise ArgumentError(f"--extra-body is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ArgumentError(f"--extra-body must be a JSON object, got {type(found).__name__}")
-    return found
-
-
 def _read(path: Path) -> dict[str, Any]:
     """A result that an earlier run wrote. DataError: it is none."""
-    try:
-        found = js.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("loads"), list):
+    found = read_object(path, "expected a result of forerun bench")
+    if not isinstance(found.get("loads"), list):
         raise DataError(f"{path} is no result of forerun bench: it has no 'loads'")
     return found
 

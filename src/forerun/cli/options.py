@@ -50,7 +50,7 @@ class SpeculationOptions:
 
     def config(self) -> dict[str, Any] | None:
         """The `speculative_config` of the Python API, None where nothing was asked for."""
-        config = _json_object(self.speculative_config) if self.speculative_config else {}
+        config = json_object(self.speculative_config, "--speculative-config") if self.speculative_config else {}
         short: dict[str, Any] = {"method": self.drafter, "model": self.drafter_model}
         short |= {name: getattr(self, name) for name in ("num_speculative_tokens", "rule", "adaptive")}
         config.update({key: value for key, value in short.items() if value is not None})
@@ -150,11 +150,12 @@ def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Numbe
         raise ArgumentError(f"{option} takes numbers with commas between them, got {text!r}") from error
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str, flag: str) -> dict[str, Any]:
+    """What was given to `flag`. ArgumentError: it is no JSON object."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ArgumentError(f"--speculative-config is not JSON ({error}); quote it in the shell with '...'") from error
+        raise ArgumentError(f"{flag} is not JSON ({error}); quote it in the shell with '...'") from error
     if not isinstance(value, dict):
-        raise ArgumentError(f"--speculative-config must be a JSON object, got {type(value).__name__}")
+        raise ArgumentError(f"{flag} must be a JSON object, got {type(value).__name__}")
     return value

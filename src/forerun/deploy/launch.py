@@ -204,7 +204,7 @@ class Engine(ABC):
 
     def drafts(self, config: SpeculativeConfig) -> list[Draft]:
         """The drafters that a configuration is made of, those that copy first."""
-        return [_draft(one) for one in members(config)]
+        return [_draft(one) for one in _members(config)]
 
     def _main(self, asked: Asked, drafts: Sequence[Draft]) -> Draft:
         able = [one for one in drafts if self.has(one.method, asked.version)]
@@ -375,7 +375,7 @@ def _export(engine: Engine, asked: Asked, draft: Draft) -> str:
     return f"write it as {engine.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
 
 
-def members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
+def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
     """The drafters that a combined one is made of, those that copy first; itself where it is none."""
     from forerun.drafters.combined.members import options_of
 

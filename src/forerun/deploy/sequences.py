@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.deploy import COPYING
+from forerun.deploy import COPYING, methods
 from forerun.drafters import drafter_class
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.guarded import Guarded
@@ -71,7 +71,7 @@ class Sequences:
         parsed = SpeculativeConfig.parse(config)
         if parsed is None:
             raise ArgumentError("no drafter is named; expected for example {'method': 'suffix'}")
-        for method in _methods(config):
+        for method in methods(config):
             if method not in COPYING:
                 raise ArgumentError(
                     f"{method} needs the target's states or distributions, which a plug-in is not given; there are "
@@ -149,10 +149,3 @@ def _context(sequences: Sequence[_Sequence], fresh: Sequence[int]) -> DraftConte
         rng=tuple(Rng(0, len(one.text)) for one in sequences),
         hidden_states={},
     )
-
-
-def _methods(config: Mapping[str, Any]) -> Iterable[str]:
-    """A configuration's drafter and those that it is made of."""
-    yield str(config.get("method"))
-    for member in config.get("drafters", ()):
-        yield from _methods({"method": member} if isinstance(member, str) else member)

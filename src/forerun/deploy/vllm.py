@@ -22,6 +22,7 @@ from forerun.deploy import COPYING
 from forerun.deploy.engines.vllm import SCHEDULE, VARIABLE
 from forerun.deploy.sequences import Sequences, best_path
 from forerun.errors import ArgumentError
+from forerun.manifests import read_object
 
 log = logging.getLogger(__name__)
 
@@ -79,18 +80,15 @@ class ForerunProposer:
 
 def options() -> dict[str, Any]:
     """What ``FORERUN_VLLM_CONFIG`` says, ``suffix`` where there is none. ArgumentError: no JSON object."""
-    text = os.environ.get(VARIABLE, "")
-    if text and not text.lstrip().startswith("{"):
+    text = os.environ.get(VARIABLE) or "{}"
+    if text.lstrip().startswith("{"):
         try:
-            text = Path(text).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"{VARIABLE} is neither a JSON object nor a file that can be read: {error}") from error
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise ArgumentError(f"{VARIABLE} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ArgumentError(f"{VARIABLE} must hold a JSON object, got {type(found).__name__}")
+            found: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise ArgumentError(f"{VARIABLE} is no JSON: {error}") from error
+    else:
+        remedy = f"{VARIABLE} is neither a JSON object nor a file that holds one"
+        found = read_object(Path(text).expanduser(), remedy, ArgumentError)
     found.setdefault("method", "suffix")
     if found["method"] not in COPYING:
         raise ArgumentError(f"{VARIABLE}: a plug-in drafts with {', '.join(COPYING)}, not {found['method']!r}")

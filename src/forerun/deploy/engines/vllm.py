@@ -10,8 +10,8 @@ import json
 from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import NAMES_METHOD
-from forerun.deploy import COPYING
-from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way, members
+from forerun.deploy import COPYING, methods
+from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way
 from forerun.deploy.schedule import Stretch
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
@@ -135,8 +135,8 @@ class Vllm(Engine):
 
 def plugs_in(config: SpeculativeConfig) -> bool:
     """Whether this drafter goes into vLLM as forerun's plug-in: it only copies, and vLLM has none like it."""
-    methods = {config.method, *(one.method for one in members(config))}
-    return methods <= set(COPYING) and config.method not in Vllm.ways
+    made_of = methods({"method": config.method, **config.options})
+    return config.method not in Vllm.ways and set(made_of) <= set(COPYING)
 
 
 def parallel(asked: Asked) -> list[str]:
