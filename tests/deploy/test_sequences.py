@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 
 from forerun.core.tree import TokenTree
 from forerun.deploy import COPYING, vllm
-from forerun.deploy.sequences import Sequences, best_path
+from forerun.deploy.sequences import Sequences
 from forerun.drafters import DRAFTERS
 from forerun.errors import ArgumentError
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 SLOTS = 400
 
 
-def sequences(config: dict[str, Any] | None = None, rows: int = 6) -> Sequences:
-    return Sequences(NGRAM if config is None else config, vocab_size=50, rows=rows, slots=SLOTS)
+def sequences(config: dict[str, Any] | None = None, rows: int = 6, **options: Any) -> Sequences:
+    given = {"vocab_size": 50, "rows": rows, "slots": SLOTS, "nodes": 8} | options
+    return Sequences(NGRAM if config is None else config, **given)
 
 
 def array(tokens: Sequence[int]) -> NDArray[np.int32]:
@@ -85,9 +86,9 @@ def test_drafts_are_those_of_each_request_alone(seed: int) -> None:
 
 def test_only_what_is_new_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     shared, read = sequences(), list[tuple[int, int]]()
-    extend = shared.drafter.extend
+    extend = shared.drafters[0].extend
     monkeypatch.setattr(
-        shared.drafter,
+        shared.drafters[0],
         "extend",
         lambda context: (read.extend(zip(context.rows, context.fresh, strict=True)), extend(context)),
     )
@@ -109,19 +110,19 @@ def test_what_ended_is_forgotten() -> None:
     shared = sequences(rows=2)
     for number in range(50):
         shared.draft([array([number % 50, 1, 2]), array([number % 50, 1, 2])], [2, 2])
-    assert len(shared.drafter.drafter._rows) == 2  # type: ignore[attr-defined]
+    assert len(shared.drafters[0].drafter._rows) == 2  # type: ignore[attr-defined]
     shared.draft([], [])
-    assert not shared.drafter.drafter._rows  # type: ignore[attr-defined]
+    assert not shared.drafters[0].drafter._rows  # type: ignore[attr-defined]
 
 
 def test_suffix_remembers_answers_that_ended() -> None:
-    shared = sequences({"method": "suffix"})
+    shared = sequences({"method": "suffix", "adaptive": False})
     answer = [7, 8, 9, 10, 11, 12]
     for length in range(3, 3 + len(answer)):
         shared.draft([array([1, 2, 3, *answer][: length + 1])], [0])
     shared.draft([], [])
     (tree,) = shared.draft([array([4, 5, 7, 8])], [3])
-    assert best_path(tree)[:2] == [9, 10]
+    assert tree.tokens[1:3] == (9, 10)
 
 
 def test_a_row_that_asks_for_nothing_gets_nothing() -> None:
@@ -135,9 +136,9 @@ def test_the_best_path_has_the_largest_sum_of_survivals(seed: int) -> None:
     for token in range(1, 12):
         tree.add(token, chance.randrange(len(tree.tokens)), confidence=chance.random())
     survival = tree.survival()
-    paths = [[node for node in tree.path(leaf) if node] for leaf in range(len(tree.tokens))]
+    paths = [tree.path(leaf) for leaf in range(len(tree.tokens))]
     best = max(sum(survival[node] for node in path) for path in paths)
-    found = [tree.tokens.index(token) for token in best_path(tree)]
+    found = tree.best_path()
     assert found in paths and sum(survival[node] for node in found) == pytest.approx(best)
 
 
@@ -163,6 +164,74 @@ def test_every_drafter_that_copies_can_be_asked_for() -> None:
         if method != "rest":  # which wants a corpus
             (tree,) = sequences({"method": method, **given.get(method, {})}).draft([array([1, 2, 3, 1, 2])], [3])
             assert tree.size <= 3
+
+
+class TestAdaptive:
+    """How much is drafted follows from what the steps take, seen from outside."""
+
+    @staticmethod
+    def late(node_ms: float, text: Iterator[int], config: dict[str, Any] | None = None) -> tuple[float, float]:
+        """Tokens drafted and accepted a step, after some, where a pass takes 10 ms and `node_ms` for each more."""
+        now, sizes, gains = [0.0], list[int](), list[int]()
+        made = sequences(config or {"method": "suffix"}, slots=4000, clock=lambda: now[0])
+        known = [next(text) for _ in range(40)]
+        for _ in range(150):
+            (tree,) = made.draft([array(known)], [8])
+            draft, accepted = list(tree.tokens[1:]), 0
+            now[0] += 1e-3 * (10 + node_ms * len(draft))
+            known.append(next(text))
+            for token in draft:
+                if token != known[-1]:
+                    break
+                accepted += 1
+                known.append(next(text))
+            sizes.append(len(draft))
+            gains.append(accepted)
+        return sum(sizes[50:]) / 100, sum(gains[50:]) / 100
+
+    def test_what_repeats_is_drafted_where_that_is_cheap(self) -> None:
+        drafted, accepted = self.late(0.2, itertools.cycle(range(7)))
+        assert drafted > 7 and accepted == drafted
+
+    def test_nothing_is_drafted_where_a_node_costs_a_pass(self) -> None:
+        drafted, _ = self.late(11.0, itertools.cycle(range(7)))
+        assert drafted < 0.5
+
+    def test_nothing_is_drafted_where_nothing_repeats_for_long(self) -> None:
+        chance = random.Random(1)
+        drafted, _ = self.late(3.0, iter(lambda: chance.randrange(4), None))
+        assert drafted < 0.5
+
+    def test_auto_asks_all_that_copy(self) -> None:
+        drafted, accepted = self.late(0.2, itertools.cycle(range(7)), {"method": "auto"})
+        assert drafted > 7 and accepted == drafted
+        assert [one.method for one in sequences({"method": "auto"}).drafters] == ["ngram", "suffix", "prediction"]
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [({"drafters": [{"method": "draft_model", "model": "x"}]}, "draft_model needs"), ({"model": "x"}, "a model")],
+    )
+    def test_auto_with_a_model_is_refused(self, given: dict[str, Any], words: str) -> None:
+        with pytest.raises(ArgumentError, match=words):
+            sequences({"method": "auto", **given})
+
+    def test_several_drafters_make_one_chain(self) -> None:
+        made = sequences({"method": "merge", "drafters": ["suffix", "ngram"]})
+        for _ in range(4):  # the first steps are plain, which is what the others are held against
+            (tree,) = made.draft([array([1, 2, 3, 4, 1, 2, 5, 1, 2])], [8])
+        assert list(tree.parents) == list(range(-1, tree.size))
+
+    def test_rows_come_and_go(self) -> None:
+        engine, shared, drafted = Engine(5, random.Random(7)), sequences({"method": "auto"}, rows=5), 0
+        for _ in range(250):
+            engine.step()
+            texts = engine.texts()
+            trees = shared.draft(texts, [engine.chance.choice((0, 3, 6)) for _ in texts])
+            assert [tree.tokens[0] for tree in trees] == [text[-1] for text in texts]
+            drafted += sum(tree.size for tree in trees)
+            if max(map(len, engine.running), default=0) > SLOTS - 10:
+                break
+        assert drafted > 50
 
 
 def proposer(
@@ -213,8 +282,8 @@ class TestVllm:
 
     def test_the_configuration_is_json_or_a_file(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         (tmp_path / "c.json").write_text('{"method": "merge", "drafters": ["suffix", "ngram"]}')
-        assert proposer(monkeypatch).sequences.drafter.method == "suffix"
-        assert proposer(monkeypatch, str(tmp_path / "c.json")).sequences.drafter.method == "merge"
+        assert proposer(monkeypatch).sequences.drafters[0].method == "suffix"
+        assert proposer(monkeypatch, str(tmp_path / "c.json")).sequences.drafters[0].method == "merge"
 
     @pytest.mark.parametrize(
         ("given", "words"),
@@ -222,7 +291,7 @@ class TestVllm:
             ("[1]", "neither"),
             ("{broken", "no JSON"),
             ("/nowhere.json", "neither a JSON object nor a file"),
-            ('{"method": "eagle3"}', "not 'eagle3'"),
+            ('{"method": "eagle3"}', "eagle3 needs the target's states"),
             ('{"method": "suffix", "typo": 1}', "typo"),
             ('{"schedule": [[1, 2]]}', "whole numbers"),
             ('{"schedule": 3}', "whole numbers"),

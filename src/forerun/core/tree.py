@@ -218,6 +218,13 @@ class TokenTree:
             found.append(found[self.parents[node]] * sure)
         return found
 
+    def best_path(self) -> tuple[int, ...]:
+        """Nodes of the path below the root that is expected to be accepted furthest: the largest sum of survivals."""
+        survival, gains = self.survival(), [0.0] * len(self.tokens)
+        for node in range(1, len(self.tokens)):
+            gains[node] = gains[self.parents[node]] + survival[node]
+        return self.path(max(range(len(self.tokens)), key=gains.__getitem__))
+
 
 class _Sealed(TokenTree):
     """What `TokenTree.seal` makes of a tree; a class of its own, since a check in the other's would slow each tree."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forerun.demo import resolve
+from forerun.deploy import COPYING, methods
 from forerun.deploy.schedule import Forecast, Stretch
 from forerun.drafters import AUTO, checked_options, default_length, entry_named
 from forerun.drafters.heads.kinds import KINDS, named
@@ -169,6 +170,7 @@ class Engine(ABC):
     rules: ClassVar[Mapping[str, Any]] = {}  # Our verification rules that it has
     combines: ClassVar[tuple[str, ...]] = ()  # Copying methods that it puts before a model
     settled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
+    variable: ClassVar[str] = ""  # What forerun's plug-in for this engine reads its options from; empty: there is none
 
     @abstractmethod
     def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
@@ -221,6 +223,12 @@ class Engine(ABC):
         """The engine's options with the values that ours have, given or by default: its own defaults are others."""
         options = checked_options(draft.method, draft.options)
         return {theirs: getattr(options, ours) for ours, theirs in way.options.items()}
+
+    def plugs_in(self, config: SpeculativeConfig) -> bool:
+        """Whether this drafter goes into the engine as forerun's plug-in: it only copies, and the engine has none like
+        it."""
+        made_of = methods({"method": config.method, **config.options})
+        return bool(self.variable) and config.method not in self.ways and set(made_of) <= set(COPYING)
 
     def has(self, method: str, version: str) -> bool:
         """Whether this version drafts by that method."""

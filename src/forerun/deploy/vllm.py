@@ -8,21 +8,16 @@ running requests and nothing else; from a tree it gets the best path.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.deploy import COPYING
 from forerun.deploy.engines.vllm import SCHEDULE, VARIABLE
-from forerun.deploy.sequences import Sequences, best_path
+from forerun.deploy.sequences import Sequences, options
 from forerun.errors import ArgumentError
-from forerun.manifests import read_object
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +27,7 @@ class ForerunProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         """ArgumentError: an option is unknown, or vLLM is set up so that it would not ask, or not wait."""
-        given = options()
+        given = options(VARIABLE)
         self.schedule = _checked(given.pop(SCHEDULE, []))
         speculative = vllm_config.speculative_config
         if getattr(vllm_config.scheduler_config, "async_scheduling", False):
@@ -46,6 +41,7 @@ class ForerunProposer:
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
             rows=rows,
             slots=self.max_model_len,
+            nodes=self.most,
             tokenizer=_tokenizer(vllm_config.model_config),
         )
         log.info("forerun drafts with %s, %d tokens at most", given["method"], self.most)
@@ -71,28 +67,11 @@ class ForerunProposer:
             for sampled, length in zip(sampled_token_ids, lengths, strict=True)
         ]
         texts = [token_ids_cpu[row, :length] for row, length in enumerate(lengths)]
-        return [best_path(tree)[:limit] for tree, limit in zip(self.sequences.draft(texts, most), most, strict=True)]
+        return [list(tree.tokens[1:]) for tree in self.sequences.draft(texts, most)]
 
     def tokens_at(self, batch: int) -> int:
         """How many tokens are drafted for each of so many requests."""
         return min(self.most, next((k for first, last, k in self.schedule if first <= batch <= last), self.most))
-
-
-def options() -> dict[str, Any]:
-    """What ``FORERUN_VLLM_CONFIG`` says, ``suffix`` where there is none. ArgumentError: no JSON object."""
-    text = os.environ.get(VARIABLE) or "{}"
-    if text.lstrip().startswith("{"):
-        try:
-            found: dict[str, Any] = json.loads(text)
-        except ValueError as error:
-            raise ArgumentError(f"{VARIABLE} is no JSON: {error}") from error
-    else:
-        remedy = f"{VARIABLE} is neither a JSON object nor a file that holds one"
-        found = read_object(Path(text).expanduser(), remedy, ArgumentError)
-    found.setdefault("method", "suffix")
-    if found["method"] not in COPYING:
-        raise ArgumentError(f"{VARIABLE}: a plug-in drafts with {', '.join(COPYING)}, not {found['method']!r}")
-    return found
 
 
 def _checked(schedule: Any) -> list[tuple[int, int, int]]:

@@ -18,7 +18,7 @@ from forerun.core.tree import TokenTree
 from forerun.drafters import AUTO
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.drafters.guarded import Guarded
-from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import PassCost
 from forerun.engine.policy.policy import Policy, policy_for
 from forerun.types import Boundary, SamplingParams, SpeculationStats
@@ -70,7 +70,9 @@ class DrafterPool:
     def _built(self, config: SpeculativeConfig) -> _Active:
         depth = config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
         if config.adaptive:
-            policy = policy_for(config, self._setup, nodes=self._nodes, costs=self._costs)
+            policy = policy_for(
+                arms_of(config), self._setup, nodes=self._nodes, reproducible=repeats(config), costs=self._costs
+            )
             drafters = [(arm.name, arm.drafter) for arm in policy.arms]
             return _Active(config=config, drafters=drafters, policy=policy, depth=depth)
         drafter = Guarded.built(config.method, config.drafter_options, self._setup)

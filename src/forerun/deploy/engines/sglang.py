@@ -13,12 +13,17 @@ from forerun.checkpoints.eagle_engines import sglang_window
 from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Examined, Way
 from forerun.deploy.schedule import Stretch
 from forerun.drafters.heads.eagle import EagleConfig
+from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 
 _LEVELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Draft level by level, so that they have steps and trees; the others a block, or what they find."""
 _SAMPLES = ("EAGLE", "EAGLE3", "NEXTN")
 _ADAPTS = ("EAGLE", "EAGLE3")
+ALGORITHM, VARIABLE = "FORERUN", "FORERUN_SGLANG_CONFIG"
+"""forerun's own drafters there, and what they read their options from."""
+PLUGGED_NODES = 16
+"""Tokens that they have scored for each request at every step, the root included, where nothing is said."""
 _TRIE = "SGLang copies from one trie of all requests' n-grams, whose depth is --speculative-ngram-max-trie-depth"
 
 
@@ -29,13 +34,13 @@ class SGLang(Engine):
     versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
     reads: ClassVar[str] = "sglang"
     settled: ClassVar[tuple[str, ...]] = ("its command line must have",)
+    variable: ClassVar[str] = VARIABLE
     rules: ClassVar[dict[str, str]] = {
         "token_rejection": "--speculative-use-rejection-sampling",
         "block": "--speculative-use-block-verification",
     }
     ways: ClassVar[dict[str, Way]] = {
         "ngram": Way(name="NGRAM", model=False, note=_TRIE),
-        "suffix": Way(name="NGRAM", model=False, note=f"{_TRIE}; it has no suffix automaton"),
         "draft_model": Way(name="STANDALONE"),
         "eagle": Way(name="EAGLE"),
         "eagle2": Way(name="EAGLE"),
@@ -50,19 +55,42 @@ class SGLang(Engine):
     def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
         words = ["python", "-m", "sglang.launch_server", "--model-path", asked.model, "--port", str(asked.port)]
         words += asked.sharing("--tp-size", "--pp-size")
-        speculation, schedule = self._speculation(asked, notes) if asked.config is not None else ([], ())
+        speculation, schedule, environment = list[str](), tuple[Stretch, ...](), dict[str, str]()
+        if asked.config is not None and self.plugs_in(asked.config):
+            speculation, environment = self._plugged(asked, asked.config, notes)
+        elif asked.config is not None:
+            speculation, schedule = self._speculation(asked, notes)
         words += speculation
         # Each size is a lower bound; of the lengths that it may take there, there is one.
         table = {str(first): {"candidate_steps": [k]} for first, _, k in schedule}
         files = {_TABLE: json.dumps(table, indent=2) + "\n"} if schedule else {}
         if asked.nodes == 1:
-            return Deployment(commands=(Command(words=tuple(words)),), files=files, schedule=schedule)
+            command = Command(words=tuple(words), environment=environment)
+            return Deployment(commands=(command,), files=files, schedule=schedule)
         words += ["--dist-init-addr", f"{asked.first_machine}:{_PORT}", "--nnodes", str(asked.nodes), "--node-rank"]
         commands = [
-            Command(words=(*words, str(rank)), where=f"on machine {rank}", role="elsewhere")
+            Command(words=(*words, str(rank)), environment=environment, where=f"on machine {rank}", role="elsewhere")
             for rank in range(asked.nodes)
         ]
         return Deployment(commands=tuple(commands), files=files, schedule=schedule)
+
+    def _plugged(self, asked: Asked, config: SpeculativeConfig, notes: list[str]) -> tuple[list[str], dict[str, str]]:
+        """Options and environment for forerun's own drafter inside SGLang."""
+        if config.rule is not None:
+            raise ArgumentError(f"SGLang verifies copied tokens by its own rule: leave --rule {config.rule} out")
+        drafts = self.drafts(config)
+        tree = config.method == "merge" or any(one.method == "rest" or one.nodes for one in drafts)
+        k = config.num_speculative_tokens or min(PLUGGED_NODES - 1, max(one.k for one in drafts))
+        count = 1 + int(config.options.get("nodes", PLUGGED_NODES - 1) if tree else k)
+        self.schedule(asked, k, notes, able=False)
+        notes.append(
+            "forerun itself drafts inside SGLang (a plug-in), which verifies whole trees: `pip install forerun` beside "
+            "it. It scores as many tokens for each request at every step, and verifies trees on pages of one token or "
+            "with flashinfer; --speculative-eagle-topk 1 drafts chains"
+        )
+        words = ["--speculative-algorithm", ALGORITHM, "--speculative-num-draft-tokens", str(count)]
+        words += [] if tree else ["--speculative-eagle-topk", "1"]
+        return words, {VARIABLE: json.dumps({"method": config.method, **config.options})}
 
     def _speculation(self, asked: Asked, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
         draft, way, _ = self.chosen(asked, notes)

@@ -10,10 +10,8 @@ import json
 from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import NAMES_METHOD
-from forerun.deploy import COPYING, methods
 from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way
 from forerun.deploy.schedule import Stretch
-from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 
 _NGRAM = {"prompt_lookup_max": "prompt_lookup_max", "prompt_lookup_min": "prompt_lookup_min"}
@@ -34,6 +32,7 @@ class Vllm(Engine):
     title: ClassVar[str] = "vLLM"
     versions: ClassVar[tuple[str, ...]] = ("0.31.0", "0.32.0", "0.33.0")
     reads: ClassVar[str] = "vllm"
+    variable: ClassVar[str] = VARIABLE
     rules: ClassVar[dict[str, str]] = {"token_rejection": "standard", "block": "block"}
     ways: ClassVar[dict[str, Way]] = {
         "ngram": Way(name="ngram", options=_NGRAM, model=False),
@@ -66,7 +65,7 @@ class Vllm(Engine):
         words = ["vllm", "serve", asked.model, "--port", str(asked.port), *parallel(asked)]
         environment: dict[str, str] = {}
         speculation: dict[str, Any] | None
-        if asked.config is not None and plugs_in(asked.config):
+        if asked.config is not None and self.plugs_in(asked.config):
             speculation, schedule, environment = self._plugged(asked, notes)
             words.append("--no-async-scheduling")
         else:
@@ -131,12 +130,6 @@ class Vllm(Engine):
         if asked.pp > 1:
             notes.append("vLLM drafts with pipeline parallelism for some targets only; it says so when it starts")
         return found, schedule
-
-
-def plugs_in(config: SpeculativeConfig) -> bool:
-    """Whether this drafter goes into vLLM as forerun's plug-in: it only copies, and vLLM has none like it."""
-    made_of = methods({"method": config.method, **config.options})
-    return config.method not in Vllm.ways and set(made_of) <= set(COPYING)
 
 
 def parallel(asked: Asked) -> list[str]:

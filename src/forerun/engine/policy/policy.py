@@ -34,7 +34,7 @@ from forerun.core.tree import TokenTree, prune
 from forerun.drafters import entry_named
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.guarded import Deferred
-from forerun.engine.config import SpeculativeConfig, arms_of, repeats
+from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.engine.measuring import known_or_nominal
 from forerun.engine.policy.explore import LookupTrials, ModelTrials, Survival, optimism, settle
@@ -246,6 +246,7 @@ class Policy:
         costs: what passes and proposals cost.
         nodes: most drafted nodes of a row.
         measure: let what steps were seen to take correct `costs`. Off, decisions follow from the text and `costs`.
+        chains: the target scores no trees: what drafters that copy hold becomes one path of each row.
         clock: seconds; times what drafters that copy take.
     """
 
@@ -256,6 +257,7 @@ class Policy:
         *,
         nodes: int,
         measure: bool = True,
+        chains: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.arms, self.costs, self.measure = list(arms), costs, measure
@@ -265,7 +267,7 @@ class Policy:
         """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's forward pass."""
         self._most_taken = 0.0  # Nodes that the row took that took most, of late
         self._rests = 0  # The step from which models are asked for their offers again
-        self._nodes, self._clock = nodes, clock
+        self._nodes, self._chains, self._clock = nodes, chains, clock
         self._plan: _StepPlan | None = None
 
     def with_free_drafts(self) -> Policy:
@@ -379,7 +381,8 @@ class Policy:
         for index, row in plan.rows.items():
             own = {found.arm: found.trees[index] for found in plan.lookups if index in found.trees}
             if own:
-                ranking = plan.merged[index] = Ranking.merged(own, self._nodes, self.agreement.of(row.cache_row))
+                estimate = self.agreement.of(row.cache_row)
+                ranking = plan.merged[index] = Ranking.merged(own, self._nodes, estimate, chain=self._chains)
                 paying = self._paying(ranking, plan)
                 main = max(own, key=lambda arm: ranking.held(arm, max(1, paying)))
                 plan.copies[index] = Bid(main, paying, ranking.worth[paying])
@@ -585,19 +588,30 @@ class Policy:
 # --- from a configuration ---------------------------------------------------------------------------------------------
 
 
-def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, costs: PassCost | None = None) -> Policy:
-    """The policy of a configuration: its drafters are built, what they and the target cost is found out. ForerunError:
-    whatever keeps a drafter from being built.
+def policy_for(
+    configs: Sequence[SpeculativeConfig],
+    setup: DrafterSetup,
+    *,
+    nodes: int,
+    reproducible: bool = True,
+    costs: PassCost | None = None,
+    measure: bool = False,
+    chains: bool = False,
+) -> Policy:
+    """A policy for these drafters, which are built; what they and the target cost is found out. ForerunError: whatever
+    keeps a drafter from being built.
 
     Args:
-        config: of a drafter, or of `auto`.
+        configs: of one drafter, or of those to choose among (`arms_of`).
         setup: what drafters are built from.
         nodes: most drafted nodes of a row.
-        costs: known costs, with what drafters cost in ``drafts``, if anything; steps then do not correct them. None
-            reads or measures the target's and lets steps correct them.
+        reproducible: whether seeded requests are drafted for deterministically (`repeats`).
+        costs: known costs, with what drafters cost in ``drafts``, if anything. None reads or measures the target's.
+        measure: whether steps correct `costs`; those of None they do.
+        chains: as `Policy` takes it.
     """
     setup = dataclasses.replace(setup, pass_ms=None)  # the policy itself chooses how much is drafted
-    arms = [_arm(own, setup, reproducible=repeats(config)) for own in arms_of(config)]
+    arms = [_arm(own, setup, reproducible=reproducible) for own in configs]
     passes = costs if costs is not None else known_or_nominal(setup.target)
     guesses = {arm.key: DraftCost(fixed_ms=SETTINGS.copy_ms, level_ms=0.0) for arm in arms}
     for arm in (arm for arm in arms if not arm.copies):  # a level reads its memory once, as a pass reads the target's
@@ -605,7 +619,7 @@ def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, co
         guesses[arm.key] = DraftCost(fixed_ms=0.0, level_ms=min(1.0, share) * passes.pass_ms(1))
     shape = PassShape(padded=setup.target.computes_padding)
     step_costs = StepCosts(passes, {**guesses, **getattr(passes, "drafts", {})}, shape)
-    return Policy(arms, step_costs, nodes=nodes, measure=costs is None)
+    return Policy(arms, step_costs, nodes=nodes, measure=measure or costs is None, chains=chains)
 
 
 def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) -> Arm:

@@ -45,10 +45,10 @@ class Ranking:
         return cls(tree=tree, survival=tuple(survival), holders=tuple(bits), order=tuple(order), worth=tuple(worth))
 
     @classmethod
-    def merged(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate) -> Ranking:
-        """Trees of one row, by who proposed them, as one of at most `most` nodes; AssertionError as `of`. The surest of
-        those that hold a path says how likely it is, and `estimate` what that is worth: the surest of several is too
-        sure, above all where the others hold something else or nothing."""
+    def merged(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate, *, chain: bool = False) -> Ranking:
+        """Trees of one row, by who proposed them, as one of at most `most` nodes, or its best path (`chain`);
+        AssertionError as `of`. The surest of those that hold a path says how likely it is, and `estimate` what that is
+        worth: the surest of several is too sure, above all where the others hold something else or nothing."""
         joined = TokenTree(next(iter(found.values())).tokens[0])
         survival, holders = [1.0], [0]
         for who, tree in found.items():
@@ -65,7 +65,7 @@ class Ranking:
         for node in range(1, joined.size + 1):
             above = survival[joined.parents[node]]
             joined.confidence[node] = survival[node] / above if above > 0 else 0.0
-        best = sorted(_by_survival(survival)[:most])
+        best = list(joined.best_path()[:most]) if chain else sorted(_by_survival(survival)[:most])
         return cls.of(joined.only(best).seal(), estimate, [0, *(holders[node] for node in best)])
 
     def held(self, who: int, nodes: int) -> float:

@@ -1,0 +1,57 @@
+"""forerun's copying drafters in front of any GGUF file: a draft model for `llama-cpp-python`.
+
+``Llama(model_path, draft_model=ForerunDraft())``. llama.cpp keeps those drafted tokens that it samples itself, so the
+text is what it would be without. Of ``llama_cpp/llama_speculative.py`` and `Llama.generate` of llama-cpp-python 0.3.36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.deploy.sequences import Sequences
+from forerun.engine.config import SpeculativeConfig
+from forerun.errors import ArgumentError
+
+try:
+    from llama_cpp.llama_speculative import LlamaDraftModel
+except ImportError as error:
+    raise ArgumentError(
+        f"forerun.deploy.llama_cpp is a draft model for llama-cpp-python, which cannot be imported ({error}); "
+        "pip install llama-cpp-python"
+    ) from error
+
+MOST = 32
+"""Tokens that are drafted at most where the configuration does not say."""
+_UNKNOWN = 2**31 - 1
+"""A vocabulary or context as large as any: llama-cpp-python cuts drafts at the end of its context itself."""
+
+
+class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
+    """Drafts what was seen before; how much, it decides by what the steps of this model take on this machine."""
+
+    def __init__(
+        self, speculative_config: Mapping[str, Any] | str | None = None, *, vocab_size: int = _UNKNOWN
+    ) -> None:
+        """
+        Args:
+            speculative_config: as `forerun.LLM` takes it, of ``ngram``, ``suffix`` (the default), ``rest``,
+                ``prediction``, ``first_of``, ``merge`` or ``auto``. ``"adaptive": False`` drafts the same at every
+                step.
+            vocab_size: of the model, which a corpus (``rest``) and a ``prediction`` are checked against; by default
+                they are not.
+
+        Raises:
+            ArgumentError: an unknown option, or a drafter that needs more than the text.
+        """
+        given = SpeculativeConfig.parse(speculative_config or {"method": "suffix"})
+        self.most = given.num_speculative_tokens if given is not None and given.num_speculative_tokens else MOST
+        self.sequences = Sequences(given, vocab_size=vocab_size, rows=1, slots=_UNKNOWN, nodes=self.most)
+
+    def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
+        """(K,) drafted tokens, K of 0 or more, for a text of (N,) token ids."""
+        (tree,) = self.sequences.draft([input_ids], [self.most])
+        return np.array(tree.tokens[1:], dtype=np.intc)

@@ -1,0 +1,70 @@
+"""forerun's copying drafters inside SGLang: ``--speculative-algorithm FORERUN``.
+
+SGLang finds `register` through the entry point ``sglang.srt.plugins`` wherever forerun is installed beside it. Which
+drafter is in ``FORERUN_SGLANG_CONFIG``: JSON, or a file with it. The algorithm is SGLang's own ``NGRAM`` in all but who
+drafts (`sglang_worker`): trees are verified whole. Of ``speculative/spec_registry.py`` of the wheel 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from forerun.deploy.engines.sglang import ALGORITHM, PLUGGED_NODES, VARIABLE
+from forerun.deploy.sequences import options
+from forerun.errors import ArgumentError
+
+ROWS = 48
+"""Most running requests where ``--max-running-requests`` does not say: as many as SGLang's ``NGRAM`` has."""
+
+
+def register() -> None:
+    """What SGLang calls when it loads its plug-ins."""
+    SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=ForerunAlgorithm)(_worker)
+
+
+def _worker(_: Any) -> type:
+    from forerun.deploy.sglang_worker import ForerunWorker
+
+    return ForerunWorker
+
+
+class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
+    """SGLang's ``NGRAM``, under another name."""
+
+    def is_ngram(self) -> bool:
+        """Its drafts are trees of copied tokens; the scheduler, the relay and the graphs treat them alike."""
+        return True
+
+    def has_draft_kv(self) -> bool:
+        """Nobody but the target keeps keys and values."""
+        return False
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Fill in what was left open. ArgumentError: the server is set up so that drafts would be wrong, or a
+        configuration that nobody can draft by."""
+        options(VARIABLE)
+        server_args.max_running_requests = server_args.max_running_requests or ROWS
+        server_args.enable_mixed_chunk = False
+        nodes = server_args.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens or PLUGGED_NODES
+        if nodes < 2:
+            raise ArgumentError(
+                f"--speculative-num-draft-tokens counts the root: {nodes} drafts nothing; give 2 or more"
+            )
+        width = server_args.speculative_eagle_topk = server_args.speculative_eagle_topk or PLUGGED_NODES
+        server_args.speculative_num_steps = nodes - 1
+        if width > 1 and (server_args.page_size or 1) > 1 and server_args.attention_backend != "flashinfer":
+            raise ArgumentError(
+                f"SGLang's attention verifies trees on pages of one token, or with flashinfer; pages have "
+                f"{server_args.page_size} here. Give --speculative-eagle-topk 1 (chains), or --page-size 1"
+            )
+        if getattr(server_args, "enable_dp_attention", False):
+            raise ArgumentError(f"SGLang's NGRAM, and {ALGORITHM} with it, does not run with --enable-dp-attention")
+        if server_args.device == "cpu":
+            server_args.disable_overlap_schedule = True
+
+    def __getattr__(self, name: str) -> Any:
+        """What the scheduler asks of its own algorithms, but the base class for others lacks in 0.5.23."""
+        return getattr(SpeculativeAlgorithm.NGRAM, name)

@@ -1,0 +1,110 @@
+"""SGLang's worker for ``NGRAM``, whose corpus is one of forerun's drafters; see `forerun.deploy.sglang`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sglang.srt.speculative import ngram_worker
+from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+from forerun.core.tree import TokenTree
+from forerun.deploy.engines.sglang import ALGORITHM, VARIABLE
+from forerun.deploy.sequences import Sequences, options
+from forerun.errors import ArgumentError
+
+
+class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
+    """Everything but the drafts is SGLang's."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        own, ngram_worker.NgramCorpus = ngram_worker.NgramCorpus, NoCorpus
+        try:  # which would compile SGLang's trie and make room for a million nodes
+            super().__init__(*arguments, **keywords)
+        finally:
+            ngram_worker.NgramCorpus = own
+
+    def alloc_memory_pool(self, **keywords: Any) -> None:
+        """Called once it is known how many requests fit."""
+        super().alloc_memory_pool(**keywords)
+        model = self.model_runner.model_config
+        self.sequences = Sequences(
+            {"num_speculative_tokens": self.draft_token_num - 1, **options(VARIABLE), "adaptive": False},
+            vocab_size=int(model.vocab_size),
+            rows=int(self.max_batch_size),
+            slots=int(model.context_len),
+            nodes=self.draft_token_num - 1,
+            tokenizer=getattr(self._target_worker, "tokenizer", None),
+            chains=self.topk == 1,
+        )
+
+    def clear_cache_pool(self) -> None:
+        """The cache was flushed: what was drafted from is forgotten with it."""
+        super().clear_cache_pool()
+        self.sequences.draft([], [])
+
+    def _prepare_draft_tokens(self, batch: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Of each request its tree: (B * N,) tokens, and (B * N * N,) who is an ancestor of whom or the node itself."""
+        texts = [
+            np.concatenate([np.asarray(part, dtype=np.int32) for part in (prompt, answer, accepted)])
+            for prompt, answer, accepted in zip(*self._parts(batch), strict=True)
+        ]
+        trees = self.sequences.draft(texts, [self.draft_token_num - 1] * len(texts))
+        filled = [padded(tree, self.draft_token_num) for tree in trees]
+        tokens, masks = zip(*filled, strict=True)
+        return np.concatenate(tokens), np.concatenate(masks)
+
+    def _parts(self, batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Of each request: its prompt, what is known of its answer, and what the step before accepted that the answer
+        does not hold yet, because results are taken in a step late."""
+        prompts = [request.origin_input_ids_unpadded for request in batch.reqs]
+        answers = [request.output_ids for request in batch.reqs]
+        if not self.enable_overlap or batch.grammar_needs_sync():
+            return prompts, answers, [()] * len(prompts)
+        kept = batch.spec_info.accept_tokens.cpu().numpy().reshape(len(prompts), self.draft_token_num)
+        counts = batch.spec_info.accept_lens.cpu().tolist()
+        return prompts, answers, [row[:count] for row, count in zip(kept, counts, strict=True)]
+
+    def _update_ngram_corpus(self, batch: Any) -> None:
+        """There is none: a drafter reads what is new when it is asked next."""
+
+
+def padded(tree: TokenTree, nodes: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """(nodes,) tokens of a tree, root first, and (nodes * nodes,) row by row the ancestors of each and itself. SGLang
+    scores as many for every request: what a tree lacks repeats its root's token below the root, and may be accepted as
+    any draft may."""
+    parents = [*tree.parents, *[0] * (nodes - len(tree.parents))]
+    tokens = np.full(nodes, tree.tokens[0], dtype=np.int64)
+    tokens[: len(tree.tokens)] = tree.tokens
+    mask = np.zeros((nodes, nodes), dtype=np.bool_)
+    mask[0, 0] = True
+    for node in range(1, nodes):
+        mask[node] = mask[parents[node]]
+        mask[node, node] = True
+    return tokens, mask.reshape(-1)
+
+
+class NoCorpus:
+    """Stands where `NGRAMWorker` keeps its own n-grams. ArgumentError: a text is to be loaded into it."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+    def erase_match_state(self, requests: Sequence[str]) -> None:
+        """Nothing is known of them."""
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """There are none."""
+        return {}
+
+    def load_external_corpus_named(self, name: str, chunks: Any) -> int:
+        """Refused: a corpus is built beforehand."""
+        raise ArgumentError(
+            f"{ALGORITHM} takes no corpora while it runs; `forerun datastore build` makes one of {name!r}, and "
+            f'{VARIABLE}=\'{{"method": "rest", "datastore": DIR}}\' drafts from it'
+        )
