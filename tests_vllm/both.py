@@ -7,37 +7,28 @@ drafts are compared on the same text.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import heads
-from compare import Answer, Position, Steps, positions, same_steps
 from rich.table import Table
 
-from forerun import LLM, SamplingParams
+from forerun import LLM
 from forerun.demo import FOLDER, prompts
+from forerun.deploy.compare import Answer, Position, Steps, positions, same_steps
 from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
-from forerun.types import CompletionOutput
+from forerun.deploy.trial import ROWS, answers, ask_vllm
 
 SOURCE = Path(__file__).parents[1] / "src"
-CONTEXT, ROWS, MAX_MODEL_LEN, LENGTH = 300, 4, 1024, 5
-"""Tokens of a prompt; answers at once; most tokens of prompt and answer in vLLM; tokens of a draft."""
+CONTEXT, MAX_MODEL_LEN, LENGTH = 300, 1024, 5
+"""Tokens of a prompt; most tokens of prompt and answer in vLLM; tokens of a draft."""
 LEARNED = 64
 """Tokens of each prompt before the answer that heads are trained on: the target's own to these prompts, so that they
 guess some tokens right after seconds."""
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "2",
-}
-"""Of vLLM's processes, where the caller has not said otherwise."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(SOURCE)}
+"""Of vLLM's processes, besides what `forerun.deploy.trial` gives them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,10 +136,7 @@ class Lab:
         self._vllm(arms)
 
     def _answers(self, llm: LLM, speculative: Any) -> list[Answer]:
-        params = SamplingParams(temperature=0.0, max_tokens=self.tokens, ignore_eos=True)
-        requests = [{"prompt_token_ids": prompt} for prompt in self.prompts]
-        made = llm.generate(requests, params, speculative=speculative, trace=True)
-        return [_answer(output.outputs[0]) for output in made]
+        return answers(llm, self.prompts, self.tokens, speculative)
 
     def _forerun(self, llm: LLM, target: str, arms: Mapping[str, Arm]) -> None:
         """Our answers with each drafter that vLLM does not refuse."""
@@ -184,11 +172,7 @@ class Lab:
                 speculation |= {"method": "custom_class", "model": PLUG_IN}
             plan["arms"][name] = {"target": str(target), "vllm": speculation, "environment": environment}
             (self.work / f"{name}.json").unlink(missing_ok=True)
-        (self.work / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        command = [self.python, Path(__file__).with_name("vllm_answers.py"), self.work / "plan.json", self.work]
-        with (self.work / "vllm.log").open("w", encoding="utf-8") as log:
-            environment = {**ENVIRONMENT, "PYTHONPATH": str(SOURCE), **os.environ}
-            subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
+        ask_vllm(plan, self.work, self.python, ENVIRONMENT)
         for name in arms:
             file = self.work / f"{name}.json"
             if not file.exists():
@@ -225,13 +209,3 @@ def _yes(truth: bool) -> str:
 def _mean_length(answers: Sequence[Answer]) -> str:
     steps = [kept for answer in answers for kept in answer.accepted]
     return f"{1 + sum(steps) / max(1, len(steps)):.2f}"
-
-
-def _answer(output: CompletionOutput) -> Answer:
-    steps = [step for step in output.trace if step.nodes]
-    return Answer(
-        token_ids=list(output.token_ids),
-        text=output.text,
-        drafted=[len(step.nodes) for step in steps],
-        accepted=[len(step.path) for step in steps],
-    )

@@ -12,10 +12,11 @@ import re
 import features
 import pytest
 from both import ENVIRONMENT, LENGTH, Arm, Lab, counters
-from compare import bound, text_differences
 from rich.console import Console
 
 from forerun.demo import FOLDER
+from forerun.deploy.compare import bound, text_differences
+from forerun.deploy.trial import ENVIRONMENT as VLLM
 
 DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -95,4 +96,4 @@ def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
 
 
 def test_features_are_the_targets_own_states(lab: Lab) -> None:
-    assert features.differences(lab.python, lab.work / "features", ENVIRONMENT, Console()) == []
+    assert features.differences(lab.python, lab.work / "features", {**VLLM, **ENVIRONMENT}, Console()) == []

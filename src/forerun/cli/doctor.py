@@ -6,19 +6,21 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import Json
+from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from forerun.checkpoints.engines import Finding, Severity
+    from forerun.deploy.trial import Trial
 
 PACKAGES = (
     *("forerun", "torch", "transformers", "tokenizers", "safetensors"),
@@ -35,9 +37,17 @@ def doctor(
     *,
     target: str | None = None,
     engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    run: Flag = False,
+    python: Path = Path(sys.executable),
+    prompts: Path | None = None,
+    num_speculative_tokens: Annotated[int, Parameter(name=("--num-speculative-tokens", "-k"))] = 5,
+    max_tokens: int = 64,
+    dtype: str = "auto",
     json: Json = False,
 ) -> int:
     """Say what this machine offers, or what each serving engine does with a draft head.
+
+    With --run vLLM drafts with the head, and forerun does, for the same prompts: exit code 1 if vLLM accepts less.
 
     Parameters
     ----------
@@ -47,11 +57,29 @@ def doctor(
         Directory or hub id of the model that the head drafts for.
     engine
         Only this engine (vllm, sglang, trtllm, llama.cpp, lmdeploy, modelopt); may be repeated.
+    run
+        Load the head in vLLM, too, and compare what is accepted with forerun's own drafting.
+    python
+        Of the environment that has vLLM; by default this one.
+    prompts
+        File with one prompt a line, or JSON lines with 'prompt' or 'messages'; by default held-out source files that
+        ship with forerun.
+    num_speculative_tokens
+        Tokens of each draft.
+    max_tokens
+        Of each answer.
+    dtype
+        Of the target, here and in vLLM: float32 parts two engines' texts least.
     """
     if head is not None:
-        return _examine_head(head, target, engine, json)
-    if target is not None or engine:
-        raise ArgumentError("--target and --engine belong to a head; name its directory first: forerun doctor HEAD")
+        if run and engine not in ((), ("vllm",)):
+            raise ArgumentError(f"--run runs a head in vLLM, not in {', '.join(engine)}; say --engine vllm, or nothing")
+        trial = _Asked(python, prompts, num_speculative_tokens, max_tokens, dtype) if run else None
+        return _examine_head(head, target, ("vllm",) if run else engine, trial, json)
+    if target is not None or engine or run:
+        raise ArgumentError(
+            "--target, --engine and --run belong to a head; name its directory first: forerun doctor HEAD"
+        )
     with console.telling("looking around"):
         found = examine()
     if json:
@@ -68,7 +96,20 @@ def doctor(
     return 0
 
 
-def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json: bool) -> int:
+class _Asked(NamedTuple):
+    """How a head is to be tried."""
+
+    python: Path
+    prompts: Path | None
+    k: int
+    tokens: int
+    dtype: str
+
+
+def _examine_head(head: str, target: str | None, engines: tuple[str, ...], asked: _Asked | None, json: bool) -> int:
+    from forerun import demo
+
+    head = str(demo.resolve(head))
     if target is None:
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
     with console.telling("reading the head"):
@@ -88,17 +129,63 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json:
             stored = read_files(head)
             checkpoint = parse(stored, num_layers=facts.num_layers)
             notes, found = checkpoint.notes, diagnose(checkpoint, facts) + diagnose_files(stored, checkpoint, facts)
-    asked = engines or ENGINES
-    verdicts = {name: worst(found, name) for name in asked}
-    found = [finding for finding in found if finding.engine in asked]
+    chosen = engines or ENGINES
+    verdicts = {name: worst(found, name) for name in chosen}
+    found = [finding for finding in found if finding.engine in chosen]
+    trial = None if asked is None else _tried(head, "pard" if model else checkpoint.config.kind, target, asked)
     if json:
         findings = [dataclasses.asdict(finding) for finding in found]
-        console.write_json({"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)})
+        report = {"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)}
+        console.write_json(report if trial is None else {**report, "run": trial.as_json()})
     else:
         _show_verdicts(verdicts, found)
         for note in notes:
             console.warn(note)
-    return int("fails" in verdicts.values())
+        if trial is not None:
+            _show_trial(trial)
+    return int("fails" in verdicts.values() or not (trial is None or trial.good))
+
+
+def _tried(head: str, kind: str, target: str, asked: _Asked) -> Trial:
+    from forerun import demo
+    from forerun.deploy import trial
+    from forerun.plan.measured import read_prompts
+
+    trial.vllm_version(asked.python)  # before anything is loaded
+    given = read_prompts(asked.prompts) if asked.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]
+    with console.telling("drafting here, then in vLLM"):
+        return trial.in_vllm(
+            head,
+            kind,
+            str(demo.resolve(target)),
+            python=asked.python,
+            k=asked.k,
+            prompts=given,
+            tokens=asked.tokens,
+            dtype=asked.dtype,
+        )
+
+
+def _show_trial(trial: Trial) -> None:
+    if trial.refused:
+        console.warn(f"vLLM {trial.version} does not draft with it: {trial.refused.splitlines()[0]}", "bold red")
+        return
+    table = console.table("drafted token", "accepted in vLLM", "here", "of drafts")
+    for one in trial.positions:
+        ours, theirs = one.rates
+        bad = one in trial.worse
+        table.add_row(
+            str(one.index + 1), Text(f"{theirs:.2f}", "yellow" if bad else ""), f"{ours:.2f}", str(one.drafted[1])
+        )
+    table.add_section()
+    table.add_row("tokens a step", f"{trial.lengths[1]:.2f}", f"{trial.lengths[0]:.2f}", "")
+    console.out().print(table)
+    if trial.worse:
+        console.warn(f"vLLM {trial.version} accepts less of it than forerun: it loads or runs the head otherwise")
+    else:
+        console.out().print(Text(f"vLLM {trial.version} drafts with it as forerun does", "green"))
+    if trial.parted:
+        console.warn(f"{trial.parted} answers in vLLM are not forerun's plain ones: near ties, unless --dtype float32")
 
 
 def _show_verdicts(verdicts: Mapping[str, Severity], findings: Sequence[Finding]) -> None:

@@ -43,7 +43,9 @@ class PolicySettings:
     unknown_limit: int = 8  # Most tokens on a path of a drafter that does not say. Chosen.
     most_arms: int = 4
     """Drafters with a forward pass that are also weighed in combination, 16 at most; of more one at a time. Chosen."""
-    dearest_pass: float = 8.0  # Plain passes that a pass may cost for copies of its size to be asked for. Chosen.
+    dearest_pass: float = 8.0
+    """Plain passes that a pass may cost for copies of its size to be asked for. With 4, `suffix` had 0.95 of the speed
+    on *edit* and 0.87 on *complete* in float32 on a CPU without AVX-512, where 16 tokens cost 7 plain passes."""
     trial_tokens: float = 100.0
     """Tokens added to what a row on trial is offered: more than a draft brings, so a trial is not put off."""
 

@@ -7,11 +7,10 @@ not independent, so agreement step by step is counted too wherever both engines 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-
-from scipy.stats import fisher_exact
 
 from forerun.certify.reference import first_difference
 
@@ -48,9 +47,13 @@ class Position:
     @property
     def chance(self) -> float:
         """p-value: how likely counts at least this far apart are if both rates are the same."""
-        (one, other), (tried, attempted) = self.accepted, self.drafted
-        table = [[one, tried - one], [other, attempted - other]]
-        return float(fisher_exact(table).pvalue) if tried and attempted else 1.0
+        return fisher(self.accepted, self.drafted)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Shares that were accepted, ours and theirs; 0 where nothing was drafted."""
+        ours, theirs = (kept / max(1, tried) for kept, tried in zip(self.accepted, self.drafted, strict=True))
+        return ours, theirs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,15 @@ class TextDifference:
     prompt: int
     position: int | None
     """Of the first token that differs; None: the same tokens, another text."""
+
+
+def fisher(right: tuple[int, int], tried: tuple[int, int]) -> float:
+    """Fisher's exact test, two-sided: the p-value of so many right ones out of those tried in two samples."""
+    (one, other), both = tried, sum(right)
+    weights = {
+        k: math.comb(one, k) * math.comb(other, both - k) for k in range(max(0, both - other), min(one, both) + 1)
+    }
+    return sum(weight for weight in weights.values() if weight <= weights[right[0]]) / sum(weights.values())
 
 
 def positions(arm: str, ours: Sequence[Answer], theirs: Sequence[Answer], length: int) -> list[Position]:
