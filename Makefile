@@ -17,7 +17,7 @@ WORKERS ?= 2
 FAST := $(wildcard tests/test_*.py) $(addprefix tests/,checkpoints cli core demo drafters engine model plan rules training) \
 	tests/contract/test_greedy.py
 
-.PHONY: help demo test test-fast test-slow test-vllm test-sglang test-llama waits check bench docs clean
+.PHONY: help demo test test-fast test-slow test-vllm test-sglang test-llama release waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -75,6 +75,9 @@ test-sglang: $(SGLANG_VENV)/.ready ## the plug-in on SGLang's own classes, witho
 
 test-llama: $(LLAMA_VENV)/.ready ## drafts in front of GGUF files (builds llama-cpp-python in .venv-llama: 10 to 20 minutes)
 	$(LLAMA_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_llama $(ARGS)
+
+release: $(READY) ## changelog, version, wheel and sdist: make release VERSION=0.2.0
+	$(BIN)/python recipes/release.py $(VERSION)
 
 waits: $(READY) ## how often a decoding step waits for the device, counted on a simulated accelerator
 	$(BIN)/python tests/simulated/waits.py $(ARGS)

@@ -220,7 +220,7 @@ COLUMNS = {
     "median_tpot_ms": "TPOT",
     "p99_tpot_ms": "p99",
     "spec_decode_acceptance_length": "tok/pass",
-    "spec_decode_acceptance_rate": "acc %",
+    "spec_decode_acceptance_rate": "acc%",
 }
 """Of the table, times in ms and as medians; those that no row has are left out."""
 

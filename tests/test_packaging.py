@@ -1,0 +1,162 @@
+"""What is installed: wheel and sdist are built from the checkout, looked into, and the wheel is used from elsewhere."""
+
+from __future__ import annotations
+
+import datetime
+import email
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MEBI = 2**20
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Wheel and sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds what the wheel holds, and nothing of this checkout."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(built[0])]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def committed(folder: str) -> set[str]:
+    said = subprocess.run(["git", "ls-files", folder], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return set(said.splitlines())
+
+
+def test_the_wheel_has_every_file_of_the_package(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        names = set(wheel.namelist())
+    own = {name.removeprefix("src/") for name in committed("src/forerun")}
+    assert len(own) > 300 and own <= names and "forerun/py.typed" in names
+    assert not {name for name in names if not name.startswith("forerun") or "__pycache__" in name}
+    assert built[0].stat().st_size < 64 * MEBI
+
+
+def test_the_sdist_builds_the_wheel_again(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[1]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert committed("src/forerun") | {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+    assert built[1].stat().st_size < 64 * MEBI
+
+
+def test_the_metadata_names_licence_extras_and_entry_points(installed: Path) -> None:
+    (folder,) = installed.glob("forerun-*.dist-info")
+    metadata = email.message_from_string((folder / "METADATA").read_text(encoding="utf-8"))
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
+    assert {"serve", "train", "bench", "peft"} <= set(metadata.get_all("Provides-Extra", []))
+    points = (folder / "entry_points.txt").read_text()
+    assert "forerun = forerun.cli:main" in points and "[sglang.srt.plugins]" in points
+    assert (folder / "licenses" / "LICENSE").is_file()
+
+
+def test_the_installed_package_answers(installed: Path, tmp_path: Path) -> None:
+    """The main job, from a folder that is not this one: nothing is found beside the package by chance."""
+    environment = {**os.environ, "PYTHONPATH": str(installed), "FORERUN_CACHE": str(tmp_path / "cache")}
+    where = subprocess.run(
+        [sys.executable, "-c", "import forerun; print(forerun.__file__)"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert Path(where.stdout.strip()).is_relative_to(installed)
+    command = [
+        sys.executable,
+        "-m",
+        "forerun.cli",
+        "generate",
+        "demo",
+        "--prompt",
+        "import os",
+        "-n",
+        "8",
+        "--drafter",
+        "eagle3",
+    ]
+    command += ["--drafter-model", "demo-eagle3", "-t", "0", "--json"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert json.loads(ran.stdout)["text"]
+
+
+@pytest.mark.slow
+def test_an_empty_environment_runs_the_demo(built: tuple[Path, Path], tmp_path: Path) -> None:
+    python = tmp_path / "venv/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    torch = re.search(r"^TORCH .?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert torch is not None
+    for wanted in ([torch[1]], [f"{built[0]}[serve,train,bench]"]):
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True, capture_output=True)
+    command = [str(python.with_name("forerun")), "demo", "--json"]
+    ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert json.loads(ran.stdout)["identical"] is True
+    subprocess.run([str(python), "-m", "pip", "check"], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("release", ROOT / "recipes/release.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+DAY = datetime.date(2026, 12, 1)
+LOG = "# Changelog\n\n## Unreleased\n### Added\n- A thing.\n\n## 0.1.0 - 2026-01-01\n- First.\n"
+
+
+def test_a_release_moves_the_changelog_and_the_version(release: ModuleType) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    changelog, changed = release.released(LOG, project, "0.2.0", DAY)
+    assert "## Unreleased\n\n## 0.2.0 - 2026-12-01\n### Added\n- A thing.\n" in changelog
+    assert changed == project.replace('version = "0.1.0"', 'version = "0.2.0"', 1) != project
+    ours = (ROOT / "CHANGELOG.md").read_text()
+    assert release.released(ours, project, "0.1.0", DAY)[0].count("## Unreleased") == 1
+
+
+@pytest.mark.parametrize(
+    ("changelog", "version", "words"),
+    [
+        (LOG, "0.0.9", "not newer"),
+        (LOG, "0.1.0", "released already"),
+        (LOG, "1.0", "three numbers"),
+        (LOG.replace("- A thing.\n", ""), "0.2.0", "nothing stands"),
+        ("# Changelog\n", "0.2.0", "a heading"),
+    ],
+)
+def test_what_is_no_release_is_refused(release: ModuleType, changelog: str, version: str, words: str) -> None:
+    with pytest.raises(release.ReleaseError, match=words):
+        release.released(changelog, 'version = "0.1.0"\n', version, DAY)
+
+
+def test_a_release_of_what_is_not_committed_is_refused(
+    release: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "CHANGELOG.md").write_text(LOG)
+    assert release.main(["0.2.0"], root=tmp_path) == 2 and "commit or stash" in capsys.readouterr().err
+    assert (tmp_path / "CHANGELOG.md").read_text() == LOG
+    assert release.main(["2"], root=tmp_path) == 2 and "three numbers" in capsys.readouterr().err
