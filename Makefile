@@ -92,6 +92,7 @@ bench: $(READY) ## the measured figures beside their goals
 
 docs: $(DOCS_READY) ## the picture of the demo, and the documentation as a site in build/site
 	$(BIN)/python docs/make_demo_svg.py
+	$(BIN)/python docs/make_reference.py
 	$(BIN)/zensical build
 
 clean: ## forget the environment and everything built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -86,3 +87,21 @@ def test_the_drafter_in_contributing_works(checkpoint: Path, monkeypatch: pytest
     plain = llm.generate(["the cat"], params, speculative=False)[0].outputs[0]
     echo = llm.generate(["the cat"], params)[0].outputs[0]
     assert echo.token_ids == plain.token_ids and echo.speculation.num_draft_tokens > 0
+
+
+def test_the_reference_is_what_the_source_says() -> None:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
+    assert spec is not None and spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    sys.modules["make_reference"] = maker
+    try:
+        spec.loader.exec_module(maker)
+        page = maker.page()
+    finally:
+        del sys.modules["make_reference"]
+    assert page == (ROOT / "docs/reference.md").read_text(encoding="utf-8"), "run: python docs/make_reference.py"
+    for name in DRAFTERS:
+        assert f"### `{name}`\n" in page
+    for option in ("prompt_lookup_max", "training.learning_rate", "max_body_bytes", "objective.", "LLM.generate"):
+        assert option in page
+    assert "0x" not in page, "no address of an object"
