@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from array import array
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,10 @@ class TestAlgorithm:
         for name in vars(SpeculativeAlgorithm):
             if name.startswith(("is_", "supports_", "has_", "need_", "carries_")):
                 assert getattr(algorithm, name)() == getattr(SpeculativeAlgorithm.NGRAM, name)(), name
+
+    def test_a_copy_is_itself(self, algorithm: ForerunAlgorithm) -> None:
+        for one in (copy.copy(algorithm), copy.deepcopy(algorithm)):
+            assert isinstance(one, ForerunAlgorithm) and one.name == "FORERUN"
 
     def test_its_worker_is_sglangs_with_other_drafts(self, algorithm: ForerunAlgorithm) -> None:
         worker = algorithm.create_worker(SimpleNamespace(disable_overlap_schedule=False))

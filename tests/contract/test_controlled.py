@@ -194,7 +194,7 @@ def test_a_known_cost_is_looked_up_by_the_drafters_key() -> None:
     (active,) = engine.engine.drafting._active.values()
     assert active.policy is not None
     known = {active.config.key: DraftCost(fixed_ms=0.5, level_ms=0.25)}
-    made = policy_for(active.config, engine.engine.drafting._setup, nodes=8, costs=Costs(drafts=known))
+    made = policy_for([active.config], engine.engine.drafting._setup, nodes=8, costs=Costs(drafts=known))
     assert made.costs.draft_ms(made.arms[0].key, 2, 1) == 1.0
 
 

@@ -67,4 +67,6 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         """What the scheduler asks of its own algorithms, but the base class for others lacks in 0.5.23."""
+        if name.startswith("_"):  # copying and pickling ask for these: a copy would be NGRAM
+            raise AttributeError(name)
         return getattr(SpeculativeAlgorithm.NGRAM, name)
