@@ -3,6 +3,7 @@ where it is declared. ``python docs/make_reference.py``; `make docs` calls it, a
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -137,7 +138,7 @@ def signature(called: Any, name: str) -> str:
     if len(line) > 100:
         inside = ",\n    ".join(map(str, _starred(given)))
         line = f"{name}(\n    {inside},\n)"
-    return f"```py\n{line}\n```\n"
+    return f"```text\n{line}\n```\n"
 
 
 def _starred(parameters: list[inspect.Parameter]) -> Iterator[str]:
@@ -217,4 +218,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

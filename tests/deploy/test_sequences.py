@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from examples.stand_ins import llama_cpp
 from forerun.core.tree import TokenTree
 from forerun.deploy import COPYING, vllm
 from forerun.deploy.sequences import Sequences
@@ -232,6 +235,29 @@ class TestAdaptive:
             if max(map(len, engine.running), default=0) > SLOTS - 10:
                 break
         assert drafted > 50
+
+
+def test_a_draft_model_for_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own classes; what llama-cpp-python makes of it `make test-llama` tells."""
+    for name, module in llama_cpp().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "forerun.deploy.llama_cpp", raising=False)
+    module = importlib.import_module("forerun.deploy.llama_cpp")
+    monkeypatch.setitem(sys.modules, "forerun.deploy.llama_cpp", module)
+    draft = module.ForerunDraft({"method": "ngram", "num_speculative_tokens": 3, "adaptive": False})
+    text = np.array([1, 2, 3, 4, 1, 2], np.intc)
+    assert draft(text).tolist() == [3, 4, 1] and draft(text).dtype == np.intc
+    assert draft(np.array([9, 8, 7], np.intc)).tolist() == [], "another text, which holds nothing twice"
+    assert module.ForerunDraft().most == 32 and module.ForerunDraft('{"method": "auto"}').sequences
+    with pytest.raises(ArgumentError, match="which a plug-in is not given"):
+        module.ForerunDraft({"method": "eagle3", "model": "x"})
+
+
+def test_llama_cpp_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.delitem(sys.modules, "forerun.deploy.llama_cpp", raising=False)
+    with pytest.raises(ArgumentError, match="pip install llama-cpp-python"):
+        importlib.import_module("forerun.deploy.llama_cpp")
 
 
 def proposer(

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -57,6 +58,7 @@ ONLY_PARSED = {
     r"^docker run ": "needs Docker; behind the image's name stand options of forerun serve",
     r"python -m benchmarks\.suite": "measures for an hour; tests/bench runs its parts",
     r"^(\S+/)?python \S+\.py": "measures or trains for minutes to hours",
+    r"^forerun doctor .* --run ": "runs vLLM; tests/deploy/test_trial.py stands in for it",
 }
 """Pattern of a command -> why it is given to its parser and to nobody else."""
 
@@ -67,6 +69,8 @@ NOT_OURS = {
     r"-m pytest\b": "these very tests",
     r"convert_hf_to_gguf\.py ": "llama.cpp's converter",
     r" vllm serve ": "vLLM; `make test-vllm` drafts in it",
+    r"sglang\.launch_server ": "SGLang; `make test-sglang` tries the plug-in on its classes",
+    r"^(vllm bench|aiperf|guidellm) ": "other people's clients",
     r"^lm_eval ": "needs lm-evaluation-harness and a data set; tests/serve/test_client_features.py asks as it does",
     r"bin/(ruff|mypy|zensical)\b": "other people's tools",
 }
@@ -120,6 +124,16 @@ def _files() -> Mapping[str, Any]:
     return {"LLM": LLM, "model": "demo", "task": CODE, "old_file": CODE, "messages": messages, "params": params}
 
 
+def llama_cpp() -> Mapping[str, ModuleType]:
+    """In place of llama-cpp-python, which is built from source: `make test-llama` runs it."""
+    package, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
+    package.Llama = lambda file, **options: options["draft_model"]  # type: ignore[attr-defined]
+    speculative.LlamaDraftModel = object  # type: ignore[attr-defined]
+    return {"llama_cpp": package, "llama_cpp.llama_speculative": speculative}
+
+
+MODULES: dict[str, Callable[[], Mapping[str, ModuleType]]] = {"docs/deploy.md": llama_cpp}
+"""Page -> modules that its Python imports and that are not here."""
 NAMES: dict[str, Callable[[], Mapping[str, Any]]] = {
     "README.md": _transformers,
     "docs/copying.md": _files,

@@ -244,7 +244,8 @@ class Reader:
 
     def _make(self, options: list[str], found: Printed) -> None:
         """Type the lines that make would run; what sets up environments is taken as done."""
-        marks = [*(f".venv/{name}" for name in (".ready", ".docs-ready")), ".venv-vllm/.ready"]
+        marks = [*(f".venv/{name}" for name in (".ready", ".docs-ready"))]
+        marks += [f".venv-{name}/.ready" for name in ("vllm", "sglang", "llama")]
         command = ["make", "-n", *(word for mark in marks for word in ("-o", mark)), *options]
         ours = ("MAKE", "ARGS", "WORKERS")  # Of the make that we run in
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -309,7 +310,9 @@ def reader(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_works_as_printed(page: str, reader: Reader) -> None:
+def test_a_page_works_as_printed(page: str, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in stand_ins.MODULES.get(page, dict)().items():
+        monkeypatch.setitem(sys.modules, name, module)
     reader.module.__dict__.update(stand_ins.NAMES.get(page, dict)())
     failed = []
     for found in printed(page):
