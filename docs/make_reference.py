@@ -80,7 +80,7 @@ def _kind(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
         inner = annotation.slice
         return _kind(inner.elts[0] if isinstance(inner, ast.Tuple) else inner)
-    said = ast.unparse(annotation).replace("'", '"')
+    said = ast.unparse(annotation).replace("'", '"').replace(" | ", " or ")  # no bar: it would end a cell
     return re.sub(r"\b(?:" + "|".join(NUMBERS) + r")\b", lambda found: NUMBERS[found[0]], said)
 
 
