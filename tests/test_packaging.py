@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import datetime
 import email
-import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,19 +116,15 @@ def test_an_empty_environment_runs_the_demo(built: tuple[Path, Path], tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release", ROOT / "recipes/release.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def release() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "recipes/release.py")))
 
 
 DAY = datetime.date(2026, 12, 1)
 LOG = "# Changelog\n\n## Unreleased\n### Added\n- A thing.\n\n## 0.1.0 - 2026-01-01\n- First.\n"
 
 
-def test_a_release_moves_the_changelog_and_the_version(release: ModuleType) -> None:
+def test_a_release_moves_the_changelog_and_the_version(release: SimpleNamespace) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     changelog, changed = release.released(LOG, project, "0.2.0", DAY)
     assert "## Unreleased\n\n## 0.2.0 - 2026-12-01\n### Added\n- A thing.\n" in changelog
@@ -147,13 +143,13 @@ def test_a_release_moves_the_changelog_and_the_version(release: ModuleType) -> N
         ("# Changelog\n", "0.2.0", "a heading"),
     ],
 )
-def test_what_is_no_release_is_refused(release: ModuleType, changelog: str, version: str, words: str) -> None:
+def test_what_is_no_release_is_refused(release: SimpleNamespace, changelog: str, version: str, words: str) -> None:
     with pytest.raises(release.ReleaseError, match=words):
         release.released(changelog, 'version = "0.1.0"\n', version, DAY)
 
 
 def test_a_release_of_what_is_not_committed_is_refused(
-    release: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    release: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "CHANGELOG.md").write_text(LOG)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from forerun import LLM
 from forerun.demo import FOLDER, prompts
-from forerun.deploy.compare import Answer, Position, Steps, positions, same_steps
+from forerun.deploy.compare import Answer, Position, Steps, mean_length, positions, same_steps
 from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
 from forerun.deploy.trial import ROWS, answers, ask_vllm
 
@@ -82,7 +82,7 @@ class Row:
             return [self.name, loads, "-" if self.texts is None else _yes(self.texts), "-", "-", "-"]
         first = self.lines[0]
         rates = [f"{kept / max(1, tried):.2f}" for kept, tried in zip(first.accepted, first.drafted, strict=True)]
-        lengths = [_mean_length(answers) for answers in (self.theirs, self.ours)]
+        lengths = [f"{mean_length(answers):.2f}" for answers in (self.theirs, self.ours)]
         same = f"{self.steps.same} / {self.steps.compared}"
         return [self.name, loads, _yes(self.texts), " / ".join(rates[::-1]), " / ".join(lengths), same]
 
@@ -204,8 +204,3 @@ def table(lab: Lab) -> Table:
 
 def _yes(truth: bool) -> str:
     return "yes" if truth else "no"
-
-
-def _mean_length(answers: Sequence[Answer]) -> str:
-    steps = [kept for answer in answers for kept in answer.accepted]
-    return f"{1 + sum(steps) / max(1, len(steps)):.2f}"

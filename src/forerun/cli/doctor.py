@@ -151,7 +151,6 @@ def _tried(head: str, kind: str, target: str, asked: _Asked) -> Trial:
     from forerun.deploy import trial
     from forerun.plan.measured import read_prompts
 
-    trial.vllm_version(asked.python)  # before anything is loaded
     given = read_prompts(asked.prompts) if asked.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]
     with console.telling("drafting here, then in vLLM"):
         return trial.in_vllm(
@@ -171,16 +170,15 @@ def _show_trial(trial: Trial) -> None:
         console.warn(f"vLLM {trial.version} does not draft with it: {trial.refused.splitlines()[0]}", "bold red")
         return
     table = console.table("drafted token", "accepted in vLLM", "here", "of drafts")
+    worse = trial.worse
     for one in trial.positions:
         ours, theirs = one.rates
-        bad = one in trial.worse
-        table.add_row(
-            str(one.index + 1), Text(f"{theirs:.2f}", "yellow" if bad else ""), f"{ours:.2f}", str(one.drafted[1])
-        )
+        shown = Text(f"{theirs:.2f}", "yellow" if one in worse else "")
+        table.add_row(str(one.index + 1), shown, f"{ours:.2f}", str(one.drafted[1]))
     table.add_section()
     table.add_row("tokens a step", f"{trial.lengths[1]:.2f}", f"{trial.lengths[0]:.2f}", "")
     console.out().print(table)
-    if trial.worse:
+    if worse:
         console.warn(f"vLLM {trial.version} accepts less of it than forerun: it loads or runs the head otherwise")
     else:
         console.out().print(Text(f"vLLM {trial.version} drafts with it as forerun does", "green"))

