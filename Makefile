@@ -13,11 +13,8 @@ LLAMA_VENV := .venv-llama
 TORCH ?= torch==2.13.0
 # Processes that tests are spread over; each gets its share of the cores.
 WORKERS ?= 2
-# What `make test-fast` looks at; of these folders, modules marked `thorough` are left out.
-FAST := $(wildcard tests/test_*.py) $(addprefix tests/,checkpoints cli core demo drafters engine model plan rules training) \
-	tests/contract/test_greedy.py
 
-.PHONY: help demo test test-fast test-slow test-vllm test-sglang test-llama release waits check bench docs clean
+.PHONY: help demo test test-slow test-vllm test-sglang test-llama release waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -61,11 +58,8 @@ demo: $(READY) ## the shipped model answers the same thing twice, plainly and sp
 test: $(READY) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-fast: $(READY) ## what to run while you work: minutes on two idle cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not thorough" $(FAST) $(ARGS)
-
-test-slow: $(READY) ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: $(READY) ## the slow ones: more of the same kinds, and what takes minutes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
 	$(BIN)/python -m pytest tests_vllm $(ARGS)

@@ -11,7 +11,6 @@ from benchmarks.training import gains
 from forerun import demo
 from forerun.cli import main as forerun
 
-pytestmark = pytest.mark.thorough
 SHORT = "windows={length: 64, rows: 1}"
 
 
@@ -24,6 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "train"
 
 
+@pytest.mark.slow
 def test_every_run_is_trained_once_and_held_against_its_goal(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

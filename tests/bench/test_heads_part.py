@@ -24,7 +24,6 @@ from forerun.cli.leaderboard import Trained, trained
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError
 
-pytestmark = pytest.mark.thorough
 PLAN = AcceptancePlan(new_tokens=12, seeds=(1,))
 PROMPTS = [list(range(3, 40)), list(range(100, 130))]
 

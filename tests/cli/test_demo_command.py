@@ -190,7 +190,7 @@ def test_repetition_counts_runs_that_came_before() -> None:
     assert demo._repetition([1, 2, 3]) == 0.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_all_drafters_answer_in_one_table(forerun: Forerun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(leaderboard, "FILES", 1)
     monkeypatch.setattr(leaderboard, "EDITS", 1)

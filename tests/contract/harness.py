@@ -52,6 +52,7 @@ from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
 from llamas import HEAD_SIZES, tiny_llama
+from selection import one_of_each
 
 VOCABULARY = 12
 NEVER = 6
@@ -480,6 +481,11 @@ VARIANTS: dict[str, list[Variant]] = {
 def variants() -> list[Variant]:
     """Every registered drafter, in each way that `VARIANTS` knows."""
     return [variant for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])]
+
+
+def each_drafter(turn: int = 0) -> list[Any]:
+    """`variants` as parameters, slow but for one of each drafter; see `one_of_each`."""
+    return one_of_each(variants(), lambda variant: variant.method, turn)
 
 
 @functools.cache

@@ -36,6 +36,7 @@ from forerun.engine.costs import DraftCost
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.policy.policy import policy_for
 from forerun.types import Budget, Drawn, RequestOutput
+from selection import slow
 
 
 class Moody:
@@ -109,9 +110,10 @@ VARIED = [
 ]
 
 
+@pytest.mark.parametrize("detect", [0.4, *slow(0.2)])
 @pytest.mark.parametrize("variant", VARIED, ids=str)
-def test_the_distribution_is_kept(variant: Variant) -> None:
-    assert p_value(sample(llm(variant, rows=64, check=False), draws()), expected()) > LEVEL
+def test_the_distribution_is_kept(variant: Variant, detect: float) -> None:
+    assert p_value(sample(llm(variant, rows=64, check=False), draws(detect)), expected()) > LEVEL
 
 
 @pytest.mark.parametrize("params", [NEUTRAL, PENALISED], ids=["neutral", "penalised"])

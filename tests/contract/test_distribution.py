@@ -13,6 +13,7 @@ from contract.harness import (
     Variant,
     as_prompts,
     draws,
+    each_drafter,
     expected,
     kind_for,
     kind_of,
@@ -23,6 +24,7 @@ from contract.harness import (
     trees_of,
     variants,
 )
+from selection import one_of_each, slow
 
 SAMPLING = [variant for variant in variants() if kind_for(variant, replace(SAMPLED, seed=None)).sampled]
 
@@ -37,7 +39,7 @@ def test_plain_sampling_follows_the_distribution() -> None:
     assert p_value(sample(llm(None, rows=64), draws()), expected()) > LEVEL
 
 
-@pytest.mark.parametrize("variant", variants(), ids=str)
+@pytest.mark.parametrize("variant", each_drafter(2), ids=str)
 def test_drafts_are_of_the_kind_that_their_drafter_declares(variant: Variant) -> None:
     for params in (SAMPLED, replace(SAMPLED, temperature=0.0)):
         declared = kind_for(variant, params)
@@ -47,10 +49,8 @@ def test_drafts_are_of_the_kind_that_their_drafter_declares(variant: Variant) ->
             assert kind.multipath or not declared.multipath
 
 
-@pytest.mark.parametrize(
-    ("detect", "weary"), [(0.4, False), *(pytest.param(0.1, own, marks=pytest.mark.slow) for own in (False, True))]
-)
-@pytest.mark.parametrize("variant", SAMPLING, ids=str)
+@pytest.mark.parametrize(("detect", "weary"), [(0.4, False), *slow((0.1, False), (0.1, True))])
+@pytest.mark.parametrize("variant", one_of_each(SAMPLING, lambda variant: variant.method, 1), ids=str)
 def test_the_default_rule_keeps_the_distribution(variant: Variant, detect: float, weary: bool) -> None:
     """Whatever draws nothing gives the very text of plain decoding, which is tested below; node by node on the host it
     draws what it draws a level at a time, which `tests/drafters` compares."""
@@ -58,7 +58,7 @@ def test_the_default_rule_keeps_the_distribution(variant: Variant, detect: float
     assert p_value(found, expected(weary=weary)) > LEVEL
 
 
-@pytest.mark.parametrize("variant", variants(), ids=str)
+@pytest.mark.parametrize("variant", each_drafter(3), ids=str)
 def test_a_walk_gives_the_very_text_of_plain_decoding(variant: Variant) -> None:
     params = [replace(SAMPLED, max_tokens=14, seed=seed) for seed in range(2 * len(PROMPTS))]
     prompts = as_prompts(PROMPTS * 2)
@@ -68,7 +68,7 @@ def test_a_walk_gives_the_very_text_of_plain_decoding(variant: Variant) -> None:
     assert sum(output.outputs[0].speculation.num_draft_tokens for output in walked) > 0
 
 
-@pytest.mark.parametrize("variant", variants(), ids=str)
+@pytest.mark.parametrize("variant", each_drafter(4), ids=str)
 def test_a_seed_gives_the_same_text_alone_and_in_company(variant: Variant) -> None:
     params = [replace(SAMPLED, max_tokens=14, seed=seed) for seed in range(len(PROMPTS))]
     together = tokens_of(llm(variant).generate(as_prompts(PROMPTS), params))

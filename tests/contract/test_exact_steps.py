@@ -44,6 +44,7 @@ from forerun.engine import core
 from forerun.engine.completion import Completion
 from forerun.engine.drafting import DrafterPool
 from forerun.types import LAST_HIDDEN, Drawn, Source
+from selection import one_of_each
 
 LETTERS, OTHERS = ("a", "b", "c", "d"), ("d", "x", "a", "b")
 
@@ -269,16 +270,22 @@ OTHER_RULES = [
     *((SAMPLING[4], rule) for rule in ("traversal", "recursive_rejection")),
     *((SAMPLING[-1], rule) for rule in ("sample_walk", "recursive_rejection")),
 ]
+
+
+def _each_drafter(turn: int, variants: Sequence[Variant], **how: Any) -> list[Any]:
+    return one_of_each((Case(variant=variant, **how) for variant in variants), lambda case: case.variant.method, turn)
+
+
 CASES = [
     *(Case(variant=variant) for variant in SAMPLING),
     *(Case(variant=variant, prompt=NOVEL) for variant in SAMPLING if variant.method == "first_of"),
     *(Case(variant=variant, rule=rule) for variant, rule in OTHER_RULES),
-    *(Case(variant=variant, room=2) for variant in SAMPLING[::2]),
-    *(Case(variant=variant, stop=1) for variant in SAMPLING[1::2]),
-    *(Case(variant=variant, grammar=True) for variant in SAMPLING),
-    *(Case(variant=variant, controlled=True) for variant in CONTROLLED),
+    *_each_drafter(0, SAMPLING, room=2),
+    *_each_drafter(1, SAMPLING, stop=1),
+    *_each_drafter(2, SAMPLING, grammar=True),
+    *_each_drafter(3, CONTROLLED, controlled=True),
     *(Case(variant=variant, prompt=NOVEL, controlled=True) for variant in CONTROLLED[-3:]),
-    *(Case(variant=variant, room=3, controlled=True, grammar=True) for variant in CONTROLLED[::3]),
+    *_each_drafter(4, CONTROLLED, room=3, controlled=True, grammar=True),
 ]
 
 

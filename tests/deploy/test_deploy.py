@@ -35,8 +35,6 @@ from forerun.plan.planner import Load
 from training.ttt import dflash
 
 __all__ = ["forerun"]
-pytestmark = pytest.mark.thorough
-
 Run = Callable[..., Ran]
 HEAD = ("--drafter", "eagle3", "--drafter-model", "owner/head", "-k", "5")
 SMALL = ("--drafter", "draft_model", "--drafter-model", "owner/small")

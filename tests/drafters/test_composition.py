@@ -25,8 +25,6 @@ from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN, Budget, Drawn
 
-pytestmark = pytest.mark.thorough
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 SEEDED = replace(SAMPLED, max_tokens=20)
 

@@ -20,8 +20,6 @@ from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Gro
 from forerun.drafters.trees import FixedTree
 from forerun.types import Drawn, SamplingParams
 
-pytestmark = pytest.mark.thorough
-
 CPU = torch.device("cpu")
 VOCABULARY = 13
 SHAPES = [Shape.regular((1, 1, 1)), Shape.regular((3, 2, 1)), Shape.of([0, 0, 0, 1, 1, 2, 4])]

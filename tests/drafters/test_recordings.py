@@ -21,9 +21,8 @@ from forerun.drafters.heads.runner import SequentialRunner
 from forerun.drafters.trees import DynamicTree
 from forerun.model import Target
 from forerun.model.recordings import Recordings, Work
+from selection import slow
 from training.ttt import head, hydra, mlp_speculator, model, tokens
-
-pytestmark = pytest.mark.thorough
 
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 4}
 TREE: dict[str, Any] = {"shape": (3, 2, 1)}
@@ -35,12 +34,10 @@ FILTERED: list[dict[str, Any]] = [
     {"temperature": 1.3, "top_k": 9},
     {"temperature": 1.0, "min_p": 0.05},
 ]
-ASKED: list[tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = [
+ASKED = [
     (CHAIN, [GREEDY, *FILTERED], {}),
-    (TREE, [GREEDY], {}),
-    (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY], {}),
     (DYNAMIC, [GREEDY], {"sliding_window": 3}),
-    (DYNAMIC, [SAMPLED], {}),
+    *slow((TREE, [GREEDY], {}), (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY], {}), (DYNAMIC, [SAMPLED], {})),
     (TREE, [GREEDY, SAMPLED], {"kind": "hydra"}),
     (DYNAMIC, [GREEDY], {"kind": "hydra", "num_hidden_layers": 0}),
     (CHAIN, [GREEDY, SAMPLED], {"kind": "mlp_speculator"}),

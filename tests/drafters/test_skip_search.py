@@ -25,8 +25,6 @@ from forerun.drafters.self_drafting.tuning import Costs, Probe, tune, worth
 from forerun.errors import ArgumentError
 from forerun.model import Target
 
-pytestmark = pytest.mark.thorough
-
 COUNT = 14
 """Sub-layers of the planted objective: 16382 subsets."""
 

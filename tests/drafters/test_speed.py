@@ -21,8 +21,6 @@ from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import Target
 from model.families import make, random_tokens
 
-pytestmark = pytest.mark.thorough
-
 SPEED = Variant("speed", options={"num_speculative_tokens": 4})
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 untied = harness.model

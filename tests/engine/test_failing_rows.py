@@ -18,8 +18,6 @@ from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, EngineError, NoTokenLeftError, NumericError, RequestError
 from forerun.model import Target
 
-pytestmark = pytest.mark.thorough
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["the cat sat", "the dog and the dog", "on the log the cat"]
 DRAFTERS: list[Any] = [False, {"method": "ngram"}, {"method": "auto"}]

@@ -6,15 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from engine.loads import TEXT, drafter, engine, greedy, run, streamed
 from engine.test_scheduling import Clock
 from forerun import LLM
 from forerun.engine import core
 from forerun.types import RequestOutput
-
-pytestmark = pytest.mark.thorough
 
 
 def wishes(draft_checkpoint: Path) -> list[Any]:

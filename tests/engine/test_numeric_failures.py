@@ -21,8 +21,6 @@ from forerun.model import Plan
 from forerun.model.kernels.accelerate import CompiledForward
 from forerun.types import LAST_HIDDEN, Budget
 
-pytestmark = pytest.mark.thorough
-
 POISON = 77
 """The embedding of this token is not finite."""
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 9, 8, 7, 9, 8], [50, 60, 70]]

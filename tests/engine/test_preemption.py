@@ -12,8 +12,6 @@ from forerun import SamplingParams
 from forerun.errors import ArgumentError
 from forerun.types import StructuredOutputs
 
-pytestmark = pytest.mark.thorough
-
 PROMPTS = [TEXT[:40], TEXT[20:75], TEXT[50:80], TEXT[9:60]]
 TIGHT = {"max_num_seqs": 4, "kv_cache_tokens": 130}
 

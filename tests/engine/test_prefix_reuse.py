@@ -18,8 +18,6 @@ from forerun.drafters import Entry
 from forerun.engine.core import BLOCK, PrefixCache
 from forerun.types import LAST_HIDDEN, RequestOutput
 
-pytestmark = pytest.mark.thorough
-
 
 def read_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each pass over prompts runs, as they come."""

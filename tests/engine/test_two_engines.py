@@ -20,8 +20,7 @@ from emulation import kernels_in_c, packed_linears
 from engine.two_engines import ROWS, head, jobs, model, together
 from forerun import LLM
 from forerun.model import Target
-
-pytestmark = pytest.mark.thorough
+from selection import slow
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own-models", "one-model"])
@@ -70,7 +69,7 @@ def module_state() -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{key}", (id(value), held(value))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16-in-c", "float32-in-torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=["bf16-in-c", "float32-in-torch"])
 def test_nothing_that_threads_share_changes_in_a_pass(dtype: torch.dtype) -> None:
     """Looked at from inside passes of all kinds, before and after attention, once everything has been made."""
     seen: list[dict[str, Any]] = []
@@ -97,7 +96,7 @@ def test_models_are_loaded_one_after_the_other(checkpoint: Path, monkeypatch: py
     """transformers sets torch's default dtype while it loads; two at once would leave the one's to the other."""
     before, counting, inside, most = transformers.AutoModelForCausalLM.from_pretrained, Lock(), 0, 0
 
-    def slow(*args: Any, **keywords: Any) -> Any:
+    def late(*args: Any, **keywords: Any) -> Any:
         nonlocal inside, most
         with counting:
             inside += 1
@@ -109,7 +108,7 @@ def test_models_are_loaded_one_after_the_other(checkpoint: Path, monkeypatch: py
             with counting:
                 inside -= 1
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", slow)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", late)
     with ThreadPoolExecutor(3) as threads:
         dtypes = ("bfloat16", "float32", "bfloat16")
         targets = list(threads.map(lambda dtype: Target.load(str(checkpoint), dtype=dtype, self_check=False), dtypes))

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import io
+import itertools
 import os
 import re
 import runpy
@@ -276,11 +277,10 @@ def endpoint() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ...]]]:
     """What has been run; what costs seconds and is the same for all of it is done once."""
-    enumerated = functools.cache(lambda names: list(check_rules(names)))
-    check_rules = certifying.check_rules
+    check_rules = certifying.check_rules  # of which tests/rules makes every check
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(certifying, "check_rules", lambda names: enumerated(tuple(names)))
+        patch.setattr(certifying, "check_rules", lambda names: itertools.islice(check_rules(names), 3))
         patch.setattr(demo, "PROMPT_CHARACTERS", 120)
         for name in ("FILES", "EDITS"):
             patch.setattr(leaderboard, name, 1)

@@ -17,8 +17,6 @@ from forerun.model import Target
 from model.families import random_tokens
 from model.tiny import build
 
-pytestmark = pytest.mark.thorough
-
 SERVED = """
     afmoe apertus apertus1p5_text arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm
     deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon flex_olmo flint

@@ -24,7 +24,6 @@ from model.families import make, plain, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.
 pytestmark = [
-    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
 
@@ -81,6 +80,7 @@ def test_a_model_that_the_caller_offloaded() -> None:
     assert error(target, make("llama")) <= 2e-5
 
 
+@pytest.mark.slow
 def test_tensor_parallel(tmp_path: Path) -> None:
     """Two processes, each with one of the two key-value heads, say what one process says."""
     make("llama").save_pretrained(tmp_path / "model")

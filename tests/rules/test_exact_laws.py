@@ -26,8 +26,6 @@ from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import Drawn
 
-pytestmark = pytest.mark.thorough
-
 LOSSLESS = [name for name in RULES if rule_named(name).lossless]
 EVERY_DRAWING = {"sample_walk", "recursive_rejection", "traversal"}
 
@@ -116,10 +114,8 @@ def test_typical_acceptance_is_labelled_lossy_because_it_is() -> None:
 
 
 def test_check_rules_covers_every_lossless_rule_and_no_other() -> None:
-    first = {}
-    for check in check_rules(["argmax_walk", "typical", "token_rejection"]):
-        first.setdefault(check.rule, check)
-    assert set(first) == {"argmax_walk", "token_rejection"}
+    assert {check.rule for check in check_rules(["argmax_walk", "typical"])} == {"argmax_walk"}
+    assert {next(iter(check_rules([name]))).rule for name in LOSSLESS} == set(LOSSLESS)
 
 
 def test_the_enumeration_sees_every_outcome_once() -> None:

@@ -21,8 +21,6 @@ from forerun.certify.enumeration import (
 )
 from forerun.core.rules import rule_named
 
-pytestmark = pytest.mark.thorough
-
 ONE_STEP = [
     (Drawing.IID, 1),
     (Drawing.IID, 2),

@@ -31,8 +31,12 @@ from forerun.core.sampling import Rng, Sampler, first_of, process_rows
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
 from forerun.types import Drawn, SamplingParams
+from selection import one_in
 
+WORLDS = [world for world in World if world is not World.GREEDY_TARGET]
 LOSSLESS = [name for name in RULES if rule_named(name).lossless and name != "argmax_walk"]
+
+EACH = one_in(5, itertools.product(LOSSLESS, WORLDS))
 
 
 def ladder_of(trees: Sequence[TokenTree], target: Distributions, rngs: Sequence[Rng], names: Sequence[str]) -> Ladder:
@@ -59,8 +63,7 @@ def verdicts(name: str, tree: TokenTree, target: LadderRow | PrefixProbs) -> dic
     return found
 
 
-@pytest.mark.parametrize("world", [world for world in World if world is not World.GREEDY_TARGET])
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize(("name", "world"), EACH)
 def test_the_emitted_distribution_is_the_targets(name: str, world: World) -> None:
     """Every tree that may be drawn of a case is a row of one batch, the enumeration's rng keeps the vectors."""
     for shape, drawing in itertools.product(SHAPES.values(), Drawing):

@@ -27,9 +27,7 @@ from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import Drawn
 
-pytestmark = pytest.mark.thorough
-
-SEQUENCES = 2000
+SEQUENCES = 1000
 CASES = [
     ("sample_walk", (2, 1), Drawing.DETERMINISTIC),
     ("token_rejection", (1, 1), Drawing.IID),

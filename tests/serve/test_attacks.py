@@ -26,6 +26,7 @@ def test_no_attack_is_noticed(tmp_path: Path) -> None:
     assert len(attacked(tmp_path / "report.json")) > 50
 
 
+@pytest.mark.slow
 def test_the_script_works(tmp_path: Path) -> None:
     """With what answers at once, and no limit on time: the machine that runs this does other things, too."""
     words = ("--only", "^(start: start|arguments, 900 levels)$", "--most-ms", "60000", "--growth", "1")

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from selection import slow
 from serve.drains import DRAINS, SLACK_S, ended
 
-FAST = ("a stream that takes too long", "an engine that holds the interpreter", "while it loads")
+FAST = ("a stream that takes too long", "while it loads")
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in DRAINS)])
+@pytest.mark.parametrize("name", [*FAST, *slow(*DRAINS)])
 def test_the_process_ends(name: str, checkpoint: Path, request: pytest.FixtureRequest) -> None:
     drain = DRAINS[name]
     code, seconds, written, heard = ended(drain, checkpoint)

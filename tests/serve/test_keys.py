@@ -18,6 +18,7 @@ from forerun.errors import ArgumentError
 from forerun.serve import guards
 from forerun.serve.guards import client_of
 from forerun.serve.settings import ServeSettings
+from selection import one_in, slow
 from serve.attacks import (
     ATTACKER,
     DRAFTERS,
@@ -52,13 +53,13 @@ def copying(checkpoint: Path) -> Iterator[Live]:
 
 
 class TestSecrets:
-    @pytest.mark.parametrize("attack", [from_traces, from_counts])
+    @pytest.mark.parametrize("attack", [from_traces, *slow(from_counts)])
     def test_answers_of_another_key(self, copying: Live, attack: Any) -> None:
         with Server(copying) as server:
             found = recover(server, attack, 3 if attack is from_traces else 1, seed=2)
         assert found.right <= found.most_by_chance, found
 
-    @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "suffix"])
+    @pytest.mark.parametrize("name", one_in(2, (name for name in DRAFTERS if name != "suffix")))
     def test_by_every_drafter_that_remembers(self, checkpoint: Path, name: str) -> None:
         with serving(checkpoint, speculative=DRAFTERS[name], **OPEN) as live:
             with Server(live) as server:

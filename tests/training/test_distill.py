@@ -30,6 +30,7 @@ from forerun.training.recipe import make_recipe
 from forerun.training.run import writer_for
 from forerun.types import SpeculationStats
 from llamas import tiny_llama
+from selection import slow
 from training.conftest import in_two_processes
 from training.divergences import divergence_of
 from training.ttt import VOCABULARY, model
@@ -248,9 +249,8 @@ def drafts(target: Path, folder: Path) -> float:
     return total.mean_acceptance_length
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "way", ["reverse_kl data", "total_variation data", "cross_entropy draft", "jensen_shannon target"]
+    "way", ["reverse_kl data", "cross_entropy draft", *slow("total_variation data", "jensen_shannon target")]
 )
 def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
     way: str, target: Path, prepared: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -272,7 +272,7 @@ def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
     assert type(AutoModelForCausalLM.from_pretrained(outcome["draft"])) is LlamaForCausalLM
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_shrunk_target_is_planned_trained_in_bfloat16_and_drafts(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,7 +289,6 @@ def test_a_shrunk_target_is_planned_trained_in_bfloat16_and_drafts(
     assert drafts(target, Path(outcome["draft"])) > 1.2
 
 
-@pytest.mark.thorough
 def test_a_run_goes_on_to_the_bit_with_texts_of_its_own_and_a_reference(
     target: Path, prepared: Path, start: Path, tmp_path: Path
 ) -> None:
@@ -348,7 +347,6 @@ def test_a_spread_draft_model_does_not_write() -> None:
             writer_for(run)  # type: ignore[arg-type]
 
 
-@pytest.mark.thorough
 def test_stored_features_train_the_draft_that_online_ones_do(
     target: Path, prepared: Path, start: Path, tmp_path: Path
 ) -> None:
@@ -360,7 +358,7 @@ def test_stored_features_train_the_draft_that_online_ones_do(
     assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_distil_the_draft_that_one_distils(
     target: Path, prepared: Path, start: Path, tmp_path: Path
 ) -> None:

@@ -47,7 +47,6 @@ CARRIED = {kind for entry in FORMATS.values() for kind in entry.kinds}
 """Kinds of which a checkpoint can be written."""
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [name for name in OBJECTIVES if name in CARRIED and WAYS.get(name) != []])
 def test_a_trained_head_drafts(
     kind: str, target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -76,7 +75,6 @@ def test_a_trained_head_drafts(
         assert drafted.speculation.mean_acceptance_length > 1.2
 
 
-@pytest.mark.thorough
 def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prepared: Path, tmp_path: Path) -> None:
     """Online and offline alike; a store with other boundaries is refused."""
     where = ("--target", str(target), "--data", str(prepared), "--dtype", "float32", "--no-probe", "--yes")

@@ -105,7 +105,6 @@ def words(target: Path, prepared: Path, output: Path, steps: int, *more: str) ->
     ]
 
 
-@pytest.mark.thorough
 def test_the_target_stands_still_until_the_heads_have_learnt_and_a_stopped_run_goes_on_to_the_bit(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +134,7 @@ def held_out_loss(folder: Path | str, texts: list[list[int]]) -> float:
     return float(torch.stack(losses).mean())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains_across_both_stages(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +163,6 @@ def accepted(folder: str, head: str) -> float:
     return total.mean_acceptance_length
 
 
-@pytest.mark.thorough
 def test_more_is_accepted_than_of_heads_alone_and_the_target_stays_what_it_was(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,7 +151,6 @@ def test_nothing_that_counts_still_reaches_every_parameter() -> None:
     assert all(weight.grad is not None for weight in lm.parameters())
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [{}, PARD2], ids=["pard", "pard2"])
 def test_training_beats_the_untrained_model(settings: dict[str, Any]) -> None:
     """A text that the target wrote: every depth is learnt, the deeper ones from masks alone. Sampled drafts gain where
@@ -237,7 +236,6 @@ def drafts(target: Path, folder: Path) -> float:
     return total.mean_acceptance_length
 
 
-@pytest.mark.thorough
 def test_it_trains_from_the_command_line_and_writes_the_public_format(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,8 +17,6 @@ from forerun import demo
 from forerun.cli import main
 from training.data.conftest import CHAT, byte_tokenizer, write_lines
 
-pytestmark = pytest.mark.thorough
-
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes" / "eagle3").glob("*.yaml"))
 SHORT = ("training.steps=2", "evaluation.count=1", "evaluation.prompt_tokens=8", "evaluation.settings={max_tokens: 4}")

@@ -23,8 +23,6 @@ from forerun.training.recipe import flat, make_recipe, read_recipe
 from forerun.training.run import Run
 from training.conftest import words
 
-pytestmark = pytest.mark.thorough
-
 HARMLESS = {
     *("output", "target_parallel", "trackers", "evaluation.settings.rows"),
     *("objective.gradient_checkpointing", "objective.flex_attention"),

@@ -23,8 +23,6 @@ from forerun.types import SpeculationStats
 from training.conftest import in_two_processes, words
 from training.ttt import head, model, tokens
 
-pytestmark = pytest.mark.thorough
-
 
 def test_training_makes_a_head_that_drafts_and_resumes(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -212,6 +210,7 @@ def logged(output: Path, name: str) -> list[float]:
     return [line[name] for line in lines if name in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 def test_two_processes_train_the_head_that_one_trains(trained: Path, spread: str) -> None:
     """In float32: losses and norms of the gradient to 1e-5, weights to 2e-5 (they moved by 1e-2)."""
@@ -226,12 +225,14 @@ def test_two_processes_train_the_head_that_one_trains(trained: Path, spread: str
     assert logged(trained / spread, "eval/chain_t0") == logged(trained / "one", "eval/chain_t0")
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_all_processes_take(trained: Path) -> None:
     planned = re.findall(r'"steps": (\d+),\s*"tokens_per_step": (\d+)', (trained / "said").read_text())
     assert planned == [("5", "256")] * 2
     assert not (trained / "none").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_with_half_the_rows_of_one(trained: Path) -> None:
     assert re.findall(r'"reason": "(\w+)"', (trained / "said").read_text()) == ["finished"] * 4 + ["already_finished"]
 

@@ -124,7 +124,6 @@ def line_of(target: Path, data: Path, output: Path, steps: int, *more: str) -> l
     return [*words(target, data, output, steps), "training.log_every_steps=1", *WRITTEN, *more]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_run_goes_on_to_the_bit(target: Path, foreign: Path, tmp_path: Path, every: int) -> None:
     """Six steps at once, and three of them in another run, at temperature 1; a part of the documents stay."""
@@ -140,7 +139,7 @@ def test_a_run_goes_on_to_the_bit(target: Path, foreign: Path, tmp_path: Path, e
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_it_lifts_acceptance_over_the_same_steps_without_it(
     target: Path, foreign: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +152,7 @@ def test_it_lifts_acceptance_over_the_same_steps_without_it(
     assert lengths[1] > lengths[0] + 0.5, lengths
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_train_the_head_that_one_trains(target: Path, foreign: Path, tmp_path: Path) -> None:
     more = ["objective.every=2", "evaluation.prompts=null", "objective.accepted=0.5"]
     assert main(line_of(target, foreign, tmp_path / "one", 4, *more)) == 0

@@ -12,8 +12,6 @@ from engine.policy.simulation import Passes, Spec, World, optimum, rate_at
 from forerun.drafters.base import warn_drafter
 from forerun.engine.costs import DraftCost, PassShape
 
-pytestmark = pytest.mark.thorough
-
 
 def level(ms: float) -> DraftCost:
     return DraftCost(fixed_ms=0.0, level_ms=ms)
@@ -52,6 +50,7 @@ def test_a_useless_copy_costs_little() -> None:
     assert world.run(1000).rate() > 0.97 / Passes().pass_ms(1)
 
 
+@pytest.mark.slow
 def test_a_few_rows_tell_whether_asking_for_all_pays() -> None:
     """Useless for 2000 steps, good from then on; to ask for all 32 rows takes longer than a plain step."""
     turn, rows = 2000, 32

@@ -19,8 +19,6 @@ from ports import free_ports
 from training.loop.toy import Head, Numbers, Toy, train, weights
 from training.loop.worker import CUT, MODES, OPTIMIZERS, STEPS, choice
 
-pytestmark = pytest.mark.thorough
-
 TOLERANCE = 1e-5
 
 
