@@ -96,7 +96,7 @@ def test_the_distribution_holds_while_weights_change_at_every_step(label: str) -
     assert isinstance(drafter, Fickle)
     drafter.other = ready(mine, copy.deepcopy(relative(0.3)).state_dict())
     assert p_value(sample(llm, draws(0.4)), expected()) > LEVEL
-    assert drafter.swaps > 20
+    assert drafter.swaps > 5
 
 
 def test_greedy_answers_are_equal_while_weights_change() -> None:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from contract.harness import LEVEL, PROMPTS, Variant, as_prompts, expected, installed, llm, p_value, sample, tokens_of
+from contract.harness import (
+    LEVEL,
+    PROMPTS,
+    Variant,
+    as_prompts,
+    draws,
+    expected,
+    installed,
+    llm,
+    p_value,
+    sample,
+    tokens_of,
+)
 from contract.test_greedy import NEUTRAL, reference
 from contract.wrong import WRONG
 
@@ -13,7 +25,7 @@ pytestmark = pytest.mark.parametrize("name", WRONG)
 
 def test_the_distribution_stays(name: str) -> None:
     with installed("wrong", WRONG[name]):
-        assert p_value(sample(llm(Variant("wrong"), rows=64, check=False), 300), expected()) > LEVEL
+        assert p_value(sample(llm(Variant("wrong"), rows=64, check=False), draws(0.4)), expected()) > LEVEL
 
 
 def test_greedy_output_stays(name: str) -> None:

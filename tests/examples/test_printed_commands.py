@@ -153,12 +153,14 @@ class Reader:
     endpoint: str
     """A server that answers."""
     done: set[tuple[str, ...]]
-    """Commands that need no files and have been run, on this page or another."""
+    """Commands that read nothing which a page made, and have been run, on this page or another."""
     patch: pytest.MonkeyPatch
     shown: Callable[[], str]
     """What was written to stderr since the last time."""
     module: ModuleType = field(default_factory=lambda: ModuleType("page"))
     """Where Python is run."""
+    laid: set[str] = field(default_factory=set)
+    """Files and folders of `stand_ins` that stand in this one."""
     serving: list[str] = field(default_factory=list)
     """The last server that was started."""
 
@@ -202,7 +204,8 @@ class Reader:
 
     def _forerun(self, options: list[str], found: Printed, piped: str, parsing: bool) -> None:
         parse(options, inline=found.inline)
-        alone = not any((self.folder / word.rpartition("=")[2]).exists() or word in WRITES for word in options)
+        named = {word.rpartition("=")[2] for word in options} - self.laid
+        alone = not any((self.folder / name).exists() or name in WRITES for name in named)
         key = (*options, piped)
         if not parsing and not (alone and key in self.done):
             self.run(quick(options), piped)
@@ -239,6 +242,8 @@ class Reader:
                 target.write_text(stand_ins.TEXTS[name])
             elif name in stand_ins.FOLDERS:
                 stand_ins.FOLDERS[name](target, self.run)
+            if name in stand_ins.TEXTS or name in stand_ins.FOLDERS:
+                self.laid.add(name)
             for place in (ROOT / name, (ROOT / found.page).parent / name):
                 if place.is_file():
                     shutil.copy(place, target)

@@ -54,7 +54,7 @@ QUICK = {
 """One variant of each drafter, and of those that run a model a tree, too. The other variants are slow tests."""
 IN_ALL = {str(None), "ngram", "draft_model-tree", "eagle3-dynamic"}
 """Of these every setting is quick. The other drafters meet the same rules, processors and draws."""
-FIRST = ("greedy", "top-p without float64")
+FIRST = ("greedy",)
 
 
 def cases(*settings: str) -> list[Any]:

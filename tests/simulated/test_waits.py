@@ -22,7 +22,7 @@ from simulated.device import Kind
 def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(waits, "WARM_UP", 1)
-    monkeypatch.setattr(waits, "PARAMS", {name: replace(params, max_tokens=20) for name, params in PARAMS.items()})
+    monkeypatch.setattr(waits, "PARAMS", {name: replace(params, max_tokens=12) for name, params in PARAMS.items()})
 
 
 PARAMS = waits.PARAMS
