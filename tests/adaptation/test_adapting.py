@@ -45,6 +45,7 @@ from forerun.engine.drafting import DrafterPool
 from forerun.model import Target
 from forerun.model.kernels.packing import Weights, exchange, ready
 from forerun.types import LAST_HIDDEN, Budget
+from selection import slow
 
 LAST = frozenset({LAST_HIDDEN})
 WORDS = ["the cat", "the dog sat on", "a log and", "mat mat mat", "on the", "dog"]
@@ -215,7 +216,7 @@ def stored_weights(method: str, folder: Path) -> dict[str, torch.Tensor]:
     return read_head(folder).build(torch.float32).state_dict()
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", *slow("eagle3")])
 def test_it_learns_while_it_serves_and_goes_on_after_a_restart(
     method: str, checkpoint: Path, draft_checkpoint: Path, head_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from selection import slow
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own-models", "one-model"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16-in-c", "float32-in-torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=["bf16-in-c", "float32-in-torch"])
 def test_two_engines_at_once(dtype: torch.dtype, shared: bool) -> None:
     with kernels_in_c(), packed_linears(dtype):
         assert together(48, dtype, shared=shared) == []

@@ -227,7 +227,7 @@ class Engine(ABC):
     def plugs_in(self, config: SpeculativeConfig) -> bool:
         """Whether this drafter goes into the engine as forerun's plug-in: it only copies, and the engine has none like
         it."""
-        made_of = methods({"method": config.method, **config.options})
+        made_of = methods(config.named)
         return bool(self.variable) and config.method not in self.ways and set(made_of) <= set(COPYING)
 
     def has(self, method: str, version: str) -> bool:

@@ -255,7 +255,7 @@ def _parsed(config: Config) -> SpeculativeConfig:
     parsed = SpeculativeConfig.parse(config)
     if parsed is None:
         raise ArgumentError("no drafter is named; expected for example {'method': 'suffix'}")
-    given = [*methods({"method": parsed.method, **parsed.options})]
+    given = [*methods(parsed.named)]
     given += ["a model"] if parsed.method == AUTO and "model" in parsed.options else []
     for method in given:
         if method not in (*COPYING, AUTO):

@@ -71,6 +71,11 @@ class SpeculativeConfig:
         return cls(method=method, num_speculative_tokens=tokens, rule=rule, adaptive=adaptive, options=values)
 
     @property
+    def named(self) -> dict[str, Any]:
+        """The method with its own options, as a member of a composition is named."""
+        return {"method": self.method, **self.options}
+
+    @property
     def drafter_options(self) -> dict[str, Any]:
         """What the drafter's `Config` is built from."""
         tokens = {} if self.num_speculative_tokens is None else {"num_speculative_tokens": self.num_speculative_tokens}

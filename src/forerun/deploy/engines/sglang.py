@@ -90,7 +90,7 @@ class SGLang(Engine):
         )
         words = ["--speculative-algorithm", ALGORITHM, "--speculative-num-draft-tokens", str(count)]
         words += [] if tree else ["--speculative-eagle-topk", "1"]
-        return words, {VARIABLE: json.dumps({"method": config.method, **config.options})}
+        return words, {VARIABLE: json.dumps(config.named)}
 
     def _speculation(self, asked: Asked, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
         draft, way, _ = self.chosen(asked, notes)

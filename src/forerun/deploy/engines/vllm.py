@@ -89,7 +89,7 @@ class Vllm(Engine):
         assert config is not None
         k = config.num_speculative_tokens or max(one.k for one in self.drafts(config))
         schedule = self.schedule(asked, k, notes)
-        options = {"method": config.method, **config.options}
+        options = config.named
         if schedule:
             options[SCHEDULE] = [list(stretch) for stretch in schedule]
         notes.append(
