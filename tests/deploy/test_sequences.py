@@ -311,6 +311,14 @@ class TestVllm:
         assert proposer(monkeypatch).sequences.drafters[0].method == "suffix"
         assert proposer(monkeypatch, str(tmp_path / "c.json")).sequences.drafters[0].method == "merge"
 
+    def test_a_policy_decides_for_auto_and_where_it_is_asked_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        many = proposer(monkeypatch, '{"method": "auto"}')
+        assert [one.method for one in many.sequences.drafters] == ["ngram", "suffix", "prediction"]
+        one = proposer(monkeypatch, '{"method": "ngram", "adaptive": true}')
+        for made in (many, one):
+            (draft,) = proposed(made, [self.REPEATS], [[1]])
+            assert draft in ([], [2], [2, 3], [2, 3, 1], [2, 3, 1, 2])
+
     @pytest.mark.parametrize(
         ("given", "words"),
         [

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from forerun.deploy.engines.vllm import SCHEDULE, VARIABLE
 from forerun.deploy.sequences import Sequences, options
+from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class ForerunProposer:
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         rows = int(vllm_config.scheduler_config.max_num_seqs)
         self.sequences = Sequences(
-            {"num_speculative_tokens": self.most, "adaptive": False, **given},
+            {"num_speculative_tokens": self.most, "adaptive": given["method"] == AUTO, **given},
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
             rows=rows,
             slots=self.max_model_len,
