@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -144,6 +145,16 @@ def test_a_freed_row_remembers_nothing() -> None:
     made.truncate([0], [0])
     made.extend(context([9, 1, 2], 3))
     assert propose(made, [9, 1, 2]).size == 0
+
+
+def test_a_long_text_leaves_the_garbage_collector_nothing_to_walk_through() -> None:
+    """An object for each n-gram once made a full collection of a long prompt take as long as several steps."""
+    text = [token % 997 * 31 % 101 for token in range(5000)]
+    made = fed(text[:100])
+    before = len(gc.get_objects())
+    made.extend(context(text, 4900))
+    assert len(gc.get_objects()) - before < 100
+    assert 20 < made.memory_bytes() / len(text) < 600
 
 
 def test_confidence_follows_what_the_text_really_did() -> None:

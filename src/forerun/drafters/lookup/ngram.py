@@ -1,13 +1,18 @@
 """Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
 
-The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row has an index from
-n-grams to positions, so a proposal costs a few dictionary look-ups. All nodes are deterministic.
+The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row knows where each
+n-gram ended last, and of each place the one before it, so a proposal costs a few dictionary look-ups. All nodes are
+deterministic.
 """
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler
@@ -49,7 +54,6 @@ class NgramDrafter(Drafter):
 
     def __init__(self, config: NgramConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self._rows: dict[int, _Row] = {}
         self._estimates = PerDomain(Acceptance)
 
@@ -59,14 +63,15 @@ class NgramDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             if row_id not in self._rows:
-                self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
+                sizes = range(self.config.prompt_lookup_min, self.config.prompt_lookup_max + 1)
+                self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)), sizes=sizes)
             row = self._rows[row_id]
             self._shrink(row, len(tokens) - fresh)
+            new = tokens[len(row.tokens) :]
             if row.drafted is not None:
-                row.drafted.learn(tokens[len(row.tokens) :])
+                row.drafted.learn(new)
                 row.drafted = None
-            for token in tokens[len(row.tokens) :]:
-                row.append(token, self._sizes)
+            row.extend(new)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees, limits = context.trees(), zip(context.rows, budget.nodes, budget.depth, strict=True)
@@ -82,11 +87,14 @@ class NgramDrafter(Drafter):
             elif row_id in self._rows:
                 self._shrink(self._rows[row_id], length)
 
+    def memory_bytes(self) -> int:
+        return sum(row.memory_bytes() for row in self._rows.values())
+
     def _shrink(self, row: _Row, length: int) -> None:
         if len(row.tokens) > length:
             row.drafted = None
         while len(row.tokens) > length:
-            row.pop(self._sizes)
+            row.pop()
 
     def _grow(self, tree: TokenTree, row: _Row, nodes: int, depth: int) -> None:
         """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
@@ -106,29 +114,28 @@ class NgramDrafter(Drafter):
     def _matches(self, row: _Row, length: int) -> Iterator[tuple[int, int]]:
         """(position, size of the n-gram) of earlier occurrences of the text's end, each position once."""
         seen: set[int] = set()
-        for gram in row.grams(self._sizes):
-            where = row.positions.get(gram, [])
-            earlier = len(where) - 1
-            if earlier < self.config.min_hits:
-                continue
-            for position in self._ordered(row, where, earlier, length):
+        for size in reversed(row.sizes):
+            for position in self._ordered(row, row.earlier(size), length):
                 if position not in seen:
                     seen.add(position)
-                    yield position, len(gram)
+                    yield position, size
 
-    def _ordered(self, row: _Row, where: Sequence[int], earlier: int, length: int) -> Iterator[int]:
-        """Some of the first `earlier` positions, in the order in which to copy from them."""
-        if self.config.match == "first":
-            yield from where[: min(earlier, _SCANNED)]
+    def _ordered(self, row: _Row, earlier: Iterator[int], length: int) -> Iterator[int]:
+        """Some of these positions, the most recent first, in the order in which to copy from them; none of too few."""
+        least = list(islice(earlier, self.config.min_hits))
+        if len(least) < self.config.min_hits:
             return
-        recent = list(reversed(where[max(0, earlier - _SCANNED) : earlier]))
+        every = chain(least, earlier)
         if self.config.match == "last":
-            yield from recent
-            return
-        while recent:
-            chosen = _most_frequent(row, recent, length)
-            yield chosen[0]
-            recent = [position for position in recent if position not in chosen]
+            yield from islice(every, _SCANNED)
+        elif self.config.match == "first":
+            yield from reversed(deque(every, _SCANNED))
+        else:
+            recent = list(islice(every, _SCANNED))
+            while recent:
+                chosen = _most_frequent(row, recent, length)
+                yield chosen[0]
+                recent = [position for position in recent if position not in chosen]
 
 
 def _most_frequent(row: _Row, positions: list[int], length: int) -> list[int]:
@@ -143,34 +150,66 @@ def _most_frequent(row: _Row, positions: list[int], length: int) -> list[int]:
     return positions
 
 
+_BITS = 32  # More than a token id has
+_NUMBERS_BYTES = 72  # Of an entry: an n-gram of four tokens, and a position
+
+
 @dataclass(kw_only=True, slots=True)
 class _Row:
-    """One row's text, and for each n-gram the positions (index of the token after it) where it ended, ascending."""
+    """One row's text, and where its n-grams ended. A position is the index of the token behind an n-gram, at least 1.
+
+    Numbers in one dictionary and a flat array, no object for each n-gram: the garbage collector has nothing to walk
+    through.
+    """
 
     acceptance: Acceptance
+    sizes: range  # Of n-grams, the shortest first
     tokens: list[int] = field(default_factory=list)
-    positions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     drafted: Drafted | None = None
+    _newest: dict[int, int] = field(default_factory=dict)  # N-gram as a number -> its last position
+    _before: array[int] = field(default_factory=lambda: array("i"))
+    """By position and size: where the same n-gram ended before; 0 where it did not."""
 
-    def append(self, token: int, sizes: range) -> None:
-        self.tokens.append(token)
-        for gram in self.grams(sizes):
-            self.positions.setdefault(gram, []).append(len(self.tokens))
+    def extend(self, tokens: Sequence[int]) -> None:
+        newest, before = self._newest, self._before
+        for token in tokens:
+            self.tokens.append(token)
+            position = len(self.tokens)
+            for gram in self._grams():
+                before.append(newest.get(gram, 0))
+                newest[gram] = position
+            before.extend([0] * (position * len(self.sizes) - len(before)))
 
-    def pop(self, sizes: range) -> None:
-        for gram in self.grams(sizes):
-            where = self.positions[gram]
-            where.pop()
-            if not where:
-                del self.positions[gram]
+    def pop(self) -> None:
+        last = self._before[(len(self.tokens) - 1) * len(self.sizes) :]
+        for gram, before in zip(self._grams(), last, strict=False):
+            if before:
+                self._newest[gram] = before
+            else:
+                del self._newest[gram]
+        del self._before[-len(last) :]
         self.tokens.pop()
 
-    def grams(self, sizes: range) -> Iterator[tuple[int, ...]]:
-        """The n-grams that end the text, the longest first."""
-        for size in sizes:
-            if size <= len(self.tokens):
-                yield tuple(self.tokens[-size:])
+    def earlier(self, size: int) -> Iterator[int]:
+        """Earlier positions of the n-gram of this size that ends the text, the most recent first."""
+        column, width, before = size - self.sizes.start, len(self.sizes), self._before
+        position = len(self.tokens)
+        while position and (position := before[(position - 1) * width + column]):
+            yield position
 
     def copied(self, position: int, offset: int) -> int:
         """The token at `offset` from `position`; a copy that reaches the end of the text goes on with itself."""
         return self.tokens[position + offset % (len(self.tokens) - position)]
+
+    def memory_bytes(self) -> int:
+        held = map(sys.getsizeof, (self.tokens, self._newest, self._before))
+        return sum(held) + _NUMBERS_BYTES * len(self._newest)
+
+    def _grams(self) -> Iterator[int]:
+        """The n-grams that end the text, the shortest first, as numbers; as far as it is long enough."""
+        gram = shift = 0
+        for token in reversed(self.tokens[-self.sizes[-1] :]):
+            gram |= (token + 1) << shift
+            shift += _BITS
+            if shift >= self.sizes.start * _BITS:
+                yield gram
