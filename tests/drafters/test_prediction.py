@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from drafters.test_ngram import ROOMY, context, paths
 from engine.conftest import tiny_tokenizer
 from forerun.drafters.base import DrafterSetup
-from forerun.drafters.lookup.prediction import PredictionConfig, PredictionDrafter
+from forerun.drafters.lookup.prediction import Alignment, PredictionConfig, PredictionDrafter
 from forerun.errors import ArgumentError
 from forerun.types import Budget
 
@@ -45,6 +46,17 @@ def after(output: Sequence[int], predicted: Sequence[int] = PREDICTED, **options
         found = paths(*made.propose(replace(here, fresh=[0]), ROOMY))
         chain = found[0] if found else []
     return chain
+
+
+def test_a_long_prediction_is_no_object_for_each_of_its_strings() -> None:
+    """An index of them once held the engine up for a quarter of a second where a file of 64,000 tokens was predicted."""
+    text = [token % 997 * 31 % 101 for token in range(20_000)]
+    before = len(gc.get_objects())
+    alignment = Alignment(text)
+    for token in (*text[:5], 300, *text[7000:7004]):
+        alignment.advance(token)
+    assert len(gc.get_objects()) - before < 100
+    assert alignment.position is not None and text[alignment.position - 4 : alignment.position] == text[7000:7004]
 
 
 def test_an_answer_as_predicted_is_followed_to_the_end() -> None:

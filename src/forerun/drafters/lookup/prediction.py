@@ -3,9 +3,11 @@ prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. A
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler, check_token_ids
@@ -119,8 +121,8 @@ def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequenc
 class Alignment:
     """The position in `predicted` at which the answer goes on, if it goes on as predicted. In step, a token that agrees
     moves it by one. After an edit the last tokens of the answer are searched for: the longest string first, the nearest
-    position ahead of where the two texts parted, and only strings of `_LONGEST` tokens also behind it. A token costs a
-    few look-ups whatever the length of the texts."""
+    position ahead of where the two texts parted, and only strings of `_LONGEST` tokens also behind it. The places of
+    each token are found by one sort, so that a long prediction holds nobody up."""
 
     def __init__(self, predicted: Sequence[int]) -> None:
         self.predicted = predicted
@@ -129,10 +131,9 @@ class Alignment:
         self.edited = False  # Whether the texts have parted before
         self._parted = 0  # Index of the first predicted token that has not come
         self._recent: list[int] = []
-        self._positions: dict[tuple[int, ...], list[int]] = {}
-        for size in range(1, _LONGEST + 1):
-            for end in range(size, len(predicted) + 1):
-                self._positions.setdefault(tuple(predicted[end - size : end]), []).append(end)
+        self._text = np.array(predicted, np.int64)
+        self._order = self._text.argsort(kind="stable")  # Places of the smallest token, then of the next
+        self._sorted = self._text[self._order]
 
     def advance(self, token: int) -> None:
         """The answer gained a token."""
@@ -147,11 +148,23 @@ class Alignment:
             self._parted = self.position
 
     def _search(self) -> tuple[int | None, int]:
-        for size in range(len(self._recent), 0, -1):
-            ends = self._positions.get(tuple(self._recent[-size:]), [])
-            ahead = bisect_left(ends, self._parted)
+        found = list(self._ends())
+        for size, ends in zip(range(len(found), 0, -1), reversed(found), strict=True):
+            ahead = int(np.searchsorted(ends, self._parted))
             if ahead < len(ends) and ends[ahead] - self._parted <= _REACH**size:
-                return ends[ahead], size
-            if ends and size == _LONGEST:
-                return ends[ahead - 1] if ahead else ends[0], size
+                return int(ends[ahead]), size
+            if len(ends) and size == _LONGEST:
+                return int(ends[ahead - 1] if ahead else ends[0]), size
         return None, 0
+
+    def _ends(self) -> Iterator[NDArray[np.int64]]:
+        """Where the answer's last token, its last two, ... end in the prediction, ascending."""
+        first, last = (np.searchsorted(self._sorted, self._recent[-1], side) for side in ("left", "right"))
+        ends = self._order[first:last] + 1
+        size = 1
+        while len(ends) and size < len(self._recent):
+            yield ends
+            size += 1
+            ends = ends[ends >= size]
+            ends = ends[self._text[ends - size] == self._recent[-size]]
+        yield ends
