@@ -502,6 +502,7 @@ def llm(
     check: bool = True,
     target: LlamaForCausalLM | None = None,
     tokenizer: Any = False,
+    chunk: int | None = None,
 ) -> LLM:
     """An engine on the tiny target, without the self-check at load: the suite has to find every bug itself."""
     config = None if variant is None else variant.config(rule)
@@ -511,6 +512,7 @@ def llm(
         speculative_config=config,
         max_num_seqs=rows,
         max_model_len=64,
+        max_num_batched_tokens=chunk,
         check=check,
         self_check=False,
     )

@@ -32,7 +32,8 @@ class _Listener(Drafter):
     heard: ClassVar[dict[tuple[int, ...], dict[int, dict[Boundary, Tensor]]]] = {}
 
     def __init__(self, config: _Config, setup: DrafterSetup) -> None:
-        self.texts: dict[int, Sequence[int]] = {}
+        self.reading: dict[int, dict[int, dict[Boundary, Tensor]]] = {}
+        """By row, of a prompt that comes in pieces."""
 
     @property
     def requires(self) -> frozenset[Boundary]:
@@ -41,8 +42,10 @@ class _Listener(Drafter):
     def extend(self, context: DraftContext) -> None:
         for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
             count = min(fresh, len(tokens) - 1)
-            prompt = tuple(tokens[: context.prompt_lengths[index]])
-            notes = self.heard.setdefault(prompt, {})
+            row, length = context.rows[index], context.prompt_lengths[index]
+            notes = self.reading.setdefault(row, {})
+            if len(tokens) >= length:
+                notes = self.heard.setdefault(tuple(tokens[:length]), self.reading.pop(row))
             for entry in range(count):
                 place = len(tokens) - 1 - count + entry
                 assert place not in notes, "a state came twice"

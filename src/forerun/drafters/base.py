@@ -33,8 +33,10 @@ class DraftContext:
     """Everything a drafter may look at, for the B rows that share it."""
 
     rows: Sequence[int]  # (B,) cache row of each sequence; stays the same while a sequence lives
-    tokens: Sequence[Sequence[int]]  # (B,) committed tokens, the prompt first, the root last; they grow with the text
-    prompt_lengths: Sequence[int]  # (B,) how many of the tokens are the prompt's
+    tokens: Sequence[Sequence[int]]
+    """(B,) committed tokens, the prompt first, the root last. `Drafter.extend` is shown a long prompt in pieces: the
+    tokens up to the end of a piece; from its first proposal on a row's list is the same object and grows."""
+    prompt_lengths: Sequence[int]  # (B,) how many of the text's first tokens are the prompt's
     fresh: Sequence[int]  # (B,) how many of the last tokens this drafter has not been shown; 0 in `Drafter.propose`
     samplers: Sequence[Sampler]  # (B,) the sampling parameters of each row, as makers of distributions
     rng: Sequence[Rng]  # (B,) the only source of randomness

@@ -38,7 +38,7 @@ class Engine:
         self._waiting: list[Completion] = []
         self._running: list[Completion] = []
         self._prefilling: list[Prefill] = []
-        self._prefilled: list[Prefill] = []
+        self._unshown: list[Prefill] = []  # Prompts of which drafters have not been shown all that was read
         self._prefixes = PrefixCache(target, enabled=self.scheduling.enable_prefix_caching)
         self._prefilled_last = False
 
@@ -165,11 +165,11 @@ class Engine:
             self.drafting.forget(drafter, [row.cache_row], [0])
         self._prefixes.release(row.cache_row, held, drafter if remembers else None)
         self._running.remove(answer)
-        for text in [*self._prefilling, *self._prefilled]:
+        for text in [*self._prefilling, *self._unshown]:
             if answer in text.answers:
                 text.answers.remove(answer)
         self._prefilling = [text for text in self._prefilling if text.answers]
-        self._prefilled = [text for text in self._prefilled if text.answers]
+        self._unshown = [text for text in self._unshown if text.answers]
         answer.introduced, row.cache_row = False, -1
 
     def _retire(self) -> None:
@@ -219,11 +219,12 @@ class Engine:
 
     def _prefill(self) -> list[StreamChunk]:
         """The next chunks of prompts, and the first tokens of those that have been read to the end."""
+        self._introduce()
         limits = self.scheduling
         texts = pass_of(self._prefilling, limits.chunk, limits.max_num_batched_tokens)
         logits = run_prefills(self.target, texts, limits.chunk)
         self._prefilling = [text for text in self._prefilling if not text.finished]
-        self._prefilled += [text for text in texts if text.finished]
+        self._unshown += [text for text in texts if text.finished or not text.shared]
         finished = ((index, text) for index, text in enumerate(texts) if text.finished)
         beginning = [(index, answer) for index, text in finished for answer in text.answers if not answer.tokens]
         ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.room]
@@ -252,16 +253,21 @@ class Engine:
         return [answer.append(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
 
     def _introduce(self) -> None:
-        """Show drafters the prompts of rows that came in since; after their first tokens, so that these never wait."""
+        """Show drafters what was read of prompts since: before the next pass, so that no first token waits for it, and
+        a chunk at a time, so that a long prompt holds nobody up and few of its hidden states are kept."""
         new_sequences = defaultdict[str, list[NewSequence]](list)
-        for text in self._prefilled:
+        for text in self._unshown:
             states = text.hidden_states()
             for index, answer in enumerate(text.answers):
-                if answer.drafter is not None:
-                    known = text.known if index == 0 else 0
-                    new_sequences[answer.drafter].append(NewSequence(row=answer.row, known=known, states=states))
-                    answer.introduced = True
-        self._prefilled.clear()
+                known, length = text.known if index == 0 else 0, len(answer.row.tokens) if text.finished else text.done
+                if answer.drafter is not None and length > known:
+                    count = min(length - known, length - 1)
+                    part = {boundary: whole[:count] for boundary, whole in states.items()}
+                    new = NewSequence(row=answer.row, known=known, length=length, states=part)
+                    new_sequences[answer.drafter].append(new)
+                answer.introduced = text.finished and answer.drafter is not None
+            text.shown()
+        self._unshown.clear()
         for key, found in new_sequences.items():
             self.drafting.introduce(key, found)
 

@@ -124,16 +124,16 @@ class DrafterPool:
         return min(asked, active.depth)
 
     def introduce(self, key: str, found: Sequence[NewSequence]) -> None:
-        """Show drafters the texts (prompts and first tokens) of rows that are new to them."""
-        rows = [new.row for new in found]
-        fresh = [len(new.row.tokens) - new.known for new in found]
+        """Show drafters the texts (prompts and first tokens) of rows that are new to them, as far as they are read."""
+        rows, fresh = [new.row for new in found], [new.length - new.known for new in found]
+        texts = [new.row.tokens if new.length == len(new.row.tokens) else new.row.tokens[: new.length] for new in found]
         hidden_states = {
             boundary: pad_sequence([new.states[boundary] for new in found], batch_first=True)
             for boundary in self.requires(key)
         }
         for _, drafter in self._active[key].drafters:
             wanted = {boundary: hidden_states[boundary] for boundary in drafter.requires}
-            drafter.extend(context_for(rows, range(len(rows)), fresh, wanted))
+            drafter.extend(replace(context_for(rows, range(len(rows)), fresh, wanted), tokens=texts))
 
     def count_failures(self, rows: Iterable[Row]) -> None:
         """Put down to these rows how often drafters have failed them since this was last asked."""
@@ -213,9 +213,10 @@ class NewSequence:
     """A row whose text its drafter has not been shown."""
 
     row: Row
-    known: int  # First tokens that the drafter still holds from before
+    known: int  # First tokens that the drafter holds already
+    length: int  # Of the text as far as it has been read, tokens
     states: Mapping[Boundary, Tensor]
-    """(M, H) of the tokens before each of the others; M is one less where none is known."""
+    """(M, H) of the tokens before each of those that are new; M is one less where none is known."""
 
 
 def _key(config: SpeculativeConfig) -> str:

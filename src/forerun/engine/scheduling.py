@@ -97,8 +97,9 @@ class Prefill:
     """What is to stand in the cache: of an answer that has begun, all but the last token, which is the next root."""
     requires: frozenset[Boundary]  # The hidden states that its drafter reads
     done: int = 0  # Tokens in the cache
-    known: int = 0  # Tokens that the drafter of the first answer still holds from before
-    states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # (M, H) of each chunk that was run
+    known: int = 0  # Tokens that the drafter of the first answer has been shown, or still holds from before
+    states: dict[Boundary, list[Tensor]] = field(default_factory=dict)
+    """(M, H) of each chunk that was run, from the last token that is known on."""
 
     @property
     def row(self) -> int:
@@ -112,6 +113,11 @@ class Prefill:
     @property
     def finished(self) -> bool:
         return self.done == len(self.tokens)
+
+    @property
+    def shared(self) -> bool:
+        """Whether several answers read it, or may yet: their drafters are shown it when it has been read."""
+        return self.answers[0].request.params.n > 1
 
     @property
     def scores_prompt(self) -> bool:
@@ -133,8 +139,13 @@ class Prefill:
         self.done += count
 
     def hidden_states(self) -> dict[Boundary, Tensor]:
-        """(M, H) of all tokens that were run."""
+        """(M, H) of all tokens that were run since its drafter was last shown some."""
         return {boundary: torch.cat(parts) for boundary, parts in self.states.items()}
+
+    def shown(self) -> None:
+        """Its drafter knows all that was run. Of the hidden states the last is kept: that before the next token."""
+        self.known = self.done
+        self.states = {boundary: [parts[-1][-1:].clone()] for boundary, parts in self.states.items()}
 
     def _score_prompt(self, logits: Tensor) -> None:
         """In vLLM's shape, from logits (M, V) of what was run now: None for the first token, then per token a dict that

@@ -109,7 +109,7 @@ class ReplayBuffer:
 class _Answer:
     """An answer that is being written: entries from token `start` on, one for each state that is known."""
 
-    tokens: Sequence[int]  # The row's live list
+    tokens: Sequence[int]  # As far as they are known
     held: bool
     temperature: float
     start: int = 0
@@ -235,12 +235,12 @@ class Collector:
     def _answer(self, context: DraftContext, index: int) -> _Answer:
         row, tokens = context.rows[index], context.tokens[index]
         answer = self._answers.get(row)
-        if answer is None or answer.tokens is not tokens:
-            self.close([row])
+        if answer is None:
             held = self._begun % self._held_every == 0
             temperature = _temperature(context.samplers[index])
             answer = self._answers[row] = _Answer(tokens=tokens, held=held, temperature=temperature)
             self._begun += 1
+        answer.tokens = tokens  # A list that grows, but for a prompt that is still being read
         return answer
 
     def _keep(self, answer: _Answer) -> None:
