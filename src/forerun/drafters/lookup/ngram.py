@@ -121,7 +121,7 @@ class NgramDrafter(Drafter):
                     yield position, size
 
     def _ordered(self, row: _Row, earlier: Iterator[int], length: int) -> Iterator[int]:
-        """Some of these positions, the most recent first, in the order in which to copy from them; none of too few."""
+        """Which of these positions, given the most recent first, to copy from, and in which order."""
         least = list(islice(earlier, self.config.min_hits))
         if len(least) < self.config.min_hits:
             return
