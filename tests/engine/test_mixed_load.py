@@ -68,7 +68,7 @@ def check(checkpoint: Path, ids: Any, texts: Any, lengths: Any, outputs: Any, st
             continue
         found = outputs[request_id].outputs[0]
         ends[found.finish_reason] += 1
-        assert (tokens, piece) == (found.token_ids, found.text)
+        assert (tokens, piece) == (found.token_ids, found.text) and not found.speculation.drafter_errors
         if found.finish_reason == "length":
             assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
         else:
