@@ -280,7 +280,7 @@ CASES = [
     *(Case(variant=variant) for variant in SAMPLING),
     *(Case(variant=variant, prompt=NOVEL) for variant in SAMPLING if variant.method == "first_of"),
     *(Case(variant=variant, rule=rule) for variant, rule in OTHER_RULES),
-    *_each_drafter(0, SAMPLING, room=2),
+    *_each_drafter(0, [own for own in SAMPLING if own.label != "greedy-k-wide"], room=2),  # which has nothing to draw
     *_each_drafter(1, SAMPLING, stop=1),
     *_each_drafter(2, SAMPLING, grammar=True),
     *_each_drafter(3, CONTROLLED, controlled=True),
