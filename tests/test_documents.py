@@ -38,7 +38,7 @@ def test_every_path_that_make_hands_to_a_program_exists() -> None:
     targets = ["waits", "docs", "test-vllm", "test-sglang", "test-llama"]
     command = ["make", "-n", *(word for mark in made for word in ("-o", mark)), *targets]
     said = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, check=True).stdout
-    paths = {word for word in said.split() if re.fullmatch(r"(tests|docs)(_\w+|/[\w./-]+)", word)}
+    paths = {word for word in said.split() if re.fullmatch(r"(tests|docs|benchmarks|recipes)(_\w+|/[\w./-]+)", word)}
     assert {"tests/simulated/waits.py", "docs/make_reference.py", "tests_vllm", "tests_sglang", "tests_llama"} <= paths
     assert not {path for path in paths if not (ROOT / path).exists()}
 

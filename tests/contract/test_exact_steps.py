@@ -44,7 +44,7 @@ from forerun.engine import core
 from forerun.engine.completion import Completion
 from forerun.engine.drafting import DrafterPool
 from forerun.types import LAST_HIDDEN, Drawn, Source
-from selection import one_of_each
+from selection import one_of_each, slow
 
 LETTERS, OTHERS = ("a", "b", "c", "d"), ("d", "x", "a", "b")
 
@@ -191,6 +191,18 @@ def _kangaroo() -> KangarooHead:
     return KangarooHead(KangarooConfig.for_target("kangaroo", toy(), options=given)).eval().to(torch.float64)
 
 
+def _dspark(shape: Sequence[int]) -> Variant:
+    return Variant("dspark", "tree", {"model": _dflash(markov_rank=4, markov_head_type="rnn"), "shape": shape})
+
+
+def _peagle_tree(shape: Sequence[int]) -> Variant:
+    return Variant("peagle", "tree", {"model": _peagle(), "shape": shape, "draw": "without_replacement"})
+
+
+def _kangaroo_tree(shape: Sequence[int]) -> Variant:
+    return Variant("kangaroo", "tree", {"model": _kangaroo(), "shape": shape, "exit_below": 0.4})
+
+
 CHAIN = {"num_speculative_tokens": 3}
 NOVEL = (3,)
 """Nothing to copy."""
@@ -233,7 +245,7 @@ SAMPLING = [
     Variant("dflash", "best-first", {"model": _dflash(), "num_speculative_tokens": 3, "nodes": 5}),
     Variant("dflash", "chain", {"model": _dflash(), "shape": (1, 1, 1)}),
     Variant("dspark", "chain", {"model": _dflash(markov_rank=4), **CHAIN}),
-    Variant("dspark", "tree", {"model": _dflash(markov_rank=4, markov_head_type="rnn"), "shape": (2, 1)}),
+    _dspark((2, 1)),
     Variant("domino", "chain", {"model": _dflash(emb_dim=3, gru_hidden_dim=4), **CHAIN}),
     Variant("domino", "tree", {"model": _dflash(emb_dim=3, gru_hidden_dim=4), "shape": (2, 1, 1)}),
     Variant("dflash2", "chain", {"model": _dflash(selector_rank=4, **CANDIDATES), **CHAIN}),
@@ -242,9 +254,9 @@ SAMPLING = [
     Variant("mtp", "chain", {"model": _mtp(1), **CHAIN}),
     Variant("mtp", "two-modules-tree", {"model": _mtp(2), "shape": (2, 1, 1), "draw": "without_replacement"}),
     Variant("peagle", "chain", {"model": _peagle(), "shape": (1, 1, 1)}),
-    Variant("peagle", "tree", {"model": _peagle(), "shape": (2, 1), "draw": "without_replacement"}),
+    _peagle_tree((2, 1)),
     Variant("kangaroo", "chain", {"model": _kangaroo(), "exit_below": 0.5, **CHAIN}),
-    Variant("kangaroo", "tree", {"model": _kangaroo(), "shape": (2, 1), "exit_below": 0.4}),
+    _kangaroo_tree((2, 1)),
     Variant("cascade", "chain", {"model": _relative(), "inner": COPIES, **CHAIN}),
     Variant("cascade", "tail", {"model": _relative(), "inner": COPIES, "num_speculative_tokens": 2, "tail": 3}),
     Variant("cascade", "three-levels", {"model": _relative(), "inner": _member("cascade", inner=COPIES), **CHAIN}),
@@ -255,6 +267,8 @@ SAMPLING = [
     Variant("merge", "copies-beside-tree", {"drafters": [_member("draft_model", shape=(2, 1)), COPIES], "nodes": 7}),
     Variant("merge", "few-nodes", {"drafters": [_member("draft_model", num_speculative_tokens=2), COPIES], "nodes": 4}),
 ]
+DEEP = [replace(tree((2, 1, 1)), label="deep-tree") for tree in (_dspark, _peagle_tree, _kangaroo_tree)]
+"""Whose trees take seconds to enumerate: slow tests."""
 CONTROLLED = [
     *(variant for variant in SAMPLING if variant.method not in ("tli", "quantized_self", "skip_layers")),
     Variant(
@@ -286,6 +300,8 @@ CASES = [
     *_each_drafter(3, CONTROLLED, controlled=True),
     *(Case(variant=variant, prompt=NOVEL, controlled=True) for variant in CONTROLLED[-3:]),
     *_each_drafter(4, CONTROLLED, room=3, controlled=True, grammar=True),
+    *slow(*(Case(variant=variant, **how) for variant in DEEP for how in ({}, {"grammar": True}, {"controlled": True}))),
+    *slow(*(Case(variant=variant, stop=1) for variant in DEEP)),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from contract.harness import PROMPTS, Variant, as_prompts, each_drafter, llm, plain_greedy, tokens_of, variants
 from forerun import SamplingParams
 
-LENGTH = 28
+LENGTH = 40
 NEUTRAL = SamplingParams(temperature=0.0, max_tokens=LENGTH)
 PENALISED = replace(NEUTRAL, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.3, logit_bias={3: 1.0})
 

@@ -169,7 +169,7 @@ def test_a_distribution_recorded_before_processing(monkeypatch: Patch) -> None:
     monkeypatch.setattr(HostDraws, "_of_node", raw)
     for label in ("chain", "tree"):
         assert watch(named(label), PROMPTS).problems
-    assert distribution_is_off(named("tree"), draws=1000)
+        assert distribution_is_off(named(label), draws=1000)
 
 
 def merging(self: TokenTree, token: int, parent: int, **how: Any) -> int:

@@ -29,6 +29,7 @@ from contract.test_greedy import NEUTRAL
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, Ending, Stop, goes_on
 from forerun.drafters.drawing import Children
 from forerun.errors import ArgumentError
+from selection import slow
 
 TARGET, DRAFT = (0.7, 0.3), (0.5, 0.5)
 RULES = [("confidence", 0.45), ("svip", 1.0), ("adaedl", 0.5)]
@@ -83,16 +84,16 @@ def test_our_stop_submits_whatever_was_drawn(rule: Stop) -> None:
     assert emitted([children[0], children[1]]) == pytest.approx(TARGET)
 
 
+@pytest.mark.parametrize("count", [draws(0.4), *slow(600)])
 @pytest.mark.parametrize(("stop", "threshold"), RULES)
-def test_the_text_keeps_its_distribution(stop: str, threshold: float) -> None:
+def test_the_text_keeps_its_distribution(stop: str, threshold: float, count: int) -> None:
     for shape in (None, (2, 2)):
         options = {"model": relative(), "num_speculative_tokens": 3, "shape": shape}
         variant = Variant("draft_model", stop, {**options, "stop": stop, "stop_threshold": threshold})
         engine = llm(variant, rows=64, check=False)
-        assert p_value(sample(engine, draws(0.4)), expected()) > LEVEL
-        params = replace(NEUTRAL, max_tokens=40)
-        outputs = llm(variant).generate(as_prompts(PROMPTS), params, trace=True)
-        assert tokens_of(outputs) == [plain_greedy(prompt, params) for prompt in PROMPTS]
+        assert p_value(sample(engine, count), expected()) > LEVEL
+        outputs = llm(variant).generate(as_prompts(PROMPTS), NEUTRAL, trace=True)
+        assert tokens_of(outputs) == [plain_greedy(prompt, NEUTRAL) for prompt in PROMPTS]
         sizes = {len(trace.nodes) for output in outputs for trace in output.outputs[0].trace}
         assert len(sizes) >= 2 and min(sizes - {0}) < max(sizes), "some drafts were to end early, and some not"
 

@@ -26,8 +26,10 @@ from forerun.core.rules import rule_named
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import Drawn
+from selection import slow
 
 SEQUENCES = 1000
+"""Of each rule in `make test`; twice as many in the slow tests, and where a wrong rule must be seen."""
 CASES = [
     ("sample_walk", (2, 1), Drawing.DETERMINISTIC),
     ("token_rejection", (1, 1), Drawing.IID),
@@ -68,12 +70,15 @@ def write(name: str, after: After, shape: tuple[tuple[int, ...], Drawing], seed:
     return text[:3]
 
 
+@pytest.mark.parametrize("sequences", [SEQUENCES, *slow(2 * SEQUENCES)])
 @pytest.mark.parametrize(("name", "counts", "drawing"), CASES)
-def test_seeded_sequences_follow_the_target(name: str, counts: tuple[int, ...], drawing: Drawing) -> None:
+def test_seeded_sequences_follow_the_target(
+    name: str, counts: tuple[int, ...], drawing: Drawing, sequences: int
+) -> None:
     """Chi-square over all 27 texts of three tokens; family-wise error 1e-6."""
     distributions = toy_distributions(World.RANDOM, vocabulary=3, depth=5, seed=11)
     after = After(distributions)
-    seen = Counter(write(name, after, (counts, drawing), seed) for seed in range(SEQUENCES))
+    seen = Counter(write(name, after, (counts, drawing), seed) for seed in range(sequences))
     joint = joint_distribution(distributions[0], (), 3)
     texts = sorted(product(range(3), repeat=3), key=lambda text: float(joint[text]))
     observed, expected = [0.0], [0.0]
@@ -82,7 +87,7 @@ def test_seeded_sequences_follow_the_target(name: str, counts: tuple[int, ...], 
             observed.append(0.0)
             expected.append(0.0)
         observed[-1] += seen[text]
-        expected[-1] += SEQUENCES * float(joint[text])
+        expected[-1] += sequences * float(joint[text])
     assert len(expected) > 10
     assert stats.chisquare(observed, expected).pvalue > 1e-6 / len(CASES)
 
@@ -90,10 +95,10 @@ def test_seeded_sequences_follow_the_target(name: str, counts: tuple[int, ...], 
 def test_the_chi_square_would_see_a_biased_rule() -> None:
     distributions = toy_distributions(World.RANDOM, vocabulary=3, depth=5, seed=11)
     after = After(distributions)
-    seen = Counter(write("typical", after, ((1, 1), Drawing.IID), seed) for seed in range(SEQUENCES))
+    seen = Counter(write("typical", after, ((1, 1), Drawing.IID), seed) for seed in range(2 * SEQUENCES))
     joint = joint_distribution(distributions[0], (), 3)
     texts = list(product(range(3), repeat=3))
-    expected = [SEQUENCES * float(joint[text]) for text in texts]
+    expected = [2 * SEQUENCES * float(joint[text]) for text in texts]
     assert stats.chisquare([seen[text] for text in texts], expected).pvalue < 1e-12
 
 

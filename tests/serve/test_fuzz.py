@@ -24,7 +24,7 @@ CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v
 BOUNDED = settings(
     derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
 )
-OFTEN = settings(BOUNDED, max_examples=60)
+OFTEN = settings(BOUNDED, max_examples=120)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ FIELDS = {
 }
 
 
-@settings(OFTEN, max_examples=100)
+@settings(OFTEN, max_examples=200)
 @given(data=st.data(), path=st.sampled_from((CHAT, TEXT, RESPONSES, MESSAGES)), stream=st.booleans())
 def test_one_parameter_is_odd(small: Live, data: st.DataObject, path: str, stream: bool) -> None:
     body = {**PLAIN[path], "model": NAME, "stream": stream}
