@@ -483,9 +483,9 @@ def variants() -> list[Variant]:
     return [variant for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])]
 
 
-def each_drafter(turn: int = 0) -> list[Any]:
-    """`variants` as parameters, slow but for one of each drafter; see `one_of_each`."""
-    return one_of_each(variants(), lambda variant: variant.method, turn)
+def each_drafter(turn: int = 0, ways: Sequence[Variant] | None = None) -> list[Any]:
+    """These variants, or all, as parameters, slow but for one of each drafter; see `one_of_each`."""
+    return one_of_each(variants() if ways is None else ways, lambda variant: variant.method, turn)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from contract.harness import (
     trees_of,
     variants,
 )
-from selection import one_of_each, slow
+from selection import slow
 
 SAMPLING = [variant for variant in variants() if kind_for(variant, replace(SAMPLED, seed=None)).sampled]
 
@@ -50,7 +50,7 @@ def test_drafts_are_of_the_kind_that_their_drafter_declares(variant: Variant) ->
 
 
 @pytest.mark.parametrize(("detect", "weary"), [(0.4, False), *slow((0.1, False), (0.1, True))])
-@pytest.mark.parametrize("variant", one_of_each(SAMPLING, lambda variant: variant.method, 1), ids=str)
+@pytest.mark.parametrize("variant", each_drafter(1, SAMPLING), ids=str)
 def test_the_default_rule_keeps_the_distribution(variant: Variant, detect: float, weary: bool) -> None:
     """Whatever draws nothing gives the very text of plain decoding, which is tested below; node by node on the host it
     draws what it draws a level at a time, which `tests/drafters` compares."""

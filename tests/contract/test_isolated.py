@@ -31,12 +31,10 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain
 from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import Budget
+from selection import slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=18)
-CASES = [
-    pytest.param(GREEDY, id="greedy"),
-    pytest.param(replace(SAMPLED, seed=5, max_tokens=24), id="sampled", marks=pytest.mark.slow),
-]
+CASES = [GREEDY, *slow(replace(SAMPLED, seed=5, max_tokens=24))]
 OWN = [[1, 5, 7, 2, 1, 5, 3, 1, 5], [4, 9, 4, 9, 4]]
 """What the domain under test asks, one after the other: it learns from its own."""
 _DEPTH = 8
@@ -103,7 +101,7 @@ def same(one: Sequence[Sequence[Node]], other: Sequence[Sequence[Node]], within:
     return all(abs(left - right) < within for left, right in pairs)
 
 
-@pytest.mark.parametrize("params", CASES)
+@pytest.mark.parametrize("params", CASES, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("variant", each_drafter(2), ids=str)
 def test_a_domain_is_drafted_for_as_if_it_were_alone(variant: Variant, params: SamplingParams) -> None:
     alone = drafted(variant, params, [])

@@ -23,9 +23,7 @@ from forerun.model import Plan, Target
 from model.families import make, plain, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 TOKENS = random_tokens(9, 0)
 LAYERS = {"llama": "model.layers", "gemma3": "model.layers", "gpt2": "transformer.h"}

@@ -24,6 +24,7 @@ from forerun.drafters import DRAFTERS
 from forerun.engine.measuring import load_or_measure
 from forerun.model import Target
 from forerun.model.kernels.packing import exchange, ready
+from selection import slow
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording
 
@@ -54,21 +55,15 @@ QUICK = {
 """One variant of each drafter, and of those that run a model a tree, too. The other variants are slow tests."""
 IN_ALL = {str(None), "ngram", "draft_model-tree", "eagle3-dynamic"}
 """Of these every setting is quick. The other drafters meet the same rules, processors and draws."""
-FIRST = ("greedy",)
 
 
 def cases(*settings: str) -> list[Any]:
     """Every variant in these settings."""
 
     def quick(variant: Variant | None, setting: str) -> bool:
-        return str(variant) in QUICK and (setting in FIRST or str(variant) in IN_ALL)
+        return str(variant) in QUICK and (setting == "greedy" or str(variant) in IN_ALL)
 
-    return [
-        pytest.param(
-            variant, setting, marks=[] if quick(variant, setting) else [pytest.mark.slow], id=f"{variant}-{setting}"
-        )
-        for variant, setting in itertools.product(EVERY, settings)
-    ]
+    return [case if quick(*case) else slow(case)[0] for case in itertools.product(EVERY, settings)]
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +142,7 @@ def on_the_cpu(variant: Variant | None, setting: str) -> list[Answer]:
     return answers(variant, SETTINGS[setting], there=False)
 
 
-@pytest.mark.parametrize(("variant", "setting"), cases(*SETTINGS))
+@pytest.mark.parametrize(("variant", "setting"), cases(*SETTINGS), ids=str)
 def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | None, setting: str) -> None:
     expected = on_the_cpu(variant, setting)
     device = SimulatedDevice()
@@ -160,7 +155,7 @@ def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | 
     assert device.counts.of(Kind.READ) > 0, "what came out was computed on the device"
 
 
-@pytest.mark.parametrize(("variant", "setting"), cases(*WITHOUT_FLOAT64))
+@pytest.mark.parametrize(("variant", "setting"), cases(*WITHOUT_FLOAT64), ids=str)
 def test_a_device_without_float64_does_it_too(
     variant: Variant | None, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

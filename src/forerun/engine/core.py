@@ -259,13 +259,15 @@ class Engine:
         for text in self._unshown:
             states = text.hidden_states()
             for index, answer in enumerate(text.answers):
+                if answer.drafter is None:
+                    continue
+                answer.introduced = text.finished
                 known, length = text.known if index == 0 else 0, len(answer.row.tokens) if text.finished else text.done
-                if answer.drafter is not None and length > known:
+                if length > known:
                     count = min(length - known, length - 1)
                     part = {boundary: whole[:count] for boundary, whole in states.items()}
                     new = NewSequence(row=answer.row, known=known, length=length, states=part)
                     new_sequences[answer.drafter].append(new)
-                answer.introduced = text.finished and answer.drafter is not None
             text.shown()
         self._unshown.clear()
         for key, found in new_sequences.items():

@@ -13,7 +13,7 @@ import forerun
 from forerun.checkpoints import read_head
 from training.convert.converted import base, config, text
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:torch.*", "ignore::FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*", "ignore::FutureWarning")
 
 
 def trainer(model: Any, output: Path, **options: Any) -> Trainer:

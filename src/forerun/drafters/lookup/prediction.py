@@ -133,7 +133,6 @@ class Alignment:
         self._recent: list[int] = []
         self._text = np.array(predicted, np.int64)
         self._order = self._text.argsort(kind="stable")  # Places of the smallest token, then of the next
-        self._sorted = self._text[self._order]
 
     def advance(self, token: int) -> None:
         """The answer gained a token."""
@@ -159,12 +158,13 @@ class Alignment:
 
     def _ends(self) -> Iterator[NDArray[np.int64]]:
         """Where the answer's last token, its last two, ... end in the prediction, ascending."""
-        first, last = (np.searchsorted(self._sorted, self._recent[-1], side) for side in ("left", "right"))
-        ends = self._order[first:last] + 1
+        text, order, token = self._text, self._order, self._recent[-1]
+        first, last = (np.searchsorted(text, token, side, sorter=order) for side in ("left", "right"))
+        ends = order[first:last] + 1
         size = 1
         while len(ends) and size < len(self._recent):
             yield ends
             size += 1
             ends = ends[ends >= size]
-            ends = ends[self._text[ends - size] == self._recent[-size]]
+            ends = ends[text[ends - size] == self._recent[-size]]
         yield ends
