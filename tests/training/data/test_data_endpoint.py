@@ -206,6 +206,14 @@ def test_plain_text_is_continued_from_its_first_tokens(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"id": "in.jsonl:1", "text": "once and on", "prompt_tokens": 4}]
 
 
+def test_a_text_that_the_target_ends_at_once_is_answered(tmp_path: Path) -> None:
+    response = {"choices": [{"text": "", "finish_reason": "stop"}]}
+    plan = todo(tmp_path, [{"text": "once upon a time"}])
+    ask(plan, Server(lambda number, body: httpx.Response(200, json=response)))
+    assert lines(tmp_path) == [{"id": "in.jsonl:1", "text": "once", "prompt_tokens": 4}]
+    assert (plan.written, plan.failed) == (1, 0)
+
+
 def test_conversations_end_before_a_tool_is_called(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     tail = [user("c"), call, {"role": "tool", "content": "1"}, assistant("old")]

@@ -128,6 +128,8 @@ def test_long_documents_are_cut_or_split_and_dropped_without_a_counted_token(tmp
     split = prepare([path], tokenizer, tmp_path / "split", max_length=4, split_long=True).data
     assert [tokenizer.decode(split.document(i)[0].tolist()) for i in range(len(split))] == ["efgh", "abc"]
     assert split.document(0)[1].tolist() == [0, 1, 1, 1]
+    path = write_lines(tmp_path / "b.jsonl", [{"text": "all prompt", "prompt_tokens": 10}, {"text": "abc"}])
+    assert prepare([path], tokenizer, tmp_path / "unanswered").data.manifest["counts"]["dropped"] == 1
 
 
 def test_errors_name_the_place(tmp_path: Path) -> None:

@@ -130,8 +130,6 @@ class Encoder:
         """Token ids and mask of a record; DataError without an assistant turn, a chat template, or a usable mask."""
         if not record.messages:
             tokens, given = self._ids(record.text), record.prompt_tokens
-            if given >= len(tokens):
-                raise DataError(f"all {len(tokens)} tokens of the text are prompt ('prompt_tokens' {given})")
             encoded = Encoded(tokens, [index >= given for index in range(len(tokens))])
         elif not self.tokenizer.chat_template and record.pair is not None:
             prompt, answer = self._ids(record.pair[0]), self._ids(record.pair[1], special=False)
