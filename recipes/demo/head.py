@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import corpus
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun.cli import main
 from forerun.cli.leaderboard import trained_seconds
+from forerun.writing import written
 
 PIECES = 1_800
 """Prompts that the target continues."""
@@ -82,12 +83,10 @@ def write_data(work: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = corpus.split(corpus.read_standard_library())
     target = str(work / "target")
-    _write(folder / "pieces.jsonl", _pieces(train, PIECES))
-    words = plain_words(PreTrainedTokenizerFast.from_pretrained(target))
-    made = random.Random(0).sample(list(edits.edits(train, words, seed=1)), EDITS)
-    _write(folder / "edits.jsonl", [edit.prompt for edit in made])
-    _write(folder / "library.jsonl", [file.text for file in train[::LIBRARY_SHARE]])
-    _write(folder / "held-out.jsonl", [file.text for file in held_out if corpus.is_prompt(file)])
+    _write(folder / "pieces.jsonl", lambda: _pieces(train, PIECES))
+    _write(folder / "edits.jsonl", lambda: _edits(train, target, EDITS))
+    _write(folder / "library.jsonl", lambda: [file.text for file in train[::LIBRARY_SHARE]])
+    _write(folder / "held-out.jsonl", lambda: [file.text for file in held_out if corpus.is_prompt(file)])
     for asked, longest in (("pieces", ANSWER_TOKENS), ("edits", EDIT_TOKENS)):
         _run(
             *("data", "regenerate", str(folder / f"{asked}.jsonl"), "--target", target),
@@ -120,14 +119,23 @@ def _pieces(files: list[corpus.SourceFile], count: int) -> list[str]:
     return found
 
 
-def _write(path: Path, asked: Sequence[str | list[dict[str, str]]]) -> None:
-    """Texts, or conversations."""
+def _edits(files: list[corpus.SourceFile], target: str, count: int) -> list[list[dict[str, str]]]:
+    """Some of all edits that can be made of the files, as they are asked for."""
+    words = plain_words(PreTrainedTokenizerFast.from_pretrained(target))
+    return [edit.prompt for edit in random.Random(0).sample(list(edits.edits(files, words, seed=1)), count)]
+
+
+def _write(path: Path, made: Callable[[], Sequence[str | list[dict[str, str]]]]) -> None:
+    """Texts, or conversations, if they are not there yet."""
+    if path.exists():
+        return
     lines = [
         json.dumps({"id": str(number), ("text" if isinstance(one, str) else "messages"): one})
-        for number, one in enumerate(asked)
+        for number, one in enumerate(made())
         if not isinstance(one, str) or one.strip()
     ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with written(path) as file:
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _prepare(target: str, output: Path, *files: Path) -> None:
