@@ -15,6 +15,7 @@ from rich.console import Console
 
 from benchmarks.suite import plots, report
 from benchmarks.suite.suite import Options, Results, as_json, run
+from forerun.cli.console import telling
 from forerun.errors import ForerunError
 
 app = App(
@@ -60,8 +61,8 @@ def main(
         (out / name).write_text(json.dumps(as_json(results), indent=2) + "\n")
 
     try:
-        with errors.status("starting") as status:
-            results = run(options, status.update, save)
+        with telling("measuring") as tell:
+            results = run(options, tell, save)
         if plot:
             plots.draw(results, out)
     except ForerunError as error:

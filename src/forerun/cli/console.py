@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+LINE_EVERY_S = 60.0  # Of progress, at most, where stderr is no terminal
 
 
 def out() -> Console:
@@ -69,10 +71,11 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def telling(beginning: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr whose words can be changed; silent where stderr is no terminal."""
+    """A spinner on stderr whose words can be changed; where stderr is no terminal, a line a minute."""
     console = log()
     if not console.is_terminal:
-        yield lambda _: None
+        line = _line_a_minute(console)
+        yield lambda words: line(f"{beginning}: {words}")
         return
     with console.status(beginning) as status:
         yield lambda words: status.update(f"{beginning}: {words}")
@@ -80,10 +83,34 @@ def telling(beginning: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress_bar(task: str, total: int | None = None, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, silent where stderr is no terminal; gives rich's `Progress.update` of its one task."""
+    """A progress bar on stderr; where that is no terminal, a line a minute. Gives rich's `Progress.update` of its one
+    task."""
     from rich import progress
 
+    console = log()
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(), *times)
-    with progress.Progress(*columns, console=log(), disable=not log().is_terminal) as bar:
-        yield functools.partial(bar.update, bar.add_task(task, total=total, completed=done))
+    with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        number, line = bar.add_task(task, total=total, completed=done), _line_a_minute(console)
+
+        def update(**changes: Any) -> None:
+            bar.update(number, **changes)
+            if not console.is_terminal:
+                [now] = bar.tasks
+                of = "" if now.total is None else f" of {now.total:,.0f}"
+                line(f"{task}: {now.completed:,.0f}{of} after {now.elapsed or 0:,.0f} s")
+
+        yield update
+
+
+def _line_a_minute(console: Console) -> Callable[[str], None]:
+    """Prints what it is given, unless it has printed within a minute; nothing in the first one."""
+    last = time.monotonic()
+
+    def line(words: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_EVERY_S:
+            last = time.monotonic()
+            console.print(Text(words, style="dim"), soft_wrap=True)
+
+    return line
