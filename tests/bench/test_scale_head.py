@@ -13,13 +13,15 @@ from transformers import LlamaForCausalLM
 
 from bench.heads import head
 from forerun import LLM, SamplingParams
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, read_head, write_head
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, format_for, read_head, write_head
 from forerun.checkpoints.base import expected_shapes
+from forerun.cli import demo
 from forerun.demo import scale
 from forerun.demo.scale import ScaledModel, scale_config, scale_head, scaled_head_folder
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.kinds import kind_named
 from forerun.drafters.heads.runner import SequentialRunner
+from forerun.engine.config import method_of
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
@@ -207,3 +209,16 @@ def test_what_cannot_be_enlarged_is_refused(scaled: ScaledModel, monkeypatch: py
     monkeypatch.undo()
     with pytest.raises(ArgumentError, match="scale_input is not enlarged"):
         scale_config(other_head("mlp_speculator", scale_input=True).config, scaled)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in scale.ENLARGED if not kind.startswith("eagle")])
+def test_a_folder_is_known_for_the_head_that_it_holds(
+    kind: str, source_tied: Path, scaled: ScaledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of EAGLE's heads others tell: without a method it drafts as what it is, and it grows with its target."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    made = HeadCheckpoint.of(other_head(kind))
+    folder = write_head(made, tmp_path / "head", format_for(kind), TargetFacts.read(source_tied))
+    assert method_of(folder) == kind
+    grown = demo._with_heads_for(scaled, {"method": kind, "model": str(folder)})
+    assert grown == {"method": kind, "model": str(scaled_head_folder(folder, scaled))}

@@ -115,6 +115,19 @@ def format_of(config: Mapping[str, Any]) -> Format:
     )
 
 
+def is_head(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is a head's and no whole model's. Models are recognised by `flat`, too, and those of
+    PARD by `peagle`: a head's says EAGLE or has a draft vocabulary. What `mtp` recognises is taken for a model."""
+    try:
+        name = format_of(config).name
+    except CheckpointError:
+        return False
+    if name in ("flat", "peagle"):
+        text = json.dumps(config).lower()
+        return "eagle" in text or "draft_vocab_size" in text
+    return name != "mtp"
+
+
 log = logging.getLogger(__name__)
 CONFIG, README = "config.json", "README.md"
 OURS = {CONFIG, INDEX, README, "trtllm.yaml", ".gitattributes"}

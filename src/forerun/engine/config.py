@@ -138,7 +138,6 @@ def _plain(value: Any) -> Any:
 # --- what `auto` chooses among ----------------------------------------------------------------------------------------
 
 _AUTO_OPTIONS = ("drafters", "model", "reproducible")
-_HEAD_KEYS = ("eagle", "draft_vocab_size", "speculators_model_type")
 
 
 def arms_of(config: SpeculativeConfig) -> list[SpeculativeConfig]:
@@ -213,17 +212,16 @@ def method_of(model: Any) -> str:
     folder = Path(demo.resolve(model)).expanduser()
     if not (folder / "config.json").is_file():
         name = str(model).lower().replace("-", "").replace("_", "")
-        known = ("eagle3", "eagle", "/pard")
+        known = ("peagle", "eagle3", "eagle", "dflash", "dspark", "medusa", "/pard")
         return next((one.removeprefix("/") for one in known if one in name), "draft_model")
     try:
-        text = (folder / "config.json").read_text(encoding="utf-8")
-        config = json.loads(text)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "draft_model"  # whose loader says what is wrong with the directory
-    if not isinstance(config, dict) or not any(key in text.lower() for key in _HEAD_KEYS):
-        return "pard" if isinstance(config, dict) and "pard_token" in config else "draft_model"
-    from forerun.checkpoints import read_head
+    from forerun.checkpoints import is_head, read_head
 
+    if not isinstance(config, dict) or not is_head(config):
+        return "pard" if isinstance(config, dict) and "pard_token" in config else "draft_model"
     return str(read_head(folder, num_layers=config.get("num_target_layers") or 64).config.kind)
 
 

@@ -401,7 +401,8 @@ def test_what_auto_is_made_of(tmp_path: Path) -> None:
     }
     assert method_of(eagle_head(3)) == "eagle3" and method_of(eagle_head(1)) == "eagle"
     assert method_of(dflash_head()) == "dflash" and method_of(relative()) == "draft_model"
-    assert method_of("someone/EAGLE3-Qwen") == "eagle3" and method_of("someone/tiny") == "draft_model"
+    hub = {"EAGLE3-Qwen": "eagle3", "Qwen-P-EAGLE": "peagle", "Qwen-DFlash-b16": "dflash", "tiny": "draft_model"}
+    assert {name: method_of(f"someone/{name}") for name in hub} == hub
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "architectures": ["LlamaForCausalLM"]}))
     assert method_of(tmp_path) == "draft_model"
 
