@@ -67,7 +67,7 @@ def test_a_trained_head_drafts(
     shapes = {f"{shape}_t{temperature}" for shape in ("chain", "tree") for temperature in (0, 1)}
     assert {f"eval/{shape}" for shape in shapes} | {"eval/acceptance_0", "eval/acceptance_1"} <= measured
     assert {f"eval/acceptance_{shape}_0" for shape in shapes - {"chain_t0"}} <= measured
-    assert kind == "mtp" or method_of(late["head"]) == kind, "named by its folder alone, it drafts as what it is"
+    assert method_of(late["head"]) == kind, "named by its folder alone, it drafts as what it is"
     params, prompt = SamplingParams(temperature=0, max_tokens=24, detokenize=False), {"prompt_token_ids": [3]}
     for way in WAYS.get(kind, [{"method": kind}]):
         llm = LLM(str(target), speculative_config={**way, "model": late["head"], "adaptive": False})

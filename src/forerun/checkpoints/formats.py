@@ -116,16 +116,14 @@ def format_of(config: Mapping[str, Any]) -> Format:
 
 
 def is_head(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is a head's and no whole model's. Models are recognised by `flat`, too, and those of
-    PARD by `peagle`: a head's says EAGLE or has a draft vocabulary. What `mtp` recognises is taken for a model."""
+    """Whether a ``config.json`` is a head's and no whole model's, which some formats recognise, too: it has the
+    format's mark, or, as other people's heads in EAGLE's format do, it says EAGLE or has a draft vocabulary."""
     try:
-        name = format_of(config).name
+        mark = format_of(config).mark
     except CheckpointError:
         return False
-    if name in ("flat", "peagle"):
-        text = json.dumps(config).lower()
-        return "eagle" in text or "draft_vocab_size" in text
-    return name != "mtp"
+    text = json.dumps(config).lower()
+    return any(word in text for word in (mark, "eagle", "draft_vocab_size"))
 
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS, drafter_class, entry_named, methods
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, DataError, nearest
+from forerun.manifests import read_object
 
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
 
@@ -215,14 +216,14 @@ def method_of(model: Any) -> str:
         known = ("peagle", "eagle3", "eagle", "dflash", "dspark", "medusa", "/pard")
         return next((one.removeprefix("/") for one in known if one in name), "draft_model")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_object(folder / "config.json", "expected a model's configuration")
+    except DataError:
         return "draft_model"  # whose loader says what is wrong with the directory
     from forerun.checkpoints import is_head, read_head
 
-    if not isinstance(config, dict) or not is_head(config):
-        return "pard" if isinstance(config, dict) and "pard_token" in config else "draft_model"
-    return str(read_head(folder, num_layers=config.get("num_target_layers") or 64).config.kind)
+    if is_head(config):
+        return str(read_head(folder, num_layers=config.get("num_target_layers") or 64).config.kind)
+    return "pard" if "pard_token" in config else "draft_model"
 
 
 def drafter_bytes(config: SpeculativeConfig | None) -> int:
