@@ -36,8 +36,13 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_an_ordinary_checkpoint_and_what_it_came_from(tmp_path: Path, draft: LlamaForCausalLM) -> None:
-    snapshots(tmp_path).save(draft, 3, {"updates": 7, "expected_acceptance": 0.5})
+def test_an_ordinary_checkpoint_and_what_it_came_from(
+    tmp_path: Path, draft: LlamaForCausalLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept = snapshots(tmp_path)
+    capfd.readouterr()
+    kept.save(draft, 3, {"updates": 7, "expected_acceptance": 0.5})
+    assert capfd.readouterr() == ("", ""), "a server's log is no place for transformers' bar"
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
     assert stored.dtype == torch.bfloat16 and draft.dtype == torch.float32
     for name, value in stored.state_dict().items():

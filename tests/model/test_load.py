@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target
-from forerun.model.load import LoadOptions, explained, open_model, read_config, stored_bytes
+from forerun.model.load import LoadOptions, explained, open_model, read_config, save_model, stored_bytes
 from model.families import make, plain, random_tokens
 
 
@@ -53,6 +53,13 @@ def test_loading_is_silent(checkpoint: Path, capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(CheckpointError):
         Target.load(checkpoint, device="cpu")
     assert capfd.readouterr() == ("", ""), "what transformers warns of is in the error"
+
+
+def test_saving_is_silent_and_everybody_may_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    save_model(make("llama"), None, tmp_path)
+    assert capfd.readouterr() == ("", ""), "transformers shows a bar"
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o644}
 
 
 def test_dtype_is_the_callers_choice(checkpoint: Path) -> None:

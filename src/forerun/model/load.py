@@ -205,6 +205,17 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
 
 
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a causal LM, and the tokenizer if there is one, into an existing folder as transformers does. Their bar is
+    not shown: who saves tells how far it is, and a server has no terminal."""
+    with _ONE_LOADS, _calm(quiet=True):
+        model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner may read
+
+
 def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
     """Bytes of the weights, by their files' headers, else by the configuration. CheckpointError: a broken file."""
     resolved = resolved_dtype(options, config)

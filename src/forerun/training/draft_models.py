@@ -15,7 +15,7 @@ from forerun.drafters.draft_models.pard import PardDrafter, mark
 from forerun.drafters.heads.kinds import kind_named, named
 from forerun.drafters.vocabulary import check_tokenizers, tokenizer_beside
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.model.load import LoadOptions, open_model, read_config
+from forerun.model.load import LoadOptions, open_model, read_config, save_model
 from forerun.model.support import text_config
 from forerun.training.data.store import PreparedData
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
@@ -106,7 +106,4 @@ def write_model(model: Any, generation_config: Any, tokenizer: Any, folder: Path
     """Write a causal LM and its tokenizer as transformers does."""
     model.generation_config = generation_config
     with written_folder(folder) as fresh:
-        model.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        for file in fresh.iterdir():
-            file.chmod(0o644)  # safetensors writes files that only their owner may read
+        save_model(model, tokenizer, fresh)

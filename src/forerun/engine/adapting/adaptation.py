@@ -35,6 +35,7 @@ from forerun.errors import CheckpointError, ForerunError
 from forerun.manifests import TokenizerIdentity
 from forerun.model import Target
 from forerun.model.kernels.packing import exchange, ready
+from forerun.model.load import save_model
 from forerun.training.loop import checkpoint
 from forerun.writing import remove_folder, tidy, written
 
@@ -321,9 +322,7 @@ class Snapshots:
             if isinstance(stored, Head):
                 write_head(HeadCheckpoint.of(stored), fresh, format_for(stored.config.kind), self._facts)
             else:
-                stored.save_pretrained(fresh)
-                if self._tokenizer is not None:
-                    self._tokenizer.save_pretrained(fresh)
+                save_model(stored, self._tokenizer, fresh)
             record = {"version": version, **self._described, **facts}
             (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         self._link(path)
