@@ -16,7 +16,6 @@ from tokenizer import plain_words
 from transformers import PreTrainedTokenizerFast
 
 from forerun.cli import main
-from forerun.cli.leaderboard import trained_seconds
 from forerun.writing import written
 
 PIECES = 1_800
@@ -46,8 +45,6 @@ LEADER_BOARD = {
 }
 """Kind of `forerun train` -> what its recipe says besides ``heads.yaml``; each drafts at least five tokens. PARD's
 draft model is two of the target's layers. What is trained together with a target (Medusa-2) is not comparable."""
-SPENT = 0.98
-"""Of the time that a head may be trained for: a run that has spent as much of it is not gone on with."""
 
 
 def make_head(work: Path) -> None:
@@ -61,17 +58,14 @@ def make_head(work: Path) -> None:
 
 def make_leader_board(work: Path, seconds: float) -> None:
     """Write ``work/heads``: a head of every kind, each trained for so many seconds of wall time; errors as `make_head`.
-    Run again, it trains what is missing, and what was stopped for the seconds that are left. `forerun demo --all
-    --heads` compares them."""
+    Run again, it trains what is missing, and goes on with what was stopped. `forerun demo --all --heads` compares
+    them."""
     folder, target = write_data(work), str(work / "target")
     for kind, words in LEADER_BOARD.items():
-        output = work / "heads" / kind
-        left = seconds - (trained_seconds(output) or 0.0)
-        if left > (1 - SPENT) * seconds:
-            _run(
-                *("train", kind, str(Path(__file__).with_name("heads.yaml")), f"training.max_seconds={left}", *words),
-                *("--target", target, "--data", str(folder / "train"), "--output", str(output)),
-            )
+        _run(
+            *("train", kind, str(Path(__file__).with_name("heads.yaml")), f"training.seconds={seconds}", *words),
+            *("--target", target, "--data", str(folder / "train"), "--output", str(work / "heads" / kind)),
+        )
 
 
 def write_data(work: Path) -> Path:

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.demo import Edit, scale
+from forerun.training.loop import checkpoint as training_checkpoint
 from forerun.types import Source, SpeculationStats, Verdict
 from llamas import tiny_eagle
 
@@ -197,11 +198,7 @@ def test_all_drafters_answer_in_one_table(forerun: Forerun, monkeypatch: pytest.
     monkeypatch.setattr(leaderboard, "COPYING", {"suffix": {"method": "suffix"}})
     (tmp_path / "mine").mkdir()
     shutil.copytree(shipped.resolve("demo-eagle3"), tmp_path / "mine" / "head")
-    lines = [
-        {"step": 1, "tokens": 100, "tokens_per_second": 50.0},
-        {"step": 2, "tokens": 400, "tokens_per_second": 100.0},
-    ]
-    (tmp_path / "mine" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checkpoint_of(tmp_path / "mine", step=2, seconds=5.0)
     shutil.copytree(tmp_path / "mine" / "head", tmp_path / "together" / "head")
     (tmp_path / "together" / "model").mkdir()  # which this head drafts for
     for name, kind in (("masks", "pard"), ("small", "distill")):
@@ -265,10 +262,20 @@ def test_the_table_fits_and_says_what_is_not_lossless(width: int) -> None:
     assert found == {"mlp_speculator, chain": True, "medusa typical, tree": False}
 
 
-def test_time_of_training_is_what_is_left_of_a_killed_run(tmp_path: Path) -> None:
+def checkpoint_of(output: Path, *, step: int, seconds: float) -> None:
+    """What `forerun train` leaves of a step, as far as it says how long it took."""
+    folder = output / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    record = {
+        "format": training_checkpoint.FORMAT,
+        "progress": asdict(training_checkpoint.Progress(step=step, seconds=seconds)),
+    }
+    (folder / "state.json").write_text(json.dumps(record))
+    (folder / "random.json").write_text("[]")
+
+
+def test_time_of_training_is_that_of_the_newest_checkpoint(tmp_path: Path) -> None:
     assert leaderboard.trained_seconds(tmp_path) is None
-    lines = [{"step": step, "tokens": 100 * step, "tokens_per_second": 50.0} for step in (1, 2, 3)]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert leaderboard.trained_seconds(tmp_path) == pytest.approx(6.0)
-    (tmp_path / "checkpoint-2").mkdir()
-    assert leaderboard.trained_seconds(tmp_path) == pytest.approx(4.0)
+    checkpoint_of(tmp_path, step=2, seconds=4.0)
+    checkpoint_of(tmp_path, step=3, seconds=6.0)
+    assert leaderboard.trained_seconds(tmp_path) == 6.0

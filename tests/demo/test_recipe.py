@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import random
 import re
 import sys
@@ -369,20 +368,15 @@ def test_the_leader_board_has_every_kind_of_head(recipe: Path) -> None:
             assert asked.objective.depths >= DEPTH
 
 
-def test_the_leader_board_spends_the_time_of_a_head_once(
+def test_every_head_of_the_leader_board_has_the_same_time(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import head
 
     asked: dict[str, tuple[str, ...]] = {}
-    monkeypatch.setattr(head, "LEADER_BOARD", {"eagle": (), "medusa": ("training.optimizer=adamw",), "hydra": ()})
+    monkeypatch.setattr(head, "LEADER_BOARD", {"eagle": (), "medusa": ("training.optimizer=adamw",)})
     monkeypatch.setattr(head, "write_data", lambda work: work / "head-data")
     monkeypatch.setattr(head, "_run", lambda *words: asked.update({words[1]: words}))
-    for name, seconds in (("eagle", 60), ("medusa", 0), ("hydra", 99)):
-        (tmp_path / "heads" / name).mkdir(parents=True)
-        line = {"step": 1, "tokens": 100 * seconds, "tokens_per_second": 100.0}
-        (tmp_path / "heads" / name / "log.jsonl").write_text(json.dumps(line) + "\n")
     head.make_leader_board(tmp_path, 100)
-    assert set(asked) == {"eagle", "medusa"}, "one has spent its time"
-    assert "training.max_seconds=40.0" in asked["eagle"] and "training.max_seconds=100.0" in asked["medusa"]
+    assert set(asked) == {"eagle", "medusa"} and all("training.seconds=100" in words for words in asked.values())
     assert "training.optimizer=adamw" in asked["medusa"] and "training.optimizer=adamw" not in asked["eagle"]

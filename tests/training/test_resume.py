@@ -31,7 +31,8 @@ HARMLESS = {
 }
 """What may change; all that is not here may not."""
 ELSEWHERE = {"kind", "target", "data", "mode", "features", "evaluation.prompts", "output", "trackers"}
-"""Keys that other tests change: directories, which count by what they hold."""
+ELSEWHERE |= {"training.seconds"}
+"""Keys that other tests change: directories, which count by what they hold; what is not given beside `steps`."""
 OTHER: dict[str, Any] = {
     "target_dtype": "bfloat16",
     "target_parallel": "fsdp",

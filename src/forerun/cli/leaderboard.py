@@ -177,20 +177,11 @@ def _head(name: str, source: str, seconds: float | None = None) -> Trained:
 
 
 def trained_seconds(output: Path) -> float | None:
-    """Seconds of training behind the newest checkpoint in a run's `output`, from the speeds that its log names,
-    evaluation left out; None: there is no log."""
-    from forerun.training.loop.checkpoint import checkpoints
+    """Seconds of the steps behind the newest checkpoint in a run's `output`, evaluation left out; None: none says."""
+    from forerun.training.loop import checkpoint
 
-    log = output / "log.jsonl"
-    if not log.is_file():
-        return None
-    saved = [step for step, _ in checkpoints(output)]  # of later steps nothing is left, where a run was killed
-    seconds, before = 0.0, 0
-    for line in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
-        if "tokens_per_second" in line and (not saved or line["step"] <= saved[-1]):
-            seconds += (line["tokens"] - before) / line["tokens_per_second"]
-            before = line["tokens"]
-    return seconds
+    newest = checkpoint.latest(output)
+    return (checkpoint.Saved(newest).progress.seconds or None) if newest else None
 
 
 def _weights(folder: Path) -> int:

@@ -18,8 +18,8 @@ _TITLES = {
 }
 _SHOWN = ("steps", "tokens", "loss", "best", "best_step", "seconds", "head", "draft", "model")
 _FINISHED = (
-    "{} holds a finished run: an earlier one did all {:,} steps. To train on, give more training.steps and "
-    "--allow-changes; to begin anew, another output."
+    "{} holds a finished run: an earlier one did all {:,} steps. To train on, give more training.steps (or "
+    "training.seconds) and --allow-changes; to begin anew, another output."
 )
 
 

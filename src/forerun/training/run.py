@@ -105,8 +105,10 @@ class Run:
         model = spread(self.objective, self.parallel)
         began = time.perf_counter()
         # The last step: where a run has stages it is the dearest.
-        backward(model, self.batches, (steps - 1) * settings.accumulation, settings, self.parallel)
+        last = (steps - 1) * settings.accumulation
+        backward(model, self.batches, last, (steps - 1) / steps, settings, self.parallel)
         seconds = time.perf_counter() - began
+        steps = settings.total_steps(self.batches.steps_per_epoch, 1, seconds)
         self.module.zero_grad()
         moments = 2 if settings.optimizer == "adamw" else 1
         return {
@@ -159,8 +161,6 @@ class RunBatches(Batches):
         self.writer = writer_for(run)
         self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
         self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
-        self.accumulation = recipe.training.accumulation
-        self.steps = recipe.training.total_steps(self.steps_per_epoch)
         # Stored features of the next batch are read by a thread while this one trains: arguments of `batch` -> states.
         self.reader, self.ahead = ThreadPoolExecutor(max_workers=1), dict[tuple[int, int, int], Future[FeatureBatch]]()
         self.source: OnlineFeatures | FeatureStore
@@ -173,12 +173,11 @@ class RunBatches(Batches):
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
-        done = min(1.0, step // self.accumulation / self.steps)
         if isinstance(self.source, FeatureStore):
             wanted, following = (step, rank, world), (step + 1, rank, world)
             read = self.ahead.pop(wanted, None) or self.reader.submit(self.source.features, self.windows, *wanted)
             self.ahead = {following: self.reader.submit(self.source.features, self.windows, *following)}
-            return dataclasses.replace(read.result().to(self.device), number=step, done=done)
+            return dataclasses.replace(read.result().to(self.device), number=step)
         for member in range(world) if self.together else (rank,):
             windows = partial(self._windows, member, world)
             first_row = member * self.windows.rows
@@ -186,7 +185,7 @@ class RunBatches(Batches):
             found = self.source.features(tokens)
             if member == rank:
                 mine = found
-        return dataclasses.replace(mine, number=step, done=done)
+        return dataclasses.replace(mine, number=step)
 
     def _windows(self, rank: int, world: int, number: int) -> TokenBatch:
         return self.windows.batch(number, rank, world).to(self.device)

@@ -45,6 +45,20 @@ def test_steps_come_from_epochs_unless_given() -> None:
     assert TrainSettings(steps=7, epochs=3.0).total_steps(10) == 7
 
 
+def test_steps_come_from_the_pace_where_seconds_end_a_run() -> None:
+    settings = TrainSettings(seconds=60.0)
+    assert settings.total_steps(10) == 10, "before the first step"
+    assert settings.total_steps(10, step=1, spent=2.0) == 30
+    assert settings.total_steps(10, step=50, spent=30.0) == 100
+    assert settings.total_steps(10, step=50, spent=59.9) == 51, "there is time left, so there is another step"
+    assert settings.total_steps(10, step=50, spent=60.0) == 50
+
+
+def test_steps_and_seconds_are_not_given_both() -> None:
+    with pytest.raises(ArgumentError, match="steps and seconds both say when training ends"):
+        TrainSettings(steps=5, seconds=5.0)
+
+
 def test_warmup_in_steps_beats_the_share() -> None:
     assert TrainSettings(warmup_share=0.25).warmup(40) == 10
     assert TrainSettings(warmup_steps=3, warmup_share=0.25).warmup(40) == 3

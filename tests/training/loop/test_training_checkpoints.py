@@ -27,7 +27,7 @@ KEYS = ("loss", "accuracy", "learning_rate", "gradient_norm", "tokens")
 
 
 def same_files(one: Path, other: Path) -> None:
-    """All tensors, counters and random states of two checkpoints agree to the bit."""
+    """All tensors, counters and random states of two checkpoints agree to the bit; not the clock."""
     for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
         left, right = load_file(one / name), load_file(other / name)
         assert left.keys() == right.keys()
@@ -35,6 +35,7 @@ def same_files(one: Path, other: Path) -> None:
         assert all(torch.equal(tensor, right[key]) for key, tensor in left.items())
     assert (one / checkpoint.RANDOM).read_text() == (other / checkpoint.RANDOM).read_text()
     progress = [json.loads((path / checkpoint.STATE).read_text())["progress"] for path in (one, other)]
+    assert all(seconds > 0 for seconds in (found.pop("seconds") for found in progress))
     assert progress[0] == progress[1]
 
 
@@ -219,7 +220,8 @@ HARMLESS: dict[str, object] = {
 
 
 def test_every_setting_is_known_to_change_what_is_trained_or_not() -> None:
-    assert {*CHANGED, *HARMLESS} == {item.name for item in dataclasses.fields(TrainSettings)}
+    elsewhere = {"seconds"}  # not given beside `steps`: test_training_loop
+    assert {*CHANGED, *HARMLESS, *elsewhere} == {item.name for item in dataclasses.fields(TrainSettings)}
     assert len(CHANGED) + len(HARMLESS) == len({*CHANGED, *HARMLESS})
 
 

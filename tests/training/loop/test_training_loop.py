@@ -6,7 +6,9 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.errors import ArgumentError, NumericError
 from forerun.training.batch import FeatureBatch, LossReport, Objective
+from forerun.training.loop import trainer
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import Muon, build_optimizers, moved_by_muon
@@ -208,6 +211,29 @@ def test_time_ends_training_with_a_checkpoint(tmp_path: Path) -> None:
     assert result.reason == "time"
     assert result.steps < 10_000
     assert result.checkpoint.name == f"checkpoint-{result.steps}"
+
+
+def test_a_budget_of_seconds_is_spent_once_and_the_rate_falls_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that goes on by a second whenever it is read, which is once in a step."""
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=count().__next__))
+    asked: dict[str, Any] = {"schedule": "linear", "warmup_steps": 0, "log_every_steps": 1, "steps": None}
+    stopped = run(tmp_path, seconds=8.0, max_seconds=12.0, **asked)
+    assert stopped.reason == "time" and 1 < stopped.steps < 8
+    ended = run(tmp_path, seconds=8.0, **asked)
+    assert (ended.reason, ended.steps) == ("finished", 8)
+    rates = [line["learning_rate"] / settings().learning_rate for line in logged(tmp_path)]
+    assert rates == pytest.approx([1 - step / 8 for step in range(8)])
+    again = run(tmp_path, seconds=8.0, **asked)
+    assert (again.reason, again.steps) == ("already_finished", 8)
+    with pytest.raises(ArgumentError, match=r"training\.seconds was 8\.0, is 16\.0"):
+        run(tmp_path, seconds=16.0, **asked)
+
+
+def test_the_last_steps_are_logged_however_many(tmp_path: Path) -> None:
+    run(tmp_path, steps=5, log_every_steps=3)
+    assert [line["step"] for line in logged(tmp_path)] == [3, 5]
 
 
 def test_the_best_weights_are_kept_and_evaluation_leaves_no_trace(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class Progress:
     step: int = 0
     position: int = 0  # Batches read, which is where the data go on
     tokens: int = 0
+    seconds: float = 0.0  # Of the steps, on the first process's clock; evaluation and saving left out
     evaluated: int = 0
     best: float | None = None  # Of the deciding metric; higher is better
     best_step: int | None = None

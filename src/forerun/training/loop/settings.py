@@ -34,7 +34,9 @@ class TrainSettings:
     """How long, how fast and how carefully to train; ArgumentError names the field whose value is not allowed."""
 
     steps: Natural | None = None  # Optimizer steps in all, those of resumed runs included; none: what `epochs` comes to
-    epochs: Positive = 1.0  # Passes over the data; read only where `steps` is none
+    epochs: Positive = 1.0  # Passes over the data; read only where `steps` and `seconds` are none
+    # Wall seconds of all steps, those of resumed runs included, instead of a number of steps: the rate falls with them
+    seconds: Positive | None = None
     max_seconds: Positive | None = None  # Wall seconds of this run, evaluation included; then it saves and returns
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 3.0e-4  # Peak rate of AdamW, per step
@@ -66,13 +68,18 @@ class TrainSettings:
                 TypeAdapter(hint, config=STRICT).validate_python(getattr(self, name))
             except ValidationError as error:
                 raise ArgumentError(complaint(error.errors()[0], name, hint)) from None
+        if self.steps is not None and self.seconds is not None:
+            raise ArgumentError("steps and seconds both say when training ends: leave one of them away")
 
     def halves(self, device: torch.device) -> bool:
         """Whether activations on `device` are in bfloat16."""
         return multiplies(device, torch.bfloat16) if self.dtype == "auto" else self.dtype == "bfloat16"
 
-    def total_steps(self, batches_per_epoch: int) -> int:
-        """Optimizer steps in all, at least 1, for data of so many batches per pass."""
+    def total_steps(self, batches_per_epoch: int, step: int = 0, spent: float = 0.0) -> int:
+        """Optimizer steps in all, at least 1, for data of so many batches per pass. Of a run that `seconds` end it is
+        what its pace comes to, that of `step` steps in `spent` seconds, and what `epochs` come to before the first."""
+        if self.seconds is not None and step and spent:
+            return step if spent >= self.seconds else max(step + 1, round(step * self.seconds / spent))
         if self.steps is not None:
             return self.steps
         return max(1, math.ceil(self.epochs * batches_per_epoch / self.accumulation - 1e-9))

@@ -65,14 +65,14 @@ def _upto(line: str, step: int) -> bool:
 class Bar(Tracker):
     """A progress bar on stderr: loss, learning rate, tokens per second, time left; plain lines if no terminal."""
 
-    def __init__(self, total: int, step: int = 0, console: Console | None = None) -> None:
-        """Of `total` optimizer steps, `step` are done; `console`: none is stderr."""
+    def __init__(self, total: Callable[[], int], step: int = 0, console: Console | None = None) -> None:
+        """Of `total` optimizer steps, as far as can be said by now, `step` are done; `console`: none is stderr."""
         self._console = console or Console(stderr=True)
         self._total, self._spoken = total, -math.inf
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, *times, console=self._console, disable=not self._console.is_terminal)
-        self._task = self._bar.add_task("training", total=total, completed=step)
+        self._task = self._bar.add_task("training", total=total(), completed=step)
         self._bar.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -83,10 +83,10 @@ class Bar(Tracker):
         rate, speed = values.get("learning_rate", math.nan), values.get("tokens_per_second", math.nan)
         text = f"loss {values['loss']:.4f}  rate {rate:.2e}  {speed:,.0f} tokens/s"
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=step, description=text)
-        elif time.monotonic() - self._spoken >= 10 or step >= self._total:
+            self._bar.update(self._task, total=self._total(), completed=step, description=text)
+        elif time.monotonic() - self._spoken >= 10 or step >= self._total():
             self._spoken = time.monotonic()
-            self._console.print(f"step {step}/{self._total}  {text}", highlight=False)
+            self._console.print(f"step {step:,} of {self._total():,}  {text}", highlight=False)
 
     def close(self) -> None:
         self._bar.stop()

@@ -104,17 +104,17 @@ class Training:
         self.rates, self.optimizers = objective.rates, build_optimizers(module, settings, objective.rates(0.0))
         if path:
             checkpoint.load_optimizers(path, module, self.optimizers, parallel)
-        self.total = settings.total_steps(batches.steps_per_epoch)
         self.progress = start.progress if start else checkpoint.Progress()
+        self.total = self._total()
         self.saved_step, self.saved_at = self.progress.step if start else -1, time.monotonic()
-        self.interrupts, self.window = Interrupts(), Sums()
+        self.interrupts, self.window, self.last = Interrupts(), Sums(), dict[str, float]()
         self.loss: float | None = None
         step = self.progress.step
         checkpoint.begin_random(start.random if start else [], settings.seed, parallel.rank, step)
         parallel.on_first(lambda: _write_run(self))
         self.trackers: list[Tracker] = []
         if parallel.first:
-            self.trackers = [JsonLines(output / "log.jsonl", step), Bar(self.total, step), *trackers]
+            self.trackers = [JsonLines(output / "log.jsonl", step), Bar(lambda: self.total, step), *trackers]
 
     def run(self) -> TrainResult:
         """Step until there is a reason to stop."""
@@ -125,7 +125,10 @@ class Training:
                 stack.callback(tracker.close)
             while True:
                 reason, save_due = self._consult()
-                due = self.progress.step >= self.total or _due(self.progress.step, self.settings.eval_every_steps)
+                over = self.progress.step >= self.total
+                if over and self.window.tokens:
+                    self._log_window()
+                due = over or _due(self.progress.step, self.settings.eval_every_steps)
                 if due and reason != "interrupted" and self.evaluate and self.progress.evaluated != self.progress.step:
                     self._evaluate(self.evaluate)
                 if reason or save_due:
@@ -145,13 +148,19 @@ class Training:
             seconds=time.monotonic() - self.began,
         )
 
+    def _total(self) -> int:
+        """Steps in all, as far as can be said by now."""
+        return self.settings.total_steps(self.batches.steps_per_epoch, self.progress.step, self.progress.seconds)
+
     def _consult(self) -> tuple[Reason | None, bool]:
         """Whether to stop and whether to save: the same on all processes, whoever was signalled and whatever clocks."""
         now, step, settings = time.monotonic(), self.progress.step, self.settings
         late = settings.max_seconds is not None and now - self.began >= settings.max_seconds
         old = bool(settings.save_every_s) and now - self.saved_at >= settings.save_every_s
-        mine = [self.interrupts.requested, self.parallel.first and late, self.parallel.first and old]
-        interrupted, late_votes, old_votes = self.parallel.sums(torch.tensor(mine, dtype=torch.float64))
+        mine = [self.interrupts.requested, *((late, old, self.progress.seconds) if self.parallel.first else (0, 0, 0))]
+        interrupted, late_votes, old_votes, spent = self.parallel.sums(torch.tensor(mine, dtype=torch.float64))
+        self.progress.seconds = spent
+        self.total = self._total()
         save_due = step > 0 and (old_votes > 0 or _due(step, settings.save_every_steps))
         if interrupted:
             return "interrupted", save_due
@@ -162,23 +171,30 @@ class Training:
     def _step(self) -> None:
         began = time.monotonic()
         settings, progress = self.settings, self.progress
-        sums = backward(self.model, self.batches, progress.position, settings, self.parallel)
+        done = progress.step / self.total
+        sums = backward(self.model, self.batches, progress.position, done, settings, self.parallel)
         if sums.broken:
             raise NumericError(self._not_finite("loss", sums.broken))
         factor = rate_factor(progress.step, self.total, settings)
-        norm = self._move(sums, factor)
+        norm = self._move(sums, factor, done)
         progress.step += 1
         progress.position += settings.accumulation
         progress.tokens += sums.tokens
         sums.seconds = time.monotonic() - began
+        progress.seconds += sums.seconds
         self.window.add(sums)
-        if progress.step % settings.log_every_steps == 0 or progress.step == self.total:
-            rate = {"learning_rate": settings.learning_rate * factor, "gradient_norm": norm}
-            self._log({**self.window.means(), **rate, "tokens": progress.tokens})
-            self.window = Sums()
+        self.last = {"learning_rate": settings.learning_rate * factor, "gradient_norm": norm}
+        if _due(progress.step, settings.log_every_steps):
+            self._log_window()
 
-    def _move(self, sums: Sums, factor: float) -> float:
-        """Move the weights by `factor` of their peak rates; the norm of the gradient before clipping."""
+    def _log_window(self) -> None:
+        """A line about the steps since the last one."""
+        self._log({**self.window.means(), **self.last, "tokens": self.progress.tokens})
+        self.window = Sums()
+
+    def _move(self, sums: Sums, factor: float, done: float) -> float:
+        """Move the weights by `factor` of their peak rates, before which the share `done` of the run lies; the norm of
+        the gradient before clipping."""
         norm = 0.0
         if sums.weight:  # else no prediction counted, and there is nothing to follow
             # Gradients are means over processes: undone here, together with the division by the weight.
@@ -187,7 +203,7 @@ class Training:
                 first, ranks = self.progress.position, range(self.parallel.world)
                 positions = range(first, first + self.settings.accumulation)
                 raise NumericError(self._not_finite("gradient", [(p, rank) for p in positions for rank in ranks]))
-            set_rate(self.optimizers, factor, self.rates(self.progress.step / self.total))
+            set_rate(self.optimizers, factor, self.rates(done))
             for optimizer in self.optimizers:
                 optimizer.step()
             self.loss = sums.loss / sums.weight

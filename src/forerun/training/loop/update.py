@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,15 +48,18 @@ class Sums:
         return found | {"tokens_per_second": self.tokens / max(self.seconds, 1e-9)}
 
 
-def backward(model: nn.Module, batches: Batches, position: int, settings: TrainSettings, parallel: Parallel) -> Sums:
+def backward(
+    model: nn.Module, batches: Batches, position: int, done: float, settings: TrainSettings, parallel: Parallel
+) -> Sums:
     """Add the gradient of the summed losses of one step to the parameters, as a mean over processes. `model` is what
-    `spread` returned, `position` that of the step's first batch; the sums are over all processes."""
+    `spread` returned, `position` that of the step's first batch, `done` the share of the run that lies before it; the
+    sums are over all processes."""
     count, device = settings.accumulation, parallel.device
     broken = torch.zeros(parallel.world, count, dtype=torch.float64, device=device)
     sums: list[Tensor] = []
     names: list[str] = []
     for micro in range(count):
-        batch = batches.batch(position + micro, parallel.rank, parallel.world)
+        batch = replace(batches.batch(position + micro, parallel.rank, parallel.world), done=done)
         with synchronised(model, last=micro + 1 == count):
             with torch.autocast(device.type, torch.bfloat16, enabled=settings.halves(device)):
                 loss, weight, metrics = model(batch)
