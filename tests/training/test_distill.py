@@ -165,13 +165,13 @@ def test_logits_that_are_no_linear_map_are_refused() -> None:
 
 
 def writing(lm: Any, *, seed: int = 0, **settings: Any) -> Writer:
-    return Writer(lm, ObjectiveSettings(**settings), seed=seed, length=18)
+    return Writer(lm, ObjectiveSettings(**settings), seed=seed, length=18, rows=2)
 
 
 def test_a_writer_goes_on_from_each_prompt_as_the_model_alone_would() -> None:
     tokens, lm = windows(), draft()
     writer = writing(lm, temperature=0.0, prompt_tokens=2)
-    found = writer(tokens, 0, 0)
+    found = writer([tokens], 0, 0)[0]
     for row, first, end, begin in ((0, 3, 9, 0), (0, 12, 15, 9), (1, 3, 18, 0)):
         text = tokens.tokens[row, begin:first].tolist()
         while len(text) < end - begin:
@@ -183,11 +183,11 @@ def test_a_writer_goes_on_from_each_prompt_as_the_model_alone_would() -> None:
 
 def test_an_answer_that_ends_leaves_padding_and_longer_prompts_do_not_count() -> None:
     tokens, lm = windows(), draft()
-    written = writing(lm, temperature=0.0, prompt_tokens=8)(tokens, 0, 0)
+    written = writing(lm, temperature=0.0, prompt_tokens=8)([tokens], 0, 0)[0]
     assert not written.loss_mask[1, :8].any() and written.loss_mask[1, 8:].all()
     assert torch.equal(written.tokens[0, 9:15], tokens.tokens[0, 9:15]), "a document of six tokens is all prompt"
     lm.generation_config.eos_token_id = [int(written.tokens[1, 9])]
-    ended = writing(lm, temperature=0.0, prompt_tokens=8)(tokens, 0, 0)
+    ended = writing(lm, temperature=0.0, prompt_tokens=8)([tokens], 0, 0)[0]
     stop = 9 if written.tokens[1, 8] == written.tokens[1, 9] else 10
     assert ended.loss_mask[1].nonzero().flatten().tolist() == list(range(8, stop))
     assert (ended.documents[1, stop:] == -1).all() and not ended.positions[1, stop:].any()
@@ -196,18 +196,20 @@ def test_an_answer_that_ends_leaves_padding_and_longer_prompts_do_not_count() ->
 def test_what_is_drawn_follows_seed_batch_and_row_and_the_models_distribution() -> None:
     tokens, lm = windows(), draft()
     writer = writing(lm, seed=5, prompt_tokens=2)
-    one = writer(tokens, 3, 0).tokens
-    assert torch.equal(one, writer(tokens, 3, 0).tokens) and not torch.equal(one, writer(tokens, 4, 0).tokens)
+    one = writer([tokens], 3, 0)[0].tokens
+    assert torch.equal(one, writer([tokens], 3, 0)[0].tokens) and not torch.equal(one, writer([tokens], 4, 0)[0].tokens)
     second = TokenBatch(**{f.name: getattr(tokens, f.name)[1:] for f in dataclasses.fields(tokens)})
-    assert torch.equal(writer(second, 3, 1).tokens[0], one[1]), "a process with the second row alone draws the same"
+    assert torch.equal(writer([second], 3, 1)[0].tokens[0], one[1]), (
+        "a process with the second row alone draws the same"
+    )
     many = TokenBatch(**{f.name: getattr(tokens, f.name)[1:, :4].repeat(600, 1) for f in dataclasses.fields(tokens)})
     expected = lm(tokens.tokens[1:, :3]).logits[0, -1].softmax(-1).detach()
-    found = writer(many, 0, 0).tokens[:, 3].bincount(minlength=VOCABULARY) / 600
+    found = writer([many], 0, 0)[0].tokens[:, 3].bincount(minlength=VOCABULARY) / 600
     assert float((found - expected).abs().sum() / 2) < 0.12
     some = writing(lm, seed=5, prompt_tokens=2, written=0.5)
-    changed = some(many, 0, 0).tokens[:, 3] != many.tokens[:, 3]
+    changed = some([many], 0, 0)[0].tokens[:, 3] != many.tokens[:, 3]
     assert 0.3 < float(changed.float().mean()) < 0.7
-    assert int(writing(lm, prompt_tokens=2, accepted=0.5)(many, 0, 0).loss_mask.sum()) in range(240, 360)
+    assert int(writing(lm, prompt_tokens=2, accepted=0.5)([many], 0, 0)[0].loss_mask.sum()) in range(240, 360)
 
 
 def words(target: Path, prepared: Path, output: Path, steps: int, *more: str) -> list[str]:
@@ -297,7 +299,8 @@ def test_a_run_goes_on_to_the_bit_with_texts_of_its_own_and_a_reference(
     more += ["training.save_every_steps=3", "training.keep_checkpoints=0"]
     assert main(words(target, prepared, tmp_path / "one", 6, *more)) == 0
     (tmp_path / "two").mkdir()
-    shutil.copytree(tmp_path / "one" / "checkpoint-3", tmp_path / "two" / "checkpoint-3")
+    for name in ("checkpoint-3", "written"):
+        shutil.copytree(tmp_path / "one" / name, tmp_path / "two" / name)
     assert main(words(target, prepared, tmp_path / "two", 6, *more)) == 0
     assert logged(tmp_path / "two", "loss") == logged(tmp_path / "one", "loss")[3:]
     one, two = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("one", "two"))

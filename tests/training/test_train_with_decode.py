@@ -85,34 +85,48 @@ def test_the_text_is_the_targets_own_whoever_drafts_and_follows_its_weights(
 
     sampled = run_of(target, foreign, tmp_path, temperature=1.0).batches
     assert sampled.writer is not None
-    one = sampled.batch(3, 0, 1).batch.tokens
+    one, _, _, last = [sampled.batch(step, 0, 1).batch.tokens for step in range(4)]
     settings = ObjectiveSettings(prompt_tokens=4)
-    plain = Writer(model(), settings, seed=0, length=32)
-    assert torch.equal(one, plain.batch(sampled.windows.batch, 3, 0).tokens)
+    plain = Writer(model(), settings, seed=0, length=32, rows=3)
+    assert torch.equal(last, plain.batch(sampled.windows.batch, 3, 0).tokens), "in whatever company"
     with torch.no_grad():
         sampled.source.model.lm_head.weight.neg_()
-    assert not torch.equal(one, sampled.batch(3, 0, 1).batch.tokens), "another target writes other text"
+    assert not torch.equal(one, sampled.batch(0, 0, 1).batch.tokens), "another target writes other text"
 
 
 def test_batches_are_seen_again_from_disk_by_any_number_of_processes(
     target: Path, foreign: Path, tmp_path: Path
 ) -> None:
-    batches = run_of(target, foreign, tmp_path, temperature=0.0, every=3).batches
-    made = [batches.batch(step, 0, 1).batch for step in range(9)]
-    fresh = {number: made[3 * number] for number in range(3)}
+    """Five batches of three rows are written at once, and each is seen three times."""
+    batches = run_of(target, foreign, tmp_path, temperature=0.0, reuse=3).batches
+    assert batches.writer is not None and batches.writer.together == 5
+    made = [batches.batch(step, 0, 1).batch for step in range(16)]
     for step, batch in enumerate(made):
-        again = [number for number, one in fresh.items() if torch.equal(one.tokens, batch.tokens)]
-        assert again and again[0] <= step // 3
-    assert torch.equal(batches.windows.batch(1).documents, fresh[1].documents), "no window of the data is passed over"
-    assert sorted(path.name for path in (tmp_path / "written").iterdir()) == ["0-0.npz", "1-0.npz", "2-0.npz"]
-    halves = run_of(target, foreign, tmp_path, temperature=0.0, every=3).batches
+        number = 5 if step == 15 else step % 5
+        assert torch.equal(batch.tokens, made[15 if number == 5 else number].tokens)
+        assert torch.equal(batch.documents, batches.windows.batch(number).documents), "no window is passed over"
+    assert len({tuple(batch.tokens.flatten().tolist()) for batch in made}) == 6
+    halves = run_of(target, foreign, tmp_path, temperature=0.0, reuse=3).batches
     halves.windows.rows = 1
     for rank in range(3):
         found = halves.batch(7, rank, 3).batch
         assert torch.equal(found.tokens[0], made[7].tokens[rank]) and found.tokens.shape[0] == 1
     shutil.rmtree(tmp_path / "written")
-    with pytest.raises(DataError, match=r"lacks rows 0 to 2 of written batch \d"):
-        run_of(target, foreign, tmp_path, temperature=0.0, every=3).batches.batch(7, 0, 1)
+    with pytest.raises(DataError, match=r"lacks rows 0 to 2 of written batch 2"):
+        run_of(target, foreign, tmp_path, temperature=0.0, reuse=3).batches.batch(7, 0, 1)
+
+
+def test_what_a_resumed_run_may_ask_for_stays_and_nothing_else(target: Path, foreign: Path, tmp_path: Path) -> None:
+    batches = run_of(target, foreign, tmp_path, temperature=0.0, reuse=1).batches
+
+    def held(first_step: int) -> list[int]:
+        batches.batch(first_step, 0, 1)
+        return sorted(int(path.name.partition("-")[0]) for path in (tmp_path / "written").iterdir())
+
+    assert held(0) == [*range(5)] and held(5) == [*range(10)], "there is no checkpoint, so it would begin anew"
+    for step in (7, 8):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert held(10) == [*range(5, 15)], "the seventh step reads batch 7"
 
 
 def logged(output: Path, name: str) -> list[float]:
@@ -124,14 +138,14 @@ def line_of(target: Path, data: Path, output: Path, steps: int, *more: str) -> l
     return [*words(target, data, output, steps), "training.log_every_steps=1", *WRITTEN, *more]
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_run_goes_on_to_the_bit(target: Path, foreign: Path, tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_a_run_goes_on_to_the_bit(target: Path, foreign: Path, tmp_path: Path, reuse: int) -> None:
     """Six steps at once, and three of them in another run, at temperature 1; a part of the documents stay."""
-    more = ["objective.temperature=1.0", f"objective.every={every}", "objective.written=0.8", "objective.accepted=0.5"]
+    more = ["objective.temperature=1.0", f"objective.reuse={reuse}", "objective.written=0.8", "objective.accepted=0.5"]
     more += ["training.save_every_steps=3", "training.keep_checkpoints=0", "evaluation.prompts=null"]
     assert main(line_of(target, foreign, tmp_path / "one", 6, *more)) == 0
     (tmp_path / "two").mkdir()
-    for name in ("checkpoint-3", *(("written",) if every > 1 else ())):
+    for name in ("checkpoint-3", "written"):
         shutil.copytree(tmp_path / "one" / name, tmp_path / "two" / name)
     assert main(line_of(target, foreign, tmp_path / "two", 6, *more)) == 0
     assert logged(tmp_path / "two", "loss") == logged(tmp_path / "one", "loss")[3:]
@@ -145,7 +159,7 @@ def test_it_lifts_acceptance_over_the_same_steps_without_it(
 ) -> None:
     """On texts that are not the target's: by 0.5 tokens a pass at least, half of the batches written before."""
     lengths = []
-    for name, more in (("without", ["objective.writer=data"]), ("with", ["objective.every=2"])):
+    for name, more in (("without", ["objective.writer=data"]), ("with", ["objective.reuse=2"])):
         evaluation = [f"evaluation.prompts={prepared}", "draft.vocab_size=null", "evaluation.count=8"]
         assert main(line_of(target, foreign, tmp_path / name, 60, *evaluation, *more)) == 0
         lengths.append(json.loads(capsys.readouterr().out)["best"])
@@ -154,7 +168,7 @@ def test_it_lifts_acceptance_over_the_same_steps_without_it(
 
 @pytest.mark.slow
 def test_two_processes_train_the_head_that_one_trains(target: Path, foreign: Path, tmp_path: Path) -> None:
-    more = ["objective.every=2", "evaluation.prompts=null", "objective.accepted=0.5"]
+    more = ["objective.reuse=2", "evaluation.prompts=null", "objective.accepted=0.5"]
     assert main(line_of(target, foreign, tmp_path / "one", 4, *more)) == 0
     in_two_processes([line_of(target, foreign, tmp_path / "two", 4, *more, "windows.rows=2")])
     one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "two"))
@@ -169,7 +183,7 @@ def test_two_processes_train_the_head_that_one_trains(target: Path, foreign: Pat
         ("layerskip", {"objective": {"writer": "draft"}}, "layerskip trains does not write alone"),
         ("medusa", {"objective": {"writer": "target"}, "mode": "offline", "features": "f"}, "is online"),
         ("hydra", {"objective": {"writer": "target"}, "target_parallel": "tp"}, "needs the whole target"),
-        ("eagle3", {"objective": {"every": 0}}, r"objective\.every must be greater than or equal to 1"),
+        ("eagle3", {"objective": {"reuse": 0}}, r"objective\.reuse must be greater than or equal to 1"),
     ],
 )
 def test_what_contradicts_itself_is_refused(kind: str, given: dict[str, Any], message: str) -> None:

@@ -214,15 +214,21 @@ def writer_for(run: Run) -> Writer | None:
         if copied is not None:
             copied.load_state_dict(module.state_dict())
 
+    def needed() -> int:
+        steps = [step for step, _ in checkpoint.checkpoints(Path(recipe.output))]
+        return min(steps, default=0) * recipe.training.accumulation
+
     return Writer(
         writes,
         settings,
         seed=recipe.training.seed,
         length=recipe.windows.length,
+        rows=recipe.windows.rows * run.parallel.world,
         drafting=drafting,
         vocabulary=vocabulary,
         refresh=refresh,
         folder=Path(recipe.output) / "written",
+        needed=needed,
     )
 
 

@@ -2,14 +2,15 @@
 
 The target writes with what is trained drafting for it: the text is the target's own at the temperature that is asked
 for, and it is known where drafts were rejected. Or a draft model writes alone (on-policy, DistillSpec, arXiv
-2310.08461). Text is a function of the weights, the seed and the number of the batch, and what shall be seen again is on
-disk: a run that is resumed sees what it would have seen.
+2310.08461). Several batches are written at once, since many answers cost little more than one. Text is a function of
+the weights, the seed and the number of the batch, and what is yet to be seen is on disk: a run that is resumed sees
+what it would have seen.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ from forerun.training.objectives.base import ObjectiveSettings, picked
 from forerun.types import SamplingParams, Source
 from forerun.writing import written
 
-_WRITTEN, _REPEATED = 2, 3  # Streams of the seed; 0 and 1 pack and order the windows
-ROWS = 16  # Answers that are written at once
-REMEMBERED = 64  # Written batches that may be seen again, the last ones
+_WRITTEN = 2  # Stream of the seed; 0 and 1 pack and order the windows
+ROWS = 16  # Windows, of all processes, and answers of one process that are written at once
 
 
 class Writer:
@@ -39,10 +39,12 @@ class Writer:
         model: a transformers causal LM, what writes; its weights may change between calls.
         settings: how much is written anew, how, and what of it counts.
         length: most tokens of a document.
+        rows: of a batch, on all processes together.
         drafting: a speculative configuration for `model`; None: it decodes plainly.
         vocabulary: only so many tokens may be written, the first ones; None: all.
-        refresh: called before a batch is written, to bring what writes and what drafts up to date.
-        folder: where batches are kept that are seen again; None: none are.
+        refresh: called before something is written, to bring what writes and what drafts up to date.
+        folder: where batches are kept until they have been seen; None: each is written when it is asked for.
+        needed: the first step that a run which is resumed may ask for; files of earlier ones are removed.
     """
 
     def __init__(
@@ -52,49 +54,65 @@ class Writer:
         *,
         seed: int,
         length: int,
+        rows: int,
         drafting: Mapping[str, Any] | None = None,
         vocabulary: int | None = None,
         refresh: Callable[[], None] = lambda: None,
         folder: Path | None = None,
+        needed: Callable[[], int] = lambda: 0,
     ) -> None:
         self.settings, self.folder = settings, folder
-        self._model, self._seed, self._length, self._refresh = model, seed, length, refresh
-        # Drafts that are not drawn: what is written is then plain decoding's text, whatever drafts.
-        self._drafting = None if drafting is None else {**drafting, "adaptive": False, "draw": "deterministic"}
+        self.together = max(1, ROWS // rows)  # Batches that are written at once
+        self._model, self._seed, self._length, self._refresh, self._needed = model, seed, length, refresh, needed
+        # Drafts that are not drawn: what is written is then plain decoding's text, whatever drafts, and as much as that
+        # pays; everywhere, where it is asked for what is rejected.
+        every = settings.accepted < 1
+        self._drafting = None if drafting is None else {**drafting, "adaptive": not every, "draw": "deterministic"}
         self._allowed = None if vocabulary is None else range(vocabulary)
         self._llm: Any = None
 
     def batch(self, windows: Callable[[int], TokenBatch], step: int, first_row: int) -> TokenBatch:
         """What step number `step` is trained on, of the rows from `first_row` on of all processes'. `windows` gives the
-        data's by number: one in `every` steps writes the next ones anew, the others see again what was written."""
-        number, again = divmod(step, self.settings.every)
-        if again:
-            random = np.random.default_rng([self._seed, _REPEATED, step])
-            return self._read(int(random.integers(max(0, number - REMEMBERED + 1), number + 1)), windows, first_row)
-        made = self(windows(number), number, first_row)
-        if self.settings.every > 1:
-            self._keep(made, number, first_row)
-        return made
+        data's by number: the next `together` ones are written anew, then each is seen `reuse` times, in turn."""
+        round_, place = divmod(step, self.together * self.settings.reuse)
+        number = round_ * self.together + place % self.together
+        if self.folder is None:
+            return self([windows(number)], number, first_row)[0]
+        if place:
+            return self._read(self.folder, number, windows, first_row)
+        made = self([windows(number + later) for later in range(self.together)], number, first_row)
+        for later, batch in enumerate(made):
+            _keep(batch, self.folder / f"{number + later}-{first_row}.npz")
+        oldest = self._needed() // (self.together * self.settings.reuse) * self.together
+        for path in self.folder.glob(f"*-{first_row}.npz"):
+            if int(path.name.partition("-")[0]) < oldest:
+                path.unlink()
+        return made[0]
 
-    def __call__(self, batch: TokenBatch, number: int, first_row: int) -> TokenBatch:
-        """Batch `number` of those that are written, whose first row is `first_row` of all processes'; as before where a
-        document is no longer than its prompt. Padding, which answers leave that end early, goes to the row's end."""
-        batch = TokenBatch(**{f.name: getattr(batch, f.name).clone() for f in dataclasses.fields(batch)})
-        spans: list[tuple[int, int, int, int]] = []  # Row, begin, first written, end
+    def __call__(self, batches: Sequence[TokenBatch], number: int, first_row: int) -> list[TokenBatch]:
+        """Batches from `number` on of those that are written, whose first row is `first_row` of all processes'; as
+        before where a document is no longer than its prompt. Padding, which answers leave that end early, goes to the
+        row's end."""
+        batches = [
+            TokenBatch(**{f.name: getattr(batch, f.name).clone() for f in dataclasses.fields(batch)})
+            for batch in batches
+        ]
+        spans: list[tuple[TokenBatch, int, int, int, int]] = []  # Batch, row, begin, first written, end
         seeds, picks = list[int](), list[npt.NDArray[np.float64]]()
-        for row, (documents, mask) in enumerate(zip(batch.documents.cpu(), batch.loss_mask.cpu(), strict=True)):
-            for document in range(int(documents.max()) + 1):
-                where = (documents == document).nonzero().flatten()
-                begin, end = int(where[0]), int(where[-1]) + 1
-                first = max(begin + int(mask[begin:end].int().argmax()), begin + self.settings.prompt_tokens)
-                random = np.random.default_rng([self._seed, _WRITTEN, number, first_row + row, document])
-                if mask[begin:end].any() and first < end and random.random() < self.settings.written:
-                    spans.append((row, begin, first, end))
-                    seeds.append(int(random.integers(2**31)))
-                    picks.append(random.random(end - first))
-        prompts = [batch.tokens[row, begin:first].tolist() for row, begin, first, _ in spans]
+        for later, batch in enumerate(batches):
+            for row, (documents, mask) in enumerate(zip(batch.documents.cpu(), batch.loss_mask.cpu(), strict=True)):
+                for document in range(int(documents.max()) + 1):
+                    where = (documents == document).nonzero().flatten()
+                    begin, end = int(where[0]), int(where[-1]) + 1
+                    first = max(begin + int(mask[begin:end].int().argmax()), begin + self.settings.prompt_tokens)
+                    random = np.random.default_rng([self._seed, _WRITTEN, number + later, first_row + row, document])
+                    if mask[begin:end].any() and first < end and random.random() < self.settings.written:
+                        spans.append((batch, row, begin, first, end))
+                        seeds.append(int(random.integers(2**31)))
+                        picks.append(random.random(end - first))
+        prompts = [batch.tokens[row, begin:first].tolist() for batch, row, begin, first, _ in spans]
         answers = self._write(prompts, [end - first for *_, first, end in spans], seeds) if spans else []
-        for (row, begin, first, end), (tokens, rejected), chance in zip(spans, answers, picks, strict=True):
+        for (batch, row, begin, first, end), (tokens, rejected), chance in zip(spans, answers, picks, strict=True):
             stop = first + len(tokens)
             counts = torch.from_numpy(picked(rejected, chance[: len(tokens)], self.settings.accepted))
             batch.tokens[row, first:stop] = torch.tensor(tokens, device=batch.tokens.device)
@@ -102,8 +120,11 @@ class Writer:
             batch.loss_mask[row, first:stop] = counts.to(batch.loss_mask.device)
             batch.tokens[row, stop:end], batch.documents[row, stop:end] = 0, -1
             batch.loss_mask[row, stop:end], batch.positions[row, stop:end] = False, 0
-        order = (batch.documents < 0).int().argsort(dim=1, stable=True)
-        return TokenBatch(**{f.name: getattr(batch, f.name).gather(1, order) for f in dataclasses.fields(batch)})
+        orders = [(batch.documents < 0).int().argsort(dim=1, stable=True) for batch in batches]
+        return [
+            TokenBatch(**{f.name: getattr(batch, f.name).gather(1, order) for f in dataclasses.fields(batch)})
+            for batch, order in zip(batches, orders, strict=True)
+        ]
 
     def _write(
         self, prompts: list[list[int]], lengths: list[int], seeds: list[int]
@@ -135,21 +156,11 @@ class Writer:
             for answer in answers
         ]
 
-    def _keep(self, batch: TokenBatch, number: int, first_row: int) -> None:
-        if self.folder is None:
-            return
-        arrays = {f.name: getattr(batch, f.name).cpu().numpy() for f in dataclasses.fields(batch)}
-        with written(self.folder / f"{number}-{first_row}.npz") as fresh, fresh.open("wb") as file:
-            np.savez(file, **arrays)
-        (self.folder / f"{number - REMEMBERED}-{first_row}.npz").unlink(missing_ok=True)
-
-    def _read(self, number: int, windows: Callable[[int], TokenBatch], first_row: int) -> TokenBatch:
+    def _read(self, folder: Path, number: int, windows: Callable[[int], TokenBatch], first_row: int) -> TokenBatch:
         """Rows of a batch that was written before, by however many processes."""
         like = windows(number)
-        if self.folder is None:
-            return like
         found: dict[int, dict[str, Tensor]] = {}
-        for path in self.folder.glob(f"{number}-*.npz"):
+        for path in folder.glob(f"{number}-*.npz"):
             start = int(path.stem.partition("-")[2])
             with np.load(path, allow_pickle=False) as arrays:
                 held = {name: torch.from_numpy(arrays[name]).to(like.tokens.device) for name in arrays.files}
@@ -159,7 +170,13 @@ class Writer:
         wanted = range(first_row, first_row + len(like.tokens))
         if any(row not in found for row in wanted):
             raise DataError(
-                f"{self.folder} lacks rows {wanted.start} to {wanted.stop - 1} of written batch {number}: the run that "
+                f"{folder} lacks rows {wanted.start} to {wanted.stop - 1} of written batch {number}: the run that "
                 "is resumed wrote them here, on each machine those of its own processes. Put them back, or begin anew."
             )
         return TokenBatch(**{name: torch.stack([found[row][name] for row in wanted]) for name in found[wanted.start]})
+
+
+def _keep(batch: TokenBatch, path: Path) -> None:
+    arrays = {f.name: getattr(batch, f.name).cpu().numpy() for f in dataclasses.fields(batch)}
+    with written(path) as fresh, fresh.open("wb") as file:
+        np.savez(file, **arrays)

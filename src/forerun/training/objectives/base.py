@@ -27,8 +27,8 @@ class ObjectiveSettings:
     model writes alone."""
     written: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the documents that `writer` writes anew; the others stay as they are."""
-    every: Annotated[int, Field(ge=1)] = 1
-    """One batch of so many is written; the others are ones that were written before, which costs nothing."""
+    reuse: Annotated[int, Field(ge=1)] = 1
+    """How often a written batch is trained on before the next ones are written."""
     accepted: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the written tokens with an accepted draft, or none, that count; those with a rejected one all do."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
