@@ -84,21 +84,33 @@ class Bench:
         """A target that is decoded."""
         return LLM(model, max_num_seqs=8, max_model_len=256 + self.arguments.tokens + 64, enable_prefix_caching=False)
 
-    def run(self, name: str, *words: str, steps: int | None = None) -> Path:
+    @cached_property
+    def texts(self) -> Path:
+        """The files that the data were made of, as they are: nobody has let the target answer them."""
+        output, made_of = self.arguments.work / "texts", self.arguments.data.parent
+        if not output.exists():
+            files = [str(made_of / f"{name}.jsonl") for name in ("pieces", "library")]
+            self._forerun("data", "prepare", *files, "--target", self.arguments.target, "--output", str(output),
+                          "--max-length", "512", "--split-long")  # fmt: skip
+        return output
+
+    def run(self, name: str, *words: str, data: Path | None = None, steps: int | None = None) -> Path:
         """Train for the seconds that are asked for, or so many steps; the output. SystemExit: it was stopped, or failed
         and has said why."""
         asked, output = self.arguments, self.arguments.work / name
         kind, own = RUNS[name]
         given = [word.removeprefix(f"{name}:") for word in asked.set if word.startswith(f"{name}:")]
         budget = f"training.seconds={asked.seconds}" if steps is None else f"training.steps={steps}"
-        all_words = ["train", kind, *LOOP, *own, budget, *words, *given]
-        all_words += ["--target", asked.target, "--data", str(asked.data), "--output", str(output)]
-        say(f"forerun {shlex.join(all_words)}")
+        self._forerun("train", kind, *LOOP, *own, budget, *words, *given,
+                      "--target", asked.target, "--data", str(data or asked.data), "--output", str(output))  # fmt: skip
+        return output
+
+    def _forerun(self, *words: str) -> None:
+        say(f"forerun {shlex.join(words)}")
         with redirect_stdout(sys.stderr):  # what is printed there is the report's
-            code = forerun(all_words)
+            code = forerun([*words])
         if code:
             raise SystemExit(code)
-        return output
 
     def measure(self, what: str, config: Mapping[str, Any], llm: LLM | None = None) -> dict[float, AcceptanceLine]:
         """How well chains are accepted, by temperature."""
@@ -168,8 +180,8 @@ def layerskip(bench: Bench) -> None:
 
 
 def decode(bench: Bench) -> None:
-    """EAGLE-3 that also learns from what target and head write together, against one that does not."""
-    heads = {name: str(bench.run(name) / "head") for name in ("eagle3-decode", "eagle3")}
+    """EAGLE-3 that learns from what target and head write together, against one that learns from the files alone."""
+    heads = {name: str(bench.run(name, data=bench.texts) / "head") for name in ("eagle3-decode", "eagle3")}
     after, before = (bench.measure(name, {"method": "eagle3", "model": head}) for name, head in heads.items())
     bench.compare("mean acceptance length, EAGLE-3 with train-with-decode / without", 1.05, after, before)
 

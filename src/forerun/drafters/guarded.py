@@ -245,12 +245,14 @@ class Deferred(Guarded):
         reads = {boundary: states for boundary, states in context.hidden_states.items() if boundary in self.requires}
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
-            at_once = row.asked or (bool(reads) and fresh + row.held() > _MOST_STATES)
+            at_once = row.asked or (bool(reads) and fresh + row.held > _MOST_STATES)
             if at_once and row.shown == len(tokens) - fresh and not row.states:
                 now.append(index)
                 continue
+            new = min(fresh, len(tokens) - 1)
             for boundary, states in reads.items():
-                row.states.setdefault(boundary, []).append(states[index, : min(fresh, len(tokens) - 1)])
+                row.states.setdefault(boundary, []).append(states[index, :new])
+            row.held += new if reads else 0
             if at_once:
                 self._show([index], context)
         if now:
@@ -281,6 +283,7 @@ class Deferred(Guarded):
                 keep = max(0, length - row.shown - (row.shown == 0))
                 states = row.states.items() if keep else ()
                 row.states = {boundary: [torch.cat(parts)[:keep]] for boundary, parts in states}
+                row.held = min(row.held, keep)
                 row.shown, row.asked = min(row.shown, length), False
         super().truncate(rows, lengths)
 
@@ -295,6 +298,7 @@ class Deferred(Guarded):
         }
         for row in rows:
             row.states.clear()
+            row.held = 0
         self._mark_shown(context, late)
         super().extend(replace(context.of(late), fresh=fresh, hidden_states=hidden_states))
 
@@ -309,10 +313,7 @@ class _Row:
     shown: int = 0  # Tokens that the drafter has been shown
     asked: bool = False  # A proposal is outstanding
     states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # Put aside: (F, H) per boundary and call
-
-    def held(self) -> int:
-        """States put aside, in tokens."""
-        return max((sum(len(part) for part in parts) for parts in self.states.values()), default=0)
+    held: int = 0  # Tokens of which states are put aside
 
 
 # --- what may be submitted --------------------------------------------------------------------------------------------
