@@ -93,26 +93,24 @@ class Writer:
         """Batches from `number` on of those that are written, whose first row is `first_row` of all processes'; as
         before where a document is no longer than its prompt. Padding, which answers leave that end early, goes to the
         row's end."""
-        batches = [
-            TokenBatch(**{f.name: getattr(batch, f.name).clone() for f in dataclasses.fields(batch)})
-            for batch in batches
-        ]
-        spans: list[tuple[TokenBatch, int, int, int, int]] = []  # Batch, row, begin, first written, end
+        names, rows = [f.name for f in dataclasses.fields(TokenBatch)], len(batches[0].tokens)
+        batch = TokenBatch(**{name: torch.cat([getattr(one, name) for one in batches]) for name in names})
+        spans: list[tuple[int, int, int, int]] = []  # Row, begin, first written, end
         seeds, picks = list[int](), list[npt.NDArray[np.float64]]()
-        for later, batch in enumerate(batches):
-            for row, (documents, mask) in enumerate(zip(batch.documents.cpu(), batch.loss_mask.cpu(), strict=True)):
-                for document in range(int(documents.max()) + 1):
-                    where = (documents == document).nonzero().flatten()
-                    begin, end = int(where[0]), int(where[-1]) + 1
-                    first = max(begin + int(mask[begin:end].int().argmax()), begin + self.settings.prompt_tokens)
-                    random = np.random.default_rng([self._seed, _WRITTEN, number + later, first_row + row, document])
-                    if mask[begin:end].any() and first < end and random.random() < self.settings.written:
-                        spans.append((batch, row, begin, first, end))
-                        seeds.append(int(random.integers(2**31)))
-                        picks.append(random.random(end - first))
-        prompts = [batch.tokens[row, begin:first].tolist() for batch, row, begin, first, _ in spans]
+        for row, (documents, mask) in enumerate(zip(batch.documents.cpu(), batch.loss_mask.cpu(), strict=True)):
+            place = (number + row // rows, first_row + row % rows)
+            for document in range(int(documents.max()) + 1):
+                where = (documents == document).nonzero().flatten()
+                begin, end = int(where[0]), int(where[-1]) + 1
+                first = max(begin + int(mask[begin:end].int().argmax()), begin + self.settings.prompt_tokens)
+                random = np.random.default_rng([self._seed, _WRITTEN, *place, document])
+                if mask[begin:end].any() and first < end and random.random() < self.settings.written:
+                    spans.append((row, begin, first, end))
+                    seeds.append(int(random.integers(2**31)))
+                    picks.append(random.random(end - first))
+        prompts = [batch.tokens[row, begin:first].tolist() for row, begin, first, _ in spans]
         answers = self._write(prompts, [end - first for *_, first, end in spans], seeds) if spans else []
-        for (batch, row, begin, first, end), (tokens, rejected), chance in zip(spans, answers, picks, strict=True):
+        for (row, begin, first, end), (tokens, rejected), chance in zip(spans, answers, picks, strict=True):
             stop = first + len(tokens)
             counts = torch.from_numpy(picked(rejected, chance[: len(tokens)], self.settings.accepted))
             batch.tokens[row, first:stop] = torch.tensor(tokens, device=batch.tokens.device)
@@ -120,11 +118,9 @@ class Writer:
             batch.loss_mask[row, first:stop] = counts.to(batch.loss_mask.device)
             batch.tokens[row, stop:end], batch.documents[row, stop:end] = 0, -1
             batch.loss_mask[row, stop:end], batch.positions[row, stop:end] = False, 0
-        orders = [(batch.documents < 0).int().argsort(dim=1, stable=True) for batch in batches]
-        return [
-            TokenBatch(**{f.name: getattr(batch, f.name).gather(1, order) for f in dataclasses.fields(batch)})
-            for batch, order in zip(batches, orders, strict=True)
-        ]
+        order = (batch.documents < 0).int().argsort(dim=1, stable=True)
+        parts = zip(*(getattr(batch, name).gather(1, order).split(rows) for name in names), strict=True)
+        return [TokenBatch(**dict(zip(names, part, strict=True))) for part in parts]
 
     def _write(
         self, prompts: list[list[int]], lengths: list[int], seeds: list[int]
