@@ -74,7 +74,8 @@ class Writer:
     def batch(self, windows: Callable[[int], TokenBatch], step: int, first_row: int) -> TokenBatch:
         """What step number `step` is trained on, of the rows from `first_row` on of all processes'. `windows` gives the
         data's by number: the next `together` ones are written anew, then each is seen `reuse` times, in turn."""
-        round_, place = divmod(step, self.together * self.settings.reuse)
+        turn = self.together * self.settings.reuse  # Steps until others are written
+        round_, place = divmod(step, turn)
         number = round_ * self.together + place % self.together
         if self.folder is None:
             return self([windows(number)], number, first_row)[0]
@@ -83,7 +84,7 @@ class Writer:
         made = self([windows(number + later) for later in range(self.together)], number, first_row)
         for later, batch in enumerate(made):
             _keep(batch, self.folder / f"{number + later}-{first_row}.npz")
-        oldest = self._needed() // (self.together * self.settings.reuse) * self.together
+        oldest = self._needed() // turn * self.together
         for path in self.folder.glob(f"*-{first_row}.npz"):
             if int(path.name.partition("-")[0]) < oldest:
                 path.unlink()

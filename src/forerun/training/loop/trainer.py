@@ -105,7 +105,6 @@ class Training:
         if path:
             checkpoint.load_optimizers(path, module, self.optimizers, parallel)
         self.progress = start.progress if start else checkpoint.Progress()
-        self.total = self._total()
         self.saved_step, self.saved_at = self.progress.step if start else -1, time.monotonic()
         self.interrupts, self.window, self.last = Interrupts(), Sums(), dict[str, float]()
         self.loss: float | None = None
@@ -148,8 +147,9 @@ class Training:
             seconds=time.monotonic() - self.began,
         )
 
-    def _total(self) -> int:
-        """Steps in all, as far as can be said by now."""
+    @property
+    def total(self) -> int:
+        """Steps in all, as far as can be said by now; the same on all processes between `_consult` and the step."""
         return self.settings.total_steps(self.batches.steps_per_epoch, self.progress.step, self.progress.seconds)
 
     def _consult(self) -> tuple[Reason | None, bool]:
@@ -160,7 +160,6 @@ class Training:
         mine = [self.interrupts.requested, *((late, old, self.progress.seconds) if self.parallel.first else (0, 0, 0))]
         interrupted, late_votes, old_votes, spent = self.parallel.sums(torch.tensor(mine, dtype=torch.float64))
         self.progress.seconds = spent
-        self.total = self._total()
         save_due = step > 0 and (old_votes > 0 or _due(step, settings.save_every_steps))
         if interrupted:
             return "interrupted", save_due
