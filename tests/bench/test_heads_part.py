@@ -23,6 +23,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, write_h
 from forerun.cli.leaderboard import Trained, trained
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError
+from trained import checkpoint_of
 
 PLAN = AcceptancePlan(new_tokens=12, seeds=(1,))
 PROMPTS = [list(range(3, 40)), list(range(100, 130))]
@@ -30,15 +31,14 @@ PROMPTS = [list(range(3, 40)), list(range(100, 130))]
 
 @pytest.fixture(scope="module")
 def folder(source_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random heads, each as `forerun train` leaves it; one without its log."""
+    """Random heads, each as `forerun train` leaves it; one without a checkpoint."""
     found = tmp_path_factory.mktemp("heads")
     made = {"eagle3": head(), "medusa": other_head("medusa"), "dflash": other_head("dflash", block_size=8)}
     for name, module in made.items():
         kind = format_for(module.config.kind)
         write_head(HeadCheckpoint.of(module), found / name / "head", kind, TargetFacts.read(source_tied))
-        line = {"step": 1, "tokens": 100, "tokens_per_second": 10.0}
         if name != "dflash":
-            (found / name / "log.jsonl").write_text(json.dumps(line) + "\n")
+            checkpoint_of(found / name, step=1, seconds=10.0)
     return found
 
 

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.demo import Edit, scale
-from forerun.training.loop import checkpoint as training_checkpoint
 from forerun.types import Source, SpeculationStats, Verdict
 from llamas import tiny_eagle
+from trained import checkpoint_of
 
 Forerun = Callable[..., Ran]
 FILE = ("--prompt-name", "chunk.py")
@@ -260,18 +260,6 @@ def test_the_table_fits_and_says_what_is_not_lossless(width: int) -> None:
     assert mlp.split()[7:] == ["32", "4.50", "1.00", "32", "4.50", "1.00"] if width == 100 else ["4.50", "1.00"] * 2
     found = {line["drafter"]: line["lossless"] for line in leaderboard.records(entry("plain", "block"), board)}
     assert found == {"mlp_speculator, chain": True, "medusa typical, tree": False}
-
-
-def checkpoint_of(output: Path, *, step: int, seconds: float) -> None:
-    """What `forerun train` leaves of a step, as far as it says how long it took."""
-    folder = output / f"checkpoint-{step}"
-    folder.mkdir(parents=True)
-    record = {
-        "format": training_checkpoint.FORMAT,
-        "progress": asdict(training_checkpoint.Progress(step=step, seconds=seconds)),
-    }
-    (folder / "state.json").write_text(json.dumps(record))
-    (folder / "random.json").write_text("[]")
 
 
 def test_time_of_training_is_that_of_the_newest_checkpoint(tmp_path: Path) -> None:
