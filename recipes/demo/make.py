@@ -213,7 +213,7 @@ def main() -> None:
         "stages", nargs="*", default=STAGES, type=_stage, help=f"of {', '.join(STAGES)}; all by default"
     )
     parser.add_argument("--work", type=Path, default=Path("build/demo"))
-    parser.add_argument("--seconds", type=int, default=240, help="of training, for each head of the leader board")
+    parser.add_argument("--seconds", type=int, default=300, help="of training, for each head of the leader board")
     parser.add_argument("--loss-goal", type=float, default=ship.LOSS_GOAL, help="held-out nats per token, at most")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from emulation import HAS_BFLOAT16
 from forerun.errors import CheckpointError
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import PackedLinear, exchange, ready
+from forerun.model.kernels.packing import PackedLinear, exchange, packs, ready
 
 SIZES = {
     "vocab_size": 32,
@@ -41,17 +40,15 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["untied", "tied", "biased"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_exchanged_weights_compute_what_a_fresh_model_computes(family: str, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and not HAS_BFLOAT16:
-        pytest.skip("no bf16 linears in oneDNN on this processor")
     serving, other = build(family, 0, dtype), build(family, 1, dtype)
-    state = {name: value.float() for name, value in other.state_dict().items()}
+    state = {name: value.double() for name, value in other.state_dict().items()}
     accelerate(serving)
     fresh = copy.deepcopy(other)
     accelerate(fresh)
     packed = any(isinstance(module, PackedLinear) and module.group is not None for module in serving.modules())
-    assert packed == (dtype == torch.bfloat16)
+    assert packed == packs(dtype)
     before, expected = logits(serving), logits(fresh)
     weights = ready(serving, state)
     assert torch.equal(logits(serving), before), "made ready beside it"
