@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,13 +69,6 @@ def build(family: str, dtype: torch.dtype = torch.bfloat16, **further: Any) -> A
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
     return model.to(dtype)
-
-
-@pytest.fixture(params=list(FAMILIES))
-def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """The same bf16 model twice; the second may be changed."""
-    model = build(request.param)
-    return model, copy.deepcopy(model)
 
 
 def by_definition(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 from forerun.errors import UnsupportedModelError
 from forerun.model.kernels import attention
 from forerun.model.kernels.attention import fold_attention
-from model_kernels.conftest import build, by_definition
+from model_kernels.conftest import FAMILIES, build, by_definition
 
 KEEP_OWN = {"gemma2"}
 
@@ -65,8 +63,9 @@ def test_what_it_cannot_honour_is_refused(extra: str) -> None:
 
 
 @torch.no_grad()
-def test_every_family_computes_the_same(pair: tuple[Any, Any]) -> None:
-    plain, changed = pair[0].float(), pair[1].float()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_the_same(family: str) -> None:
+    plain, changed = build(family, torch.float32), build(family, torch.float32)
     if plain.config.model_type in KEEP_OWN:
         assert not attention.suits(changed)
         return

@@ -134,8 +134,7 @@ def test_packed_weights_are_counted_as_memory(dtype: torch.dtype) -> None:
     plain = build("qwen2", dtype)
     changed = copy.deepcopy(plain)
     pack(changed)
-    head = (
-        dtype.itemsize * 128 * 64 if plain.config.tie_word_embeddings else 0
-    )  # a tied embedding stays beside the packed head
+    tied = plain.config.tie_word_embeddings  # then the embedding stays beside the packed head
+    head = dtype.itemsize * 128 * 64 if tied else 0
     difference = Target(changed).memory_bytes() - Target(plain).memory_bytes()
     assert difference == head
