@@ -1,13 +1,23 @@
-"""What every test module shares: loggers are left as they were found, and workers do not fight for the cores."""
+"""What every test module shares: loggers are left as they were found, workers do not fight for the cores, and nothing
+fails for having been slow."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Every client of httpx reads the certificates of the world, 30 ms each time; the servers here are on this machine.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+
+settings.register_profile("whatever the time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("whatever the time")
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     # Read when torch is imported, by processes that a test starts, too. Not set in the process that starts the workers,

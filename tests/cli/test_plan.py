@@ -16,6 +16,8 @@ from cli.conftest import Ran
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.drafters.heads.kinds import kind_named
 from forerun.engine import measuring
+from forerun.engine.costs import DraftCost
+from forerun.plan import trial
 
 Forerun = Callable[..., Ran]
 PROMPTS = ["the cat sat on the mat and the cat sat on the", "the dog sat on the log and the dog"]
@@ -106,9 +108,16 @@ def test_a_drafter_measured_on_prompts(
 
 
 def test_the_best_tree_for_a_drafter_as_measured(
-    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, tmp_path: Path, instant: list[Any]
+    forerun: Forerun,
+    checkpoint: Path,
+    draft_checkpoint: Path,
+    tmp_path: Path,
+    instant: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From how often the children of each rank were accepted; what is printed can be drafted."""
+    """From how often the children of each rank were accepted, for a draft model whose levels take a tenth of a pass;
+    what is printed can be drafted."""
+    monkeypatch.setattr(trial, "fit", lambda *_, **__: DraftCost(fixed_ms=0.0, level_ms=1.0))
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     common = ("plan", checkpoint, "--prompts", tmp_path / "prompts.txt", "-t", 0, "--max-tokens", 48, "--json")
     drafter = ("--drafter", "draft_model", "--drafter-model", draft_checkpoint)

@@ -225,8 +225,10 @@ class TestAdaptive:
         assert list(tree.parents) == list(range(-1, tree.size))
 
     def test_rows_come_and_go(self) -> None:
-        engine, shared, drafted = Engine(5, random.Random(7)), sequences({"method": "auto"}, rows=5), 0
+        now, engine, drafted = [0.0], Engine(5, random.Random(7)), 0
+        shared = sequences({"method": "auto"}, rows=5, clock=lambda: now[0])
         for _ in range(250):
+            now[0] += 10e-3
             engine.step()
             texts = engine.texts()
             trees = shared.draft(texts, [engine.chance.choice((0, 3, 6)) for _ in texts])

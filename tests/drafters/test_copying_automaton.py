@@ -42,7 +42,7 @@ def strings(text: Sequence[int]) -> set[tuple[int, ...]]:
     return {tuple(text[low:high]) for low in range(len(text)) for high in range(low + 1, len(text) + 1)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, DEPTHS)
 def test_exactly_the_substrings_are_found_and_those_up_to_the_depth_are_counted(text: list[int], depth: int) -> None:
     automaton, known = made(text, depth), strings(text)
@@ -56,7 +56,7 @@ def test_exactly_the_substrings_are_found_and_those_up_to_the_depth_are_counted(
     assert automaton.count(ROOT) == len(text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, DEPTHS)
 def test_the_likeliest_token_is_the_most_frequent_and_of_equals_the_most_recent(text: list[int], depth: int) -> None:
     automaton = made(text, depth)
@@ -76,7 +76,7 @@ def test_the_likeliest_token_is_the_most_frequent_and_of_equals_the_most_recent(
         assert {automaton.token(target): automaton.count(target) for target in following} == followers
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TEXTS, DEPTHS)
 def test_the_ends_of_the_text_are_the_strings_that_once_go_on_with_nothing(text: list[int], depth: int) -> None:
     automaton = made(text, depth)
@@ -86,7 +86,7 @@ def test_the_ends_of_the_text_are_the_strings_that_once_go_on_with_nothing(text:
             assert (found(automaton, string) in ends) == (tuple(text[-len(string) :]) == string)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, DEPTHS)
 def test_the_longest_repeated_end_is_found_after_every_token(text: list[int], depth: int) -> None:
     automaton = SuffixAutomaton(depth)
@@ -97,7 +97,7 @@ def test_the_longest_repeated_end_is_found_after_every_token(text: list[int], de
         assert matched == max(sizes) and state == found(automaton, text[size - matched : size])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TEXTS, st.lists(st.sampled_from([0, 1, 2, 7, 8]), max_size=30))
 def test_another_text_is_followed_through_its_longest_match(text: list[int], other: list[int]) -> None:
     automaton, known = made(text, 5), strings(text)

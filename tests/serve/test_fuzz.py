@@ -21,9 +21,7 @@ from serve.conftest import NAME, Live, counters, serving, wait_for
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis, of the extra dev")
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-BOUNDED = settings(
-    derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
-)
+BOUNDED = settings(derandomize=True, database=None, max_examples=40, suppress_health_check=list(HealthCheck))
 OFTEN = settings(BOUNDED, max_examples=120)
 
 

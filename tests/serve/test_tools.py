@@ -134,7 +134,7 @@ def test_a_call_in_the_last_chunk_is_the_reason_to_finish() -> None:
     assert last["choices"][0]["delta"]["tool_calls"] and last["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     name=st.sampled_from(sorted(FORMATS)),
     parts=st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text('{}[]",:<> \n\\atn', max_size=6)), max_size=5),

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from forerun.checkpoints.keys import unknown_keys
 from forerun.drafters.heads.base import Head, HeadConfig
@@ -50,7 +51,7 @@ class HeadCheckpoint:
 
     def build(self, dtype: torch.dtype | None = None) -> Any:
         """A module of the head's kind with copies of these weights, in `dtype` or each as it was stored."""
-        with torch.random.fork_rng(devices=[]):  # fresh weights, soon overwritten, must not disturb anybody's seed
+        with torch.random.fork_rng(devices=[]), _Unfilled():  # what is drawn all the same must disturb nobody's seed
             head = kind_named(self.config.kind).head(self.config)
         # Assigned one by one: Module.to() would also round the rotary frequencies.
         weights = {
@@ -143,9 +144,19 @@ class Format:
         raise NotImplementedError
 
 
+class _Unfilled(TorchFunctionMode):
+    """While open, layers are made without drawing their first weights: the file's take their place."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
 def expected_shapes(config: HeadConfig) -> dict[str, Shape]:
     """Name -> shape of every tensor of such a head, ``d2t`` included."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         head = kind_named(config.kind).head(config)
     return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
 

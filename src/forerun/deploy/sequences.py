@@ -137,7 +137,9 @@ class Sequences:
         self._policy: Policy | None = None
         if parsed.adaptive:
             arms = [one for one in arms_of(parsed) if one.method in COPYING]  # `auto` knows others
-            self._policy = policy_for(arms, setup, nodes=nodes, costs=Nominal(), measure=True, chains=chains)
+            self._policy = policy_for(
+                arms, setup, nodes=nodes, costs=Nominal(), measure=True, chains=chains, clock=clock
+            )
             self.drafters: list[Drafter] = [arm.drafter for arm in self._policy.arms]
         else:
             self.drafters = [Guarded.built(parsed.method, parsed.drafter_options, setup)]

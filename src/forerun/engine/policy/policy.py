@@ -597,6 +597,7 @@ def policy_for(
     costs: PassCost | None = None,
     measure: bool = False,
     chains: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Policy:
     """A policy for these drafters, which are built; what they and the target cost is found out. ForerunError: whatever
     keeps a drafter from being built.
@@ -608,7 +609,7 @@ def policy_for(
         reproducible: whether seeded requests are drafted for deterministically (`repeats`).
         costs: known costs, with what drafters cost in ``drafts``, if anything. None reads or measures the target's.
         measure: whether steps correct `costs`; those of None they do.
-        chains: as `Policy` takes it.
+        chains, clock: as `Policy` takes them.
     """
     setup = dataclasses.replace(setup, pass_ms=None)  # the policy itself chooses how much is drafted
     arms = [_arm(own, setup, reproducible=reproducible) for own in configs]
@@ -619,7 +620,7 @@ def policy_for(
         guesses[arm.key] = DraftCost(fixed_ms=0.0, level_ms=min(1.0, share) * passes.pass_ms(1))
     shape = PassShape(padded=setup.target.computes_padding)
     step_costs = StepCosts(passes, {**guesses, **getattr(passes, "drafts", {})}, shape)
-    return Policy(arms, step_costs, nodes=nodes, measure=measure or costs is None, chains=chains)
+    return Policy(arms, step_costs, nodes=nodes, measure=measure or costs is None, chains=chains, clock=clock)
 
 
 def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) -> Arm:
