@@ -69,7 +69,7 @@ def test_a_residual_that_is_not_normalised(monkeypatch: Patch) -> None:
     with installed("wrong", Uniform):
         assert not distribution_is_off(Variant("wrong"))
         monkeypatch.setattr(Rng, "draw", as_it_is)
-        assert distribution_is_off(Variant("wrong"), draws=1200)
+        assert distribution_is_off(Variant("wrong"))
 
 
 def test_frozen_penalties(monkeypatch: Patch) -> None:
@@ -169,7 +169,7 @@ def test_a_distribution_recorded_before_processing(monkeypatch: Patch) -> None:
     monkeypatch.setattr(HostDraws, "_of_node", raw)
     for label in ("chain", "tree"):
         assert watch(named(label), PROMPTS).problems
-        assert distribution_is_off(named(label), draws=1000)
+        assert distribution_is_off(named(label))
 
 
 def merging(self: TokenTree, token: int, parent: int, **how: Any) -> int:
@@ -190,7 +190,7 @@ def test_merged_sampled_duplicates(monkeypatch: Patch) -> None:
     monkeypatch.setattr(TokenTree, "add", merging)
     assert watch(named("iid-tree"), PROMPTS[:1], alterations=8).problems
     with installed("wrong", Twins):
-        assert distribution_is_off(Variant("wrong"), draws=1500)
+        assert distribution_is_off(Variant("wrong"), draws=900)
 
 
 def test_one_random_generator_for_all(monkeypatch: Patch) -> None:

@@ -111,7 +111,7 @@ def test_a_replay_drafts_what_a_run_would(
     for how in (Recordings(None), recordings):
         llm, drafts = engine(options, how, made)
         texts = [
-            answers(llm, [(4, 100)], settings),
+            answers(llm, [(4, 45)], settings),
             answers(llm, [(5, 60), (40, 8), (9, 30), (3, 12), (12, 25)], settings),
         ]
         found.append((texts, drafts))
