@@ -4,6 +4,7 @@ fails for having been slow."""
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import ssl
@@ -23,6 +24,11 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     # Read when torch is imported, by processes that a test starts, too. Not set in the process that starts the workers,
     # or they would inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and is searched for garbage no more: a twentieth of the time."""
+    gc.freeze()
 
 
 @contextmanager

@@ -17,12 +17,17 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
+def one_dnn() -> bool:
+    """Whether torch has oneDNN, and it is switched on."""
+    return bool(torch._C._has_mkldnn and torch.backends.mkldnn.enabled)
+
+
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a device has fast matrix products of that dtype. A CPU may only emulate bfloat16 and float16, and takes
     three to ten times as long then as in float32."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
-    if not torch._C._has_mkldnn or not torch.backends.mkldnn.enabled:
+    if not one_dnn():
         return False
     known = torch.ops.mkldnn
     return bool(known._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else known._is_mkldnn_fp16_supported())

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from forerun.devices import multiplies
+from forerun.devices import multiplies, one_dnn
 from forerun.errors import CheckpointError
 
 PACK_ROWS = 16  # Rows that the layout is chosen for: the widest pass that should stay near the price of one row
@@ -162,7 +162,7 @@ def packs(dtype: torch.dtype) -> bool:
     """Whether this processor's oneDNN is fast in `dtype`: in bf16 and fp16 if it does not emulate them; in float32 on
     x86, where MKL's product takes two to three times as long for two rows as for one."""
     if dtype is torch.float32:
-        return torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")
+        return one_dnn() and platform.machine() in ("x86_64", "AMD64")
     return dtype in (torch.bfloat16, torch.float16) and multiplies(torch.device("cpu"), dtype)
 
 
