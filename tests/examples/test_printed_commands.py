@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import gc
 import io
 import itertools
 import os
@@ -307,7 +306,6 @@ def reader(
 ) -> Iterator[Reader]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(http_server, "run", served)
-    monkeypatch.setattr(gc, "freeze", lambda: None)  # a server's engine is garbage long before this process ends
     made = Reader(
         folder=tmp_path, endpoint=endpoint, done=done, patch=monkeypatch, shown=lambda: capsys.readouterr().err
     )
