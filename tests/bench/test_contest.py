@@ -65,7 +65,7 @@ class TestContest:
         llm = LLM(str(source_tied), tokenizer=False, max_num_seqs=1, max_model_len=96)
         arms: Sequence[Any] = [
             Contestant(PLAIN, llm, False, work),
-            Contestant("forerun ngram", llm, {"method": "ngram"}, work),
+            Contestant("forerun ngram", llm, {"method": "ngram", "adaptive": False}, work),
             TransformersContestant(
                 "transformers prompt lookup", load_transformers(source_tied), {"prompt_lookup_num_tokens": 4}, work
             ),
