@@ -49,7 +49,7 @@ def kernels_in_c() -> Iterator[None]:
 def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """While open, linear layers of that dtype are packed and grouped; each row is summed in float64 by itself, so that
     its bits depend on nothing else, as in oneDNN's layout."""
-    if multiplies(torch.device("cpu"), dtype):
+    if packing.packs(dtype):
         yield
         return
 
@@ -62,7 +62,7 @@ def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
         return (rows.double() @ self.packed.double().T + bias).to(self.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "multiplies", lambda _, given: given == dtype)
+        patch.setattr(packing, "packs", lambda given: given == dtype)
         patch.setattr(PackedWeight, "ready", ready)
         patch.setattr(PackedWeight, "_product", product)
         yield
