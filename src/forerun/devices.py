@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,11 +55,36 @@ def sent_ints(values: Sequence[int], device: torch.device) -> Tensor:
     return sent([torch.tensor(values, dtype=torch.int64)], device)[0]
 
 
+class Together:
+    """A context of the whole process that several threads may have open: entered by the first, left by the last."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._lock, self._inside = make, threading.Lock(), 0
+        self._open: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._open = self._make()
+                self._open.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._open.__exit__(None, None, None)
+
+
+# Which kernels torch may take is one setting for all threads: each putting back what it found would mix them up.
+_ANY_SHAPE = Together(
+    lambda: sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+)
+
+
 def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
     """While open, attention runs in kernels that take any shape at once. cuDNN plans each new shape for 0.4 s."""
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return _ANY_SHAPE if device.type == "cuda" else nullcontext()
 
 
 def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -214,10 +214,11 @@ class Children:
 _COLUMNS = ("tokens", "drawn", "confidence")
 
 
-@lru_cache(maxsize=1024)
+@cache
 @torch.inference_mode(mode=False)
 def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """(N,) int64 on a device, taken there once: a level that needs it does not wait for the host. Never write to it."""
+    """(N,) int64 on a device, taken there once: a level that needs it does not wait for the host. Never write to it.
+    None is ever dropped: a recording reads it where it lies."""
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 

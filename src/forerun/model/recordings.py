@@ -7,8 +7,10 @@ differs from call to call comes in tensors. Where nothing records, work simply r
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,6 +65,18 @@ class Recordings:
         return self._known[key](*inputs)
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while a graph is recorded. Beginning one, torch waits for the whole device, which is an error, there and here,
+while another thread records."""
+
+
+@cache
+def _aside(device: torch.device) -> Any:
+    """The stream on which everything is recorded. One for all: cuBLAS keeps memory for every stream that it has seen,
+    32 MiB of it on a Hopper."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class CudaGraphs:
     """Records as `torch.cuda.CUDAGraph`. All share one pool of memory: only the latest result is ever looked at."""
 
@@ -74,15 +88,15 @@ class CudaGraphs:
         """Record, after `work` has run so that what it allocates once is there; other threads may use the device."""
         own = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
-            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with _ONE_AT_A_TIME, torch.cuda.device(self._device):
+            here, aside = torch.cuda.current_stream(), _aside(self._device)
             aside.wait_stream(here)
             with torch.cuda.stream(aside):
                 for _ in range(_WARM_UPS):
                     work(*own)
+                with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+                    result = work(*own)
             here.wait_stream(aside)
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = work(*own)
 
         def replay(*given: Tensor) -> Any:
             for held, new in zip(own, given, strict=True):

@@ -253,8 +253,10 @@ def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[objec
     """On a GPU a stream of its own, so that no step waits behind training; it begins when all before is done."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    torch.cuda.synchronize(device)
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # Not by waiting for the device here: that is an error while the engine's thread records a pass.
+    own.wait_stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(own)
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------

@@ -248,6 +248,8 @@ def exchange(weights: Weights) -> Weights:
             else:
                 parameters.append((own, own.data.clone()))
                 own.data.copy_(value)
+                if value.device.type == "cuda":  # it may be another stream's, which must not use its memory before
+                    value.record_stream(torch.cuda.current_stream(value.device))
     packed = tuple((weight, weight.exchange(contents)) for weight, contents in weights.packed)
     return Weights(parameters=tuple(parameters), packed=packed)
 
