@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from contract import harness, test_cache, test_distribution, test_ends, test_greedy
-from contract.harness import SAMPLED, Variant, as_prompts, tokens_of
+from contract.harness import SAMPLED, as_prompts, tokens_of
+from drafters.tied import SPEED, tie, tied
 from forerun import LLM, SamplingParams
 from forerun.drafters import build
 from forerun.drafters.base import DrafterSetup
@@ -21,27 +21,7 @@ from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import Target
 from model.families import make, random_tokens
 
-SPEED = Variant("speed", options={"num_speculative_tokens": 4})
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-untied = harness.model
-
-
-def tie(model: Any, block: int) -> Any:
-    """Layer i + block gets the weights of layer i: the same parameters, in modules of its own."""
-    layers = model.model.layers
-    for index in range(block, len(layers)):
-        for name, weight in layers[index % block].named_parameters():
-            path, _, leaf = name.rpartition(".")
-            setattr(layers[index].get_submodule(path), leaf, weight)
-    return model
-
-
-@functools.cache
-def tied() -> LlamaForCausalLM:
-    """The harness's model, its one layer run twice."""
-    made: LlamaForCausalLM = LlamaForCausalLM(untied().config).eval()
-    made.load_state_dict(untied().state_dict())
-    return tie(made, 1)
 
 
 @pytest.fixture

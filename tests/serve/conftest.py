@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from openai import OpenAI
 from transformers import AutoTokenizer
 
 from engine.conftest import checkpoint, draft_checkpoint
@@ -24,6 +23,9 @@ from forerun import AsyncLLM
 from forerun.serve import server as http_server
 from forerun.serve.session import Session
 from forerun.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 __all__ = ["checkpoint", "draft_checkpoint"]
 NAME = "tiny"
@@ -39,6 +41,8 @@ class Live:
     """Whom to trust where the server speaks HTTPS."""
 
     def client(self, key: str = "none") -> OpenAI:
+        from openai import OpenAI  # which tests on a device do without
+
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:

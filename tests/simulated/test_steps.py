@@ -4,50 +4,30 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, eagle_head, model, variants
-from drafters.test_speed import SPEED, tied
+from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, model
+from drafters.tied import SPEED
 from engine.conftest import checkpoint, draft_checkpoint
 from forerun import LLM, SamplingParams, devices
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS
-from forerun.engine.measuring import load_or_measure
 from forerun.model import Target
 from forerun.model.kernels.packing import exchange, ready
 from selection import slow
 from simulated.device import NAME, Kind, SimulatedDevice, moved
+from simulated.steps import AUTO, EVERY, SETTINGS, Answer, answers, on_device, quickly_measured
 from simulated.waits import recording
 
-__all__ = ["checkpoint", "draft_checkpoint"]
+__all__ = ["checkpoint", "draft_checkpoint", "quickly_measured"]
+pytestmark = pytest.mark.usefixtures("quickly_measured")
 
-LENGTH = 10
-SETTINGS: dict[str, SamplingParams] = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=LENGTH),
-    "top-p": SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=LENGTH),
-    "penalties": SamplingParams(
-        temperature=0.8,
-        repetition_penalty=1.3,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias={3: 1.0},
-        seed=4,
-        max_tokens=LENGTH,
-    ),
-    "logprobs": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=LENGTH),
-}
 WITHOUT_FLOAT64 = ("greedy without float64", "top-p without float64")
-AUTO = Variant("auto", options={"model": eagle_head()})
-EVERY: list[Variant | None] = [None, *variants(), SPEED, AUTO]
 QUICK = {
     *(str(variant) for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])[:1]),
     *(str(None), str(SPEED), str(AUTO), "draft_model-tree", "eagle3-dynamic"),
@@ -66,80 +46,10 @@ def cases(*settings: str) -> list[Any]:
     return [case if quick(*case) else slow(case)[0] for case in itertools.product(EVERY, settings)]
 
 
-@pytest.fixture(autouse=True)
-def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What passes cost, which `auto` asks for, is measured in no time and kept nowhere."""
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    monkeypatch.setitem(load_or_measure.__kwdefaults__, "seconds", 0.1)
-    monkeypatch.setitem(load_or_measure.__kwdefaults__, "repeats", 1)
-
-
-class Near(tuple[float, ...]):
-    """Numbers that are equal but for rounding."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Near) and list(self) == pytest.approx(list(other), abs=1e-5)
-
-    __hash__ = tuple.__hash__
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What is compared between devices."""
-
-    token_ids: list[int]
-    ranks: list[Any]
-    """Of the likeliest tokens at each place."""
-    logprobs: Near
-    """The same; but for rounding, since a pass may be padded to another size."""
-    drafted: int
-    accepted: int
-    drafter_errors: int
-
-
-def on_device(value: Any) -> Any:
-    """A drafter's options with the models among them on the device."""
-    if isinstance(value, nn.Module):
-        return moved(value)
-    if isinstance(value, Mapping):
-        return {name: on_device(inner) for name, inner in value.items()}
-    return [on_device(inner) for inner in value] if isinstance(value, list) else value
-
-
-def answers(variant: Variant | None, params: SamplingParams, *, there: bool) -> list[Answer]:
-    """What the tiny target answers to the suite's prompts, three at once, on the CPU or `there` on the open device."""
-    config = None if variant is None else variant.config()
-    target = tied() if variant is SPEED else model()
-    if there:
-        target, config = moved(target), on_device(config)
-    llm = LLM(
-        target,
-        tokenizer=False,
-        speculative_config=config,
-        max_num_seqs=3,
-        max_model_len=64,
-        self_check=False,
-    )
-    assert llm.target.device.type == (NAME if there else "cpu")
-    with llm.engine.drafting.free_of_charge() if variant is AUTO else nullcontext():
-        outputs = [output.outputs[0] for output in llm.generate(as_prompts(PROMPTS[:3]), params)]
-    return [
-        Answer(
-            token_ids=output.token_ids,
-            ranks=[{t: one.rank for t, one in (token.top_logprobs or {}).items()} for token in output.tokens],
-            logprobs=Near(one.logprob for token in output.tokens for one in (token.top_logprobs or {}).values()),
-            drafted=output.speculation.num_draft_tokens,
-            accepted=output.speculation.num_accepted_draft_tokens,
-            drafter_errors=output.speculation.drafter_errors,
-        )
-        for output in outputs
-    ]
-
-
 @cache
 def on_the_cpu(variant: Variant | None, setting: str) -> list[Answer]:
     """What is expected on the device."""
-    return answers(variant, SETTINGS[setting], there=False)
+    return answers(variant, SETTINGS[setting])
 
 
 @pytest.mark.parametrize(("variant", "setting"), cases(*SETTINGS), ids=str)
@@ -147,7 +57,7 @@ def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | 
     expected = on_the_cpu(variant, setting)
     device = SimulatedDevice()
     with device, recording(device):
-        found = answers(variant, SETTINGS[setting], there=True)
+        found = answers(variant, SETTINGS[setting], move=moved, device=NAME)
     assert not device.refused
     assert found == expected
     assert not any(answer.drafter_errors for answer in found)
@@ -165,7 +75,7 @@ def test_a_device_without_float64_does_it_too(
     expected = on_the_cpu(variant, setting)
     device = SimulatedDevice(lacks=[torch.float64])
     with device:
-        found = answers(variant, SETTINGS[setting], there=True)
+        found = answers(variant, SETTINGS[setting], move=moved, device=NAME)
     assert not device.refused
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert not any(answer.drafter_errors for answer in found)
@@ -229,7 +139,7 @@ def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
 
     def texts(*, there: bool) -> tuple[list[list[int]], LLM]:
         config = None if variant is None else variant.config()
-        target, config = (moved(model()), on_device(config)) if there else (model(), config)
+        target, config = (moved(model()), on_device(config, moved)) if there else (model(), config)
         settings: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 64, "self_check": False}
         llm = LLM(target, tokenizer=False, speculative_config=config, **settings)
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params)], llm

@@ -15,6 +15,7 @@ from forerun.model import Target
 from forerun.model.inputs import Scored
 from selection import slow
 from simulated import waits
+from simulated.arms import MOST_READS
 from simulated.device import Kind
 
 
@@ -38,7 +39,7 @@ def test_a_step_waits_as_often_as_its_drafter_runs_a_model_whatever_the_rows(arm
     """
     for rows in (1, 8) if arm not in QUICK else (3,):
         for found in waits.measured(arm, rows):
-            assert found.per_step(Kind.READ) <= waits.MOST_READS.get(arm, 2), found.setting
+            assert found.per_step(Kind.READ) <= MOST_READS.get(arm, 2), found.setting
             assert found.per_step(Kind.BLOCKING_WRITE) == 0, found.setting
             assert not found.drafter_errors
 

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -68,6 +69,11 @@ class Recordings:
 _ONE_AT_A_TIME = threading.Lock()
 """Held while a graph is recorded. Beginning one, torch waits for the whole device, which is an error, there and here,
 while another thread records."""
+
+
+def none_meanwhile() -> AbstractContextManager[object]:
+    """While open, nothing is recorded: for threads that draw random numbers on a device, which torch forbids then."""
+    return _ONE_AT_A_TIME
 
 
 @cache

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -33,6 +33,7 @@ from forerun.engine.adapting.replay import Piece
 from forerun.errors import UnsupportedModelError
 from forerun.model.kernels.attention import NAME as FOLDED
 from forerun.model.layers import is_quantised
+from forerun.model.recordings import none_meanwhile
 from forerun.training.batch import LossReport, Objective
 from forerun.training.loop.update import scale
 from forerun.training.objectives import objective_for
@@ -213,7 +214,9 @@ class Learner:
         return self._report(piece, counted)
 
     def _report(self, piece: Piece, counted: npt.NDArray[np.bool_]) -> LossReport:
-        return self._objective_at(piece.temperature or 1.0)(piece.batch(counted, self._vocabulary, self.device))
+        objective = self._objective_at(piece.temperature or 1.0)
+        with nullcontext() if self.device.type == "cpu" else none_meanwhile():  # it may draw noise, or what it learns
+            return objective(piece.batch(counted, self._vocabulary, self.device))
 
     def _train(self, pieces: Sequence[Piece], pause: Pause) -> bool:
         """One pass over the pieces; False where it was cut short."""
