@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -213,17 +215,30 @@ def test_an_engine_that_is_gone_leaves_little_memory() -> None:
     assert held[-1][0] - held[1][0] < 8 and held[-1][1] - held[1][1] < 64
 
 
-def test_work_that_waits_is_not_recorded_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    """And what comes after it on the device is right."""
-    kept, stream = Recordings.on(torch.device(DEVICE)), torch.cuda.current_stream()
-    inputs = torch.arange(6.0, device=DEVICE)
-    found = kept.run("reads", lambda given: given * given.sum().item(), inputs)
-    torch.testing.assert_close(found.cpu(), torch.arange(6.0) * 15)
-    assert not kept.active and any("recording on the device failed" in record.getMessage() for record in caplog.records)
-    assert torch.cuda.current_stream() == stream
-    other = Recordings.on(torch.device(DEVICE))
-    torch.testing.assert_close(other.run("sum", lambda given: given + 1, inputs).cpu(), torch.arange(1.0, 7.0))
-    assert other.active, "others still record"
+FAILING = """
+import logging, torch
+from forerun.model.recordings import Recordings
+logging.basicConfig(level=logging.WARNING)
+kept, stream = Recordings.on(torch.device(DEVICE)), torch.cuda.current_stream()
+inputs = torch.arange(6.0, device=DEVICE)
+found = kept.run("reads", lambda given: given * given.sum().item(), inputs)
+assert found.tolist() == [0, 15, 30, 45, 60, 75], found
+assert not kept.active and torch.cuda.current_stream() == stream
+print("SAID: the text goes on")
+other = Recordings.on(torch.device(DEVICE))
+print("SAID:", other.run("sum", lambda given: given + 1, inputs).tolist(), "others still record:", other.active)
+torch.randn(3, device=DEVICE)
+print("SAID: random numbers are drawn")
+"""
+
+
+def test_where_recording_fails_work_goes_on() -> None:
+    """In a process of its own: what torch keeps of a recording that failed would be there in other tests."""
+    command = [sys.executable, "-c", FAILING.replace("DEVICE", repr(DEVICE))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    print(ran.stdout, ran.stderr[-3000:])  # noqa: T201
+    assert "SAID: the text goes on" in ran.stdout and "recording on the device failed" in ran.stderr, ran.stderr
+    assert "SAID: random numbers are drawn" in ran.stdout and "others still record: True" in ran.stdout, ran.stderr
 
 
 def test_kernels_are_as_before_when_threads_have_left_attention() -> None:
