@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from forerun.training.batch import working_dtype
 
-CHUNK_ELEMENTS = 1 << 23  # Logits alive at once, the operand of the matrix products: 16 MB in bfloat16
+CHUNK_ELEMENTS = 1 << 23  # Logits alive at once on a CPU, the operand of the matrix products: 16 MB in bfloat16
+DEVICE_CHUNKS = 8  # As many times as much on a GPU, whose launches cost the same whatever their size
 BLOCK_ELEMENTS = 1 << 18  # Of these, what a core turns into gradients at a time: 1 MB in float32, as its cache holds
 
 
@@ -35,6 +36,11 @@ class Divergence(StrEnum):
     REVERSE_KL = "reverse_kl"  # ``sum_v q log(q / p)``
     JENSEN_SHANNON = "jensen_shannon"  # ``(KL(p, m) + KL(q, m)) / 2``, m = (p + q) / 2: at most log 2
     TOTAL_VARIATION = "total_variation"  # ``1 - a``, which is ``sum_v |p - q| / 2``
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Logits that are alive at once."""
+    return CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNKS * CHUNK_ELEMENTS
 
 
 def soft_loss(
@@ -188,7 +194,7 @@ class _ChunkedLoss(torch.autograd.Function):
         figures = target.weights.new_zeros(4, *states.shape[:2])
         run = target.paths.length if target.paths is not None else 1  # States that are looked at together
         counting = factors.flatten(1).any(1).view(-1, run).any(1).repeat_interleave(run).nonzero().squeeze(1)
-        size = run * max(1, CHUNK_ELEMENTS // (run * _width(group * len(weight), target)))
+        size = run * max(1, chunk_elements(hidden.device) // (run * _width(group * len(weight), target)))
         for chosen in torch.split(counting, size) if len(counting) else ():
             inputs = states[chosen].to(working)
             logits = (inputs.flatten(0, 1) @ head.T).view(len(chosen), group, weight.shape[0])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, Objective, TokenBatch, working_dtype
-from forerun.training.chunked_loss import CHUNK_ELEMENTS, Divergence, Paths, Teacher, VocabularyLoss, soft_loss
+from forerun.training.chunked_loss import Divergence, Paths, Teacher, VocabularyLoss, chunk_elements, soft_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,8 @@ class FrozenTarget:
     def chances(self, states: Tensor, ids: Tensor) -> Tensor:
         """(..,) float32: the target's probability of `ids` (..) after `states` (.., Ht)."""
         teacher, flat = self.teacher(states, None), ids.flatten().unsqueeze(1)
-        rows = torch.split(torch.arange(len(flat), device=flat.device), max(1, CHUNK_ELEMENTS // len(self.lm_head)))
+        size = max(1, chunk_elements(flat.device) // len(self.lm_head))
+        rows = torch.split(torch.arange(len(flat), device=flat.device), size)
         found = [teacher.probs(teacher.logits(some)).full.gather(1, flat[some]) for some in rows]
         return torch.cat(found).view(ids.shape)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from forerun.drafters.heads.dflash2 import DFlash2Head
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch
-from forerun.training.chunked_loss import CHUNK_ELEMENTS, VocabularyLoss
+from forerun.training.chunked_loss import VocabularyLoss, chunk_elements
 from forerun.training.objectives.dflash import Blocks, DFlashObjective, DFlashSettings
 from forerun.types import LAST_HIDDEN
 
@@ -58,7 +58,7 @@ class DFlash2Objective(DFlashObjective):
         rows = weights.nonzero().squeeze(1)
         rows = rows if len(rows) else rows.new_zeros(1)  # the loss reaches the selector where nothing counts, too
         figures = []
-        for chosen in torch.split(rows, max(1, CHUNK_ELEMENTS // max(len(weight), len(teacher.weight)))):
+        for chosen in torch.split(rows, max(1, chunk_elements(rows.device) // max(len(weight), len(teacher.weight)))):
             with torch.no_grad():
                 ids = (output[chosen] @ weight.T.to(output.dtype)).topk(self.head.config.selector_top_k, -1).indices
                 probs = teacher.probs(teacher.logits(chosen))
