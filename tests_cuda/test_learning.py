@@ -67,9 +67,9 @@ def test_losses_and_gradients_are_those_of_the_cpu(options: dict[str, Any]) -> N
 @pytest.mark.cuda_alone
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 def test_flex_attention_compiled_trains_as_the_blockwise_one(autocast: bool) -> None:
-    """Forward and backward, of two documents longer than a block."""
-    made = moved(head(num_attention_heads=2, num_key_value_heads=1, sliding_window=150 if autocast else None))
-    batch = batch_of([tokens(200), tokens(120, seed=4)], made.config.boundaries, padding=3).to(torch.device(DEVICE))
+    """Forward and backward, of two documents in more than a block."""
+    made = moved(head(num_attention_heads=2, num_key_value_heads=1, sliding_window=90 if autocast else None))
+    batch = batch_of([tokens(128), tokens(120, seed=4)], made.config.boundaries, padding=3).to(torch.device(DEVICE))
     found, target = [], FrozenTarget.of(moved(model()))
     for switched in (False, True):
         began = time.perf_counter()
