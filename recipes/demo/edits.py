@@ -23,7 +23,7 @@ DISGUISED = 0.5
 """Share of the functions whose names are changed before the edit, so that their text must be read, not remembered."""
 DISGUISES = 6
 """Names that are changed then, at most."""
-WEIGHTS = {"rename": 8, "constant": 7, "parameter": 3, "docstring": 3, "swap": 2, "comprehension": 40}
+WEIGHTS = {"rename": 10, "constant": 14, "parameter": 3, "docstring": 4, "swap": 2, "comprehension": 40}
 """How likely a kind is asked for among those that a function allows; comprehensions are rare in the library."""
 RARE_REPEATS = 8
 """Edits of a function that holds a comprehension, under other names each time; of any other function, one."""
@@ -46,8 +46,6 @@ class Edit:
     request: str
     before: str
     after: str
-    replaced: tuple[str, str] | None = None
-    """What is replaced wherever it stands, and what by, in an edit that does nothing else."""
 
     @property
     def prompt(self) -> list[dict[str, str]]:
@@ -148,7 +146,7 @@ def _rename(source: str, words: list[str], chance: random.Random) -> Edit | None
     after = _renamed(source, old, new)
     if after is None:
         return None
-    return Edit("rename", chance.choice(RENAME).format(old, new), source, after, (old, new))
+    return Edit("rename", chance.choice(RENAME).format(old, new), source, after)
 
 
 def _constant(source: str, words: list[str], chance: random.Random) -> Edit | None:
@@ -166,7 +164,7 @@ def _constant(source: str, words: list[str], chance: random.Random) -> Edit | No
     new = other_constant(old, words, chance)
     request = chance.choice(CHANGE).format(old, new)
     after = replace_standing(old, new, source)
-    return Edit("constant", request, source, after, (old, new)) if _count(source, new) == 0 else None
+    return Edit("constant", request, source, after) if _count(source, new) == 0 else None
 
 
 def _parameter(source: str, words: list[str], chance: random.Random) -> Edit | None:

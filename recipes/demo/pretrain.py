@@ -8,26 +8,29 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from guide import COLUMNS, NOWHERE, TOKEN_LAYERS, Document, GuidedAttention
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from forerun.devices import multiplies
 from forerun.training.chunked_loss import Teacher, hard_loss, soft_loss
 from forerun.training.loop.update import Muon
 
-PHASES = ((0.80, 512), (0.16, 1024), (0.04, 2048))
-"""Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""
-LONG_PHASES = ((0.85, 1024), (0.15, 2048))
-"""Where a text must be seen whole, question and answer."""
-OPEN_ROWS = 32
-"""Rows that a document may join while they are packed."""
+NOTED_EVERY = 20
+"""Steps between two lines of the log."""
+
+
+class Stream(Protocol):
+    """Endless batches; see `documents.TokenStream`."""
+
+    def batches(self, tokens: int, portion: int, first: int) -> Iterator[tuple[Tensor, tuple[int, int]]]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,7 @@ class Schedule:
 
     tokens: int
     """Training tokens in all."""
-    batch_tokens: int = 4096
+    batch_tokens: int = 65_536
     """Tokens per optimizer step."""
     muon_rate: float = 6.0e-3
     """Peak learning rate of the matrices."""
@@ -48,36 +51,24 @@ class Schedule:
     weight_decay: float = 0.1
     distill_weight: float = 0.0
     """Share of the loss that follows the teacher's law instead of the text."""
-    teach_answers: bool = True
-    """Whether the teacher is followed in answers, too; else in texts alone."""
-    phases: tuple[tuple[float, int], ...] = PHASES
-    question_weight: float = 1.0
-    """What a token of a question weighs beside one of an answer."""
-    echo: bool = False
-    """Whether a question's states say the token that is read instead of the next: what is copied must be kept until the
-    last layer, where a state has mostly forgotten which token it is of."""
-    text_weight: float = 1.0
-    """What a token of a file weighs beside one of an answer."""
-    guide_weight: float = 0.0
-    """What a nat of the guided layers weighs beside one of the text."""
+    question_weight: float = 0.2
+    """What a token of a question weighs beside one of an answer or of a file."""
+    seconds: float = 0.0
+    """Of wall time, after which the training is over even if tokens are left; 0: any."""
     save_every_s: float = 300.0
 
     @property
     def steps(self) -> int:
         return self.tokens // self.batch_tokens
 
-    def rate(self, step: int) -> float:
-        """Learning-rate factor in [0, 1]: linear warm-up, constant, then linear to 2 % over the last part."""
-        left = (self.steps - step) / (self.decay_share * self.steps)
-        return min((step + 1) / self.warmup_steps, max(0.02, left), 1.0)
+    def done(self, step: int, seconds: float) -> float:
+        """Share of the training that is behind `step` steps and so many seconds."""
+        return max(step / self.steps, seconds / self.seconds if self.seconds else 0.0)
 
-    def context(self, step: int) -> int:
-        done = step / self.steps
-        for share, context in self.phases:
-            if done < share:
-                return context
-            done -= share
-        return self.phases[-1][1]
+    def rate(self, step: int, done: float) -> float:
+        """Learning-rate factor in [0, 1]: linear warm-up, constant, then linear to 2 % over the last part."""
+        falling = (1 - done) / self.decay_share if self.decay_share else 1.0
+        return min((step + 1) / self.warmup_steps, max(0.02, falling), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,84 +79,18 @@ class Marks:
     answer: int
     text: int
 
-    def asked(self, ids: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, S - 1) three times, for token ids (B, S): the tokens to say, what each weighs, and how much of this
-        follows the teacher; the weights sum to 1."""
-        place = torch.arange(ids.shape[1]).expand_as(ids)
+    def weights(self, ids: Tensor, question_weight: float) -> Tensor:
+        """(B, S - 1): what the tokens behind the first of `ids` (B, S) weigh; they sum to 1. What answers a question
+        that lies before the row, so that nobody could know it, weighs as the question does."""
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         question, answer, text = (
             torch.where(ids == mark, place, -1).cummax(1).values for mark in (self.question, self.answer, self.text)
         )
         asked = (question > text) & (question > answer)
-        unasked = (answer > text) & (question <= text)  # The question lies before the piece: nobody could answer
-        answered = (answer > question) & (question > text)
-        weights = torch.where(answered, 1.0, schedule.text_weight)
-        weights[asked | unasked] = schedule.question_weight
-        weights = weights[:, :-1] / weights[:, :-1].sum()
-        taught = schedule.distill_weight * weights
-        if not schedule.teach_answers:
-            taught = taught.masked_fill((answered | asked)[:, :-1], 0.0)
-        said = torch.where(asked[:, :-1] & schedule.echo, ids[:, :-1], ids[:, 1:])
-        return said, weights, taught
-
-
-class TokenStream:
-    """An endless stream of shuffled documents, packed into rows; only a document longer than a row is cut.
-
-    `batch` depends on its arguments alone, so a resumed run sees the same data.
-    """
-
-    def __init__(self, documents: list[Document], marks: Marks, seed: int) -> None:
-        self.documents, self.marks, self.seed = documents, marks, seed
-        self._rows: dict[int, Tensor] = {}
-
-    def batch(self, step: int, batch_tokens: int, context: int) -> Tensor:
-        """(batch_tokens // context, context, COLUMNS): token ids, and where in the row the tokens before them
-        look; each row is from another place of the epoch."""
-        if context not in self._rows:
-            self._rows = {context: self._packed(context)}
-        rows, size = self._rows[context], batch_tokens // context
-        epoch, first = divmod(step * size, len(rows) - size)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed + epoch))
-        return rows[order[first : first + size]]
-
-    def _packed(self, context: int) -> Tensor:
-        """All documents in rows of `context` tokens, each opened by a text mark: best fit out of those at hand."""
-        order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(self.seed)).tolist()
-        pieces = (
-            _piece(self.documents[index], start, context - 1, self.marks.text)
-            for index in order
-            for start in range(0, len(self.documents[index].ids), context - 1)
-        )
-        rows: list[list[Tensor]] = []
-        room: list[tuple[int, list[Tensor]]] = []  # Tokens in a row that may still be joined, and its pieces
-        for piece in pieces:
-            fitting = [number for number, (used, _) in enumerate(room) if used + len(piece) <= context]
-            if fitting:
-                used, row = room.pop(max(fitting, key=lambda number: room[number][0]))
-            else:
-                used, row = 0, []
-                rows.append(row)
-            row.append(_moved(piece, used))
-            room.append((used + len(piece), row))
-            if len(room) > OPEN_ROWS:
-                room.remove(max(room, key=lambda one: one[0]))
-        padding = torch.full((context, COLUMNS), NOWHERE, dtype=torch.int32)
-        padding[:, 0] = self.marks.text
-        return torch.stack([torch.cat([*row, padding])[:context] for row in rows])
-
-
-def _piece(document: Document, start: int, length: int, mark: int) -> Tensor:
-    """(tokens + 1, COLUMNS): a mark, and so many tokens of the document with their places counted from the mark."""
-    columns = [one[start : start + length] for one in (document.ids, *document.guides)]
-    found = torch.tensor([(mark, *[NOWHERE] * (COLUMNS - 1)), *zip(*columns, strict=True)], dtype=torch.int32)
-    found[:, 1:] = torch.where(found[:, 1:] >= start, found[:, 1:] - start + 1, NOWHERE)
-    return found
-
-
-def _moved(piece: Tensor, offset: int) -> Tensor:
-    """The piece `offset` tokens further on in a row."""
-    piece[:, 1:] += offset * (piece[:, 1:] != NOWHERE)
-    return piece
+        unasked = (answer > text) & (question <= text)
+        weights = torch.where(asked | unasked, question_weight, 1.0)
+        weights = weights.masked_fill(functional.pad(ids[:, 1:] == self.text, (0, 1)) & (ids == self.text), 0.0)
+        return weights[:, :-1] / weights[:, :-1].sum()
 
 
 def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
@@ -175,128 +100,118 @@ def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.op
     others = [p for p in model.parameters() if id(p) not in known]
     return [
         Muon(matrices, lr=schedule.muon_rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=schedule.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=schedule.adam_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
 def mean_loss(
-    model: LlamaForCausalLM,
-    ids: Tensor,
-    said: Tensor,
-    weights: Tensor,
-    taught: Tensor,
-    teacher: LlamaForCausalLM | None,
+    model: LlamaForCausalLM, ids: Tensor, weights: Tensor, share: float, teacher: LlamaForCausalLM | None
 ) -> Tensor:
-    """The loss in nats per token `said`, weighted by `weights` (B, S - 1), of which `taught` follow the teacher, where
-    there is one."""
+    """The loss in nats per token behind the first, weighted by `weights` (B, S - 1), of which a `share` follows the
+    teacher, where there is one."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    matrix, flat = model.lm_head.weight, weights.flatten()
     if teacher is None:
-        taught = torch.zeros_like(taught)
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-    matrix, rows = model.lm_head.weight, taught.sum(1) > 0
-    loss = hard_loss(hidden.flatten(0, 1), matrix, (weights - taught).flatten(), said.flatten()).loss
-    if teacher is None or not rows.any():
-        return loss
+        return hard_loss(hidden, matrix, flat, ids[:, 1:].flatten()).loss
     with torch.no_grad():
-        known = teacher.model(input_ids=ids[rows], use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        known = teacher.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
     followed = Teacher(hidden=known, weight=teacher.lm_head.weight.to(known.dtype))
-    return loss + soft_loss(hidden[rows].flatten(0, 1), matrix, taught[rows].flatten(), followed).loss
+    loss = soft_loss(hidden, matrix, flat * share, followed).loss
+    return loss + hard_loss(hidden, matrix, flat * (1 - share), ids[:, 1:].flatten()).loss if share < 1 else loss
 
 
 def train(
     model: LlamaForCausalLM,
-    stream: TokenStream,
+    stream: Stream,
+    marks: Marks,
     schedule: Schedule,
     folder: Path,
+    *,
     teacher: LlamaForCausalLM | None = None,
 ) -> None:
-    """Train in place; resumes from ``folder/state.pt`` where one exists. Writes ``folder/log.jsonl``."""
+    """Train in place, on the model's device; resumes from ``folder/state.pt`` where one exists. Writes
+    ``folder/log.jsonl``."""
     folder.mkdir(parents=True, exist_ok=True)
-    attention = GuidedAttention()
-    AttentionInterface.register("guided", attention)
-    model.set_attn_implementation("guided")
-    if schedule.guide_weight:
-        attention.listen(model)
     optimizers = optimizers_for(model, schedule)
-    first = _resume(folder, model, optimizers)
-    saved = time.monotonic()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress, (folder / "log.jsonl").open("a") as log:
-        bar = progress.add_task("training", total=schedule.steps, completed=first)
-        for step in range(first, schedule.steps):
-            began = time.monotonic()
-            loss, missed = _step(model, stream, schedule, optimizers, step, attention=attention, teacher=teacher)
-            speed = schedule.batch_tokens / (time.monotonic() - began)
-            figures = {"loss": round(loss, 4), "guide": round(missed, 4), "tokens_per_second": round(speed)}
-            log.write(json.dumps({"step": step, **figures}) + "\n")
-            log.flush()
-            progress.update(bar, completed=step + 1, description=f"loss {loss:.3f}")
-            if time.monotonic() - saved > schedule.save_every_s or step + 1 == schedule.steps:
-                _save(folder, model, optimizers, step + 1)
+    device = model.device
+    if device.type == "cuda":
+        for layer in [*model.model.layers, *(teacher.model.layers if teacher is not None else ())]:
+            layer.compile(dynamic=False)
+    step, first, spent = _resume(folder, model, optimizers)
+    began = saved = noted = time.monotonic()
+    began -= spent
+    bars = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*bars) as progress, (folder / "log.jsonl").open("a") as log:
+        bar = progress.add_task("training", total=1.0, completed=schedule.done(step, spent))
+        losses: list[Tensor] = []
+        done = schedule.done(step, spent)
+        for ids, position in stream.batches(schedule.batch_tokens, *first):
+            if done >= 1:
+                break
+            for optimizer, peak in zip(optimizers, (schedule.muon_rate, schedule.adam_rate), strict=True):
+                optimizer.param_groups[0]["lr"] = peak * schedule.rate(step, done)
+            losses.append(_step(model, ids.to(device), marks, schedule, optimizers, teacher=teacher))
+            step, spent = step + 1, time.monotonic() - began
+            done = schedule.done(step, spent)
+            if step % NOTED_EVERY == 0 or done >= 1:
+                loss = float(torch.stack(losses).mean())
+                speed = len(losses) * schedule.batch_tokens / (time.monotonic() - noted)
+                losses, noted = [], time.monotonic()
+                figures = {"loss": round(loss, 4), "tokens_per_second": round(speed), "seconds": round(spent, 1)}
+                log.write(json.dumps({"step": step, "tokens": step * schedule.batch_tokens, **figures}) + "\n")
+                log.flush()
+                progress.update(bar, completed=done, description=f"loss {loss:.3f}")
+            if time.monotonic() - saved > schedule.save_every_s or done >= 1:
+                _save(folder, model, optimizers, (step, position, spent))
                 saved = time.monotonic()
 
 
 def _step(
     model: LlamaForCausalLM,
-    stream: TokenStream,
+    ids: Tensor,
+    marks: Marks,
     schedule: Schedule,
     optimizers: list[torch.optim.Optimizer],
-    step: int,
     *,
-    attention: GuidedAttention,
     teacher: LlamaForCausalLM | None,
-) -> tuple[float, float]:
-    """The loss and what the guided layers missed, in nats per token."""
-    ids, *guides = stream.batch(step, schedule.batch_tokens, schedule.context(step)).long().unbind(-1)
-    following = (functional.pad(guide[:, 1:], (0, 1), value=NOWHERE) for guide in guides)
-    if schedule.guide_weight:
-        attention.show(*following)
-    for optimizer, peak in zip(optimizers, (schedule.muon_rate, schedule.adam_rate), strict=True):
-        optimizer.param_groups[0]["lr"] = peak * schedule.rate(step)
+) -> Tensor:
+    """One update; the loss, on the device."""
+    for optimizer in optimizers:
         optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=multiplies(ids.device, torch.bfloat16)):
-        loss = mean_loss(model, ids, *stream.marks.asked(ids, schedule), teacher)
-        missed = torch.zeros(())
-        if schedule.guide_weight:
-            untold = [_untold(model, attention, layer, ids) for layer in TOKEN_LAYERS]
-            missed = attention.loss() + torch.stack(untold).mean()
-    (loss + schedule.guide_weight * missed).backward()  # type: ignore[no-untyped-call]
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=multiplies(ids.device, torch.bfloat16)):
+        weights = marks.weights(ids, schedule.question_weight)
+        loss = mean_loss(model, ids, weights, schedule.distill_weight, teacher)
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
-    return float(loss.detach()), float(missed.detach())
+    return loss.detach()
 
 
-def _untold(model: LlamaForCausalLM, attention: GuidedAttention, layer: int, ids: Tensor) -> Tensor:
-    """Nats by which a token layer's attention, read as the model's last state is, misses the copied token."""
-    places = attention.wanted[layer]
-    following = ids.roll(-1, 1)
-    known = (places != NOWHERE) & (ids.gather(1, places.clamp(min=0)) == following)
-    states = model.model.norm(attention.told[layer][known])
-    weights = torch.full((len(states),), 1 / max(1, len(states)))
-    return hard_loss(states, model.lm_head.weight, weights, following[known]).loss
-
-
-def _save(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+def _save(
+    folder: Path,
+    model: LlamaForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    done: tuple[int, tuple[int, int], float],
+) -> None:
+    state = {"done": done, "model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
     torch.save(state, folder / "state.tmp")
     os.replace(folder / "state.tmp", folder / "state.pt")
 
 
-def _resume(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
+def _resume(
+    folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
+) -> tuple[int, tuple[int, int], float]:
+    """Steps, the place in the stream (portion and row) and the seconds that are behind it."""
     path = folder / "state.pt"
     if not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True)
+        return 0, (0, 0), 0.0
+    state = torch.load(path, weights_only=True, map_location=model.device)
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    return int(state["step"])
+    step, position, spent = state["done"]
+    return step, tuple(position), spent
 
 
 @torch.no_grad()
@@ -305,7 +220,7 @@ def held_out_loss(model: LlamaForCausalLM, documents: list[list[int]], separator
     total, count = 0.0, 0
     model.eval()
     for document in documents:
-        ids = torch.tensor([separator, *document])
+        ids = torch.tensor([separator, *document], device=model.device)
         for start in range(0, max(1, len(ids) - 1), context // 2):
             window = ids[start : start + context]
             logits = model(input_ids=window[None], use_cache=False).logits[0, :-1].float()
