@@ -1,155 +1,28 @@
-"""Every drafter on the same work: continuing a file, similar requests in a row, an edited file replayed.
+"""Every drafter on the same work: continuing a file, similar requests in a row, functions to be edited.
 
 The texts come from files held out of training. Knows the workloads and what is summed up; no goals and no printing.
 """
 
 from __future__ import annotations
 
-import keyword
-import random
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from torch import Tensor
 
 from benchmarks.suite.arms import Arm, ForerunArm, Run, TransformersArm
 from benchmarks.suite.planned import planned_speedup
 from benchmarks.suite.speed import ArmSummary, Progress, summarise, take_turns, warm_up
 from benchmarks.suite.workloads import Setting, settings
 from forerun import LLM
-from forerun.core.tree import TokenTree
-from forerun.demo import CONTEXT, contexts
-from forerun.demo import prompts as shipped_files
+from forerun.demo import CONTEXT, contexts, edits
 from forerun.engine.costs import CostModel, DraftCost
-from forerun.model import Scored, Target
-from forerun.model.inputs import Nodes
-
-# Replay: the target is made to say a given text, position by position, while everything else stays as it is.
-#
-# Passes, drafts, verification and commits are real, and so is their cost; only what the target answers is given.
-# Greedy decoding alone, one sequence at a time. Knows no workload.
-
-
-_LEAD = 20.0
-"""How far, in logits, the given token stands above the others."""
-
-
-@contextmanager
-def replaying(target: Target, text: Sequence[int]) -> Iterator[None]:
-    """While open, the token that `target` likes best at place i of any sequence is ``text[i]``.
-
-    Args:
-        text: prompt and answer; behind its end the target says what it likes.
-    """
-    score, prefill = target.score, target.prefill
-
-    def forced_score(rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, **more: Any) -> Scored:
-        nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
-        scored = score(rows, nodes, **more)
-        for index, row in enumerate(rows):
-            for node, depth in enumerate(nodes.depths[index, nodes.start :].tolist()):
-                _force(scored.logits[index, node], text, target.lengths[row] + depth + 1)
-        return scored
-
-    def forced_prefill(rows: Sequence[int], tokens: Sequence[Sequence[int]], **more: Any) -> Scored:
-        scored = prefill(rows, tokens, **more)
-        logits = scored.logits.clone()
-        for index, row in enumerate(rows):
-            _force(logits[index, -1], text, target.lengths[row])
-        return replace(scored, logits=logits)
-
-    target.score, target.prefill = forced_score, forced_prefill  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del target.score, target.prefill
-
-
-class ReplayProcessor:
-    """The same for transformers' ``generate(logits_processor=[...])``."""
-
-    def __init__(self, text: Sequence[int]) -> None:
-        self._text = text
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        for row in scores:
-            _force(row, self._text, input_ids.shape[1])
-        return scores
-
-
-def _force(logits: Tensor, text: Sequence[int], place: int) -> None:
-    if place < len(text):
-        logits[text[place]] = logits.max() + _LEAD
-
-
-# Small edits of a piece of source code: what an answer to "change this file" looks like. Knows no model.
-#
-# The demo model cannot follow an instruction, so the edited text is not generated but replayed
-# (`benchmarks.suite.contest`).
-
-
-_NAME = re.compile(r"\b[a-z_][a-z0-9_]{3,}\b")
-_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
-
-
-def edited(text: str, seed: int) -> str:
-    """`text` with one name changed everywhere, one line dropped, one line added and one number changed.
-
-    A change for which the text has no place is left out. The same seed gives the same edit.
-    """
-    chance = random.Random(seed)
-    changes: tuple[Callable[[str, random.Random], str], ...] = (_rename, _drop_line, _add_line, _change_number)
-    for change in changes:
-        text = change(text, chance)
-    return text
-
-
-def _rename(text: str, chance: random.Random) -> str:
-    counts = Counter(name for name in _NAME.findall(text) if not keyword.iskeyword(name))
-    often = sorted(name for name, count in counts.items() if 3 <= count <= 8)
-    if not often:
-        return text
-    name = chance.choice(often)
-    return re.sub(rf"\b{re.escape(name)}\b", f"new_{name}", text)
-
-
-def _drop_line(text: str, chance: random.Random) -> str:
-    lines = text.splitlines(keepends=True)
-    full = [index for index, line in enumerate(lines) if line.strip()]
-    if len(full) > 4:
-        del lines[chance.choice(full[1:-1])]
-    return "".join(lines)
-
-
-def _add_line(text: str, chance: random.Random) -> str:
-    lines = text.splitlines(keepends=True)
-    full = [index for index, line in enumerate(lines) if line.strip()]
-    if len(full) > 4:
-        place = chance.choice(full[1:-1])
-        indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
-        lines.insert(place, f"{indent}# Checked by hand, see the report of last week.\n")
-    return "".join(lines)
-
-
-def _change_number(text: str, chance: random.Random) -> str:
-    numbers = list(_NUMBER.finditer(text))
-    if not numbers:
-        return text
-    found = chance.choice(numbers)
-    return f"{text[: found.start()]}{int(found.group()) + 1}{text[found.end() :]}"
-
 
 FAMILY = 4
 """Similar requests in a row."""
 SHIFT = 12
 """Tokens by which the next of them starts later in the same file."""
-EDITED_CHARACTERS = 1100
-"""Of a file, edited: some 300 tokens."""
 PLAIN = "forerun plain"
 
 
@@ -160,15 +33,20 @@ class Workload:
     name: str
     setting: Setting
     prompts: Sequence[Sequence[int]]
-    answers: Sequence[Sequence[int]] | None = None
-    """What the target is made to say; None: it answers by itself."""
+    lengths: Sequence[int] | None = None
+    """Tokens that each answer has, where they differ."""
     predictions: Sequence[Sequence[int]] | None = None
     """What a client would send along as predicted output."""
 
     @property
     def label(self) -> str:
         """For tables."""
-        return f"{self.name}, {'replayed' if self.answers is not None else self.setting.label}"
+        return f"{self.name}, {self.setting.label}"
+
+    def asked(self, index: int, setting: Setting) -> Setting:
+        """How prompt number `index` is answered."""
+        length = setting.new_tokens if self.lengths is None else self.lengths[index]
+        return replace(setting, new_tokens=min(length, setting.new_tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,17 +95,14 @@ def workloads(tokenizer: Any, *, quick: bool) -> list[Workload]:
 
 
 def _edits(tokenizer: Any, count: int) -> Workload:
-    """A piece of a file as the prompt, the same piece with small changes as the answer."""
-    prompts, answers = list[list[int]](), list[list[int]]()
-    for number, file in enumerate(shipped_files()[:count]):
-        start = file.text.find("\n", len(file.text) // 8) + 1
-        piece = file.text[start : start + EDITED_CHARACTERS]
-        piece = piece[: piece.rfind("\n") + 1]
-        prompts.append(tokenizer.encode(piece, add_special_tokens=False))
-        answers.append(tokenizer.encode(edited(piece, seed=number), add_special_tokens=False))
-    shortest = min(map(len, answers))
-    setting = Setting(name="edit", temperature=0.0, new_tokens=shortest)
-    return Workload(name="edit", setting=setting, prompts=prompts, answers=answers, predictions=prompts)
+    """The longest of the shipped edits, asked for in a chat: most of an answer is the function that was shown."""
+    chosen = sorted(edits(), key=lambda edit: -len(edit.answer))[:count]
+    chats = [tokenizer.apply_chat_template(one.messages, add_generation_prompt=True, tokenize=False) for one in chosen]
+    prompts = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+    lengths = [len(tokenizer.encode(one.answer, add_special_tokens=False)) + 1 for one in chosen]  # and its end
+    shown = [tokenizer.encode(one.function, add_special_tokens=False) for one in chosen]
+    setting = Setting(name="edit", temperature=0.0, new_tokens=max(lengths))
+    return Workload(name="edit", setting=setting, prompts=prompts, lengths=lengths, predictions=shown)
 
 
 class Contestant:
@@ -251,14 +126,12 @@ class Contestant:
 
     def run(self, index: int, prompt: Sequence[int], setting: Setting, seed: int) -> Run:
         """Answer prompt number `index`."""
-        said = None if self._work.answers is None else [*prompt, *self._work.answers[index]]
-        with nullcontext() if said is None else replaying(self._target, said), self._timed():
-            return self._arm.run(index, prompt, setting, seed)
+        with self._timed():
+            return self._arm.run(index, prompt, self._work.asked(index, setting), seed)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
         target, inner = self._target, self._target.score
-        replayed = "score" in vars(target)
 
         def score(*positional: Any, **named: Any) -> Any:
             began = time.perf_counter()
@@ -270,24 +143,19 @@ class Contestant:
         try:
             yield
         finally:
-            if replayed:
-                target.score = inner  # type: ignore[method-assign]
-            else:
-                del target.score
+            del target.score
 
 
 class TransformersContestant:
-    """transformers' own decoding, replayed where the workload is."""
+    """transformers' own decoding."""
 
     def __init__(self, name: str, model: Any, options: Mapping[str, Any], work: Workload) -> None:
         self.name, self._model, self._options, self._work = name, model, options, work
 
     def run(self, index: int, prompt: Sequence[int], setting: Setting, seed: int) -> Run:
         """Answer prompt number `index`."""
-        options = dict(self._options)
-        if self._work.answers is not None:
-            options["logits_processor"] = [ReplayProcessor([*prompt, *self._work.answers[index]])]
-        return TransformersArm(self.name, self._model, options).run(index, prompt, setting, seed)
+        arm = TransformersArm(self.name, self._model, self._options)
+        return arm.run(index, prompt, self._work.asked(index, setting), seed)
 
 
 def compete(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ class Letters:
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(letter) % 128 for letter in text]
 
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
 
 def quiet(_: str) -> None:
     pass
@@ -45,23 +49,23 @@ class TestWorkloads:
         assert len(repeat.prompts) == FAMILY
         assert list(repeat.prompts[0][SHIFT:]) == list(repeat.prompts[1][:-SHIFT])
 
-    def test_an_edited_file_is_mostly_the_file(self) -> None:
+    def test_an_edit_is_asked_for_in_a_chat_and_answered_in_full(self) -> None:
         edit = workloads(Letters(), quick=True)[-1]
-        assert edit.label == "edit, replayed" and edit.answers is not None and edit.predictions == edit.prompts
-        assert edit.setting.new_tokens <= min(map(len, edit.answers))
-        for prompt, answer in zip(edit.prompts, edit.answers, strict=True):
-            assert list(prompt) != list(answer) and abs(len(prompt) - len(answer)) < 150
+        assert edit.label == "edit, T = 0" and edit.lengths is not None and edit.predictions is not None
+        for prompt, shown, length in zip(edit.prompts, edit.predictions, edit.lengths, strict=True):
+            assert list(prompt)[-len(shown) :] == list(shown) and 0.5 < length / len(shown) < 2
+        short = replace(edit.setting, new_tokens=12)
+        assert edit.asked(1, edit.setting).new_tokens == edit.lengths[1] and edit.asked(1, short).new_tokens == 12
 
 
 class TestContest:
     @pytest.fixture
     def work(self) -> Workload:
         prompts = [[5, 6, 7, 8, 9, 10, 11] * 4, [20, 21, 22, 23] * 6]
-        answers = [[5, 6, 7, 8, 30, 9, 10, 11, 5, 6, 7, 8], [20, 21, 22, 40, 23, 20, 21, 22, 23, 20, 21, 22]]
         setting = Setting(name="edit", temperature=0.0, new_tokens=12)
-        return Workload(name="edit", setting=setting, prompts=prompts, answers=answers)
+        return Workload(name="edit", setting=setting, prompts=prompts, lengths=[12, 9])
 
-    def test_every_arm_says_the_given_text_and_is_held_against_plain(self, source_tied: Path, work: Workload) -> None:
+    def test_every_arm_writes_as_much_and_is_held_against_plain(self, source_tied: Path, work: Workload) -> None:
         llm = LLM(str(source_tied), tokenizer=False, max_num_seqs=1, max_model_len=96)
         arms: Sequence[Any] = [
             Contestant(PLAIN, llm, False, work),
@@ -72,7 +76,7 @@ class TestContest:
         ]
         contest = Contest()
         compete(arms, work, contest, quiet)
-        lines = {line.summary.arm: line for line in contest.of("edit, replayed")}
+        lines = {line.summary.arm: line for line in contest.of("edit, T = 0")}
         assert list(lines) == [PLAIN, "forerun ngram", "transformers prompt lookup"]
         assert lines[PLAIN].speedup == pytest.approx(1.0)
         assert set(contest.unlike.values()) == {0}
@@ -95,19 +99,19 @@ class TestGoals:
     def test_auto_is_held_against_the_best_of_each_workload(self) -> None:
         contest = Contest(
             lines=[
-                line("edit, replayed", "transformers prompt lookup", 2.0),
-                line("edit, replayed", "forerun plain", 1.0),
-                line("edit, replayed", "forerun suffix", 4.0, host_share=0.02, predicted=4.2),
-                line("edit, replayed", "forerun auto", 3.0),
+                line("edit, T = 0", "transformers prompt lookup", 2.0),
+                line("edit, T = 0", "forerun plain", 1.0),
+                line("edit, T = 0", "forerun suffix", 4.0, host_share=0.02, predicted=4.2),
+                line("edit, T = 0", "forerun auto", 3.0),
                 line("complete, T = 0", "forerun ngram", 1.2, host_share=0.05, predicted=1.2),
                 line("complete, T = 0", "forerun eagle3", 2.0),
                 line("complete, T = 0", "forerun auto", 2.0),
             ]
         )
         goals = {goal.what: goal for goal in contest_goals(contest)}
-        assert goals["copying / plain, edit, replayed"].met
-        assert goals["copying / transformers prompt lookup, edit, replayed"].measured == pytest.approx(2.0)
-        assert goals["auto / best single drafter, edit, replayed"].measured == pytest.approx(0.75)
+        assert goals["copying / plain, edit, T = 0"].met
+        assert goals["copying / transformers prompt lookup, edit, T = 0"].measured == pytest.approx(2.0)
+        assert goals["auto / best single drafter, edit, T = 0"].measured == pytest.approx(0.75)
         assert goals["auto / best single drafter, complete, T = 0"].met
         assert not goals["training-free / plain, complete, T = 0"].met
         mix = goals["auto / best drafter of each workload, over the mix"]
