@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,9 @@ class Round:
     """What is read: arguments of `documents.Reading`."""
     teacher: str = ""
     """Whose law is followed: a folder below ``--work``."""
-    kept: float = 0.0
-    """Share of the weights before in those after: a mean knows more than either (Wortsman et al. 2022, WiSE-FT)."""
+    mixed: dict[str, float] = field(default_factory=dict)
+    """Shares of other weights, folders below ``--work``, in those that the round leaves: a mean knows more than what
+    it is of (Wortsman et al. 2022, model soups). ``role-N`` is what round N left, ``role-N-alone`` before mixing."""
 
 
 FINISH = pretrain.Schedule(
@@ -73,8 +74,8 @@ DISTILLED = pretrain.Schedule(tokens=3_000_000, batch_tokens=4_096, distill_weig
 ROUNDS = {
     "target": (
         Round(pretrain.Schedule(tokens=136_000_000, decay_share=0.0), {"context": 1024}),
-        Round(pretrain.Schedule(tokens=225_000_000, decay_share=1.0), {"context": 2048}, kept=0.5),
-        Round(FINISH, {"context": 1024, "texts": 0.15}),
+        Round(pretrain.Schedule(tokens=225_000_000, decay_share=1.0), {"context": 2048}, mixed={"target-1": 0.5}),
+        Round(FINISH, {"context": 1024, "texts": 0.15}, mixed={"target-2-alone": 0.5}),
     ),
     "draft": (Round(DISTILLED, {"context": 1024}, "target"),) * 2,
 }
@@ -123,13 +124,24 @@ def make_model(role: str, work: Path) -> None:
             teacher = LlamaForCausalLM.from_pretrained(work / part.teacher, dtype=torch.float32).eval().to(device)
         reading = documents.Reading(tokenizer=work / "tokenizer", seed=number, **part.reading)
         stream = documents.TokenStream(reading)
-        before = [weight.detach().clone() for weight in model.parameters()]
         pretrain.train(model, stream, marks, part.schedule, work / f"{role}-training-{number}", teacher=teacher)
-        for weight, old in zip(model.parameters(), before, strict=True):
-            weight.detach().lerp_(old, part.kept)
+        model.save_pretrained(work / f"{role}-{number}-alone")
+        mix(model, {work / name: share for name, share in part.mixed.items()})
         model.save_pretrained(work / f"{role}-{number}")
     model.save_pretrained(work / role)
     tokenizer.save_pretrained(work / role)
+
+
+@torch.no_grad()
+def mix(model: LlamaForCausalLM, others: dict[Path, float]) -> None:
+    """Replace the weights by a mean of them and those of other checkpoints, which have these shares."""
+    own = 1 - sum(others.values())
+    for weight in model.parameters():
+        weight.mul_(own)
+    for folder, share in others.items():
+        other = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(model.device)
+        for weight, added in zip(model.parameters(), other.parameters(), strict=True):
+            weight.add_(added, alpha=share)
 
 
 def _stage(name: str) -> str:

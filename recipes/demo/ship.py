@@ -103,7 +103,7 @@ class TrainingRun:
 
     tokens: int
     loss: float
-    """Mean of the last 50 steps, nats per token."""
+    """Of the last steps, nats per token."""
 
 
 def ship(
@@ -222,9 +222,7 @@ def read_logs(work: Path, role: str) -> TrainingRun:
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(work.glob(f"{role}-training-*/log.jsonl"))
     ]
-    steps = sum(lines[-1]["step"] + 1 for lines in rounds)
-    last = [line["loss"] for line in rounds[-1][-50:]]
-    return TrainingRun(tokens=steps * pretrain.Schedule(tokens=0).batch_tokens, loss=sum(last) / len(last))
+    return TrainingRun(tokens=sum(lines[-1]["tokens"] for lines in rounds), loss=rounds[-1][-1]["loss"])
 
 
 def read_head_log(path: Path) -> dict[str, object]:

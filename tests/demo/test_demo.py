@@ -61,3 +61,14 @@ def test_the_shipped_head_is_what_the_target_needs() -> None:
     for output in llm.generate(prompts, params):
         stats.add(output.outputs[0].speculation)
     assert stats.mean_acceptance_length > 2.0
+
+
+def test_the_shipped_target_edits_functions_that_it_was_not_trained_on() -> None:
+    """Exactly as asked, with every word of the function in its place."""
+    llm = LLM("demo", dtype="float32", speculative_config={"method": "suffix"}, max_num_seqs=16)
+    asked = [edit for edit in demo.edits() if edit.name.startswith(("rename", "constant"))]
+    outputs = llm.generate(
+        [llm.chat_prompt(edit.messages) for edit in asked], SamplingParams(temperature=0, max_tokens=700)
+    )
+    right = [edit.name for edit, output in zip(asked, outputs, strict=True) if output.outputs[0].text == edit.answer]
+    assert len(right) >= 0.75 * len(asked), right

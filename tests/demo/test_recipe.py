@@ -208,7 +208,7 @@ def test_a_training_is_over_with_its_tokens_or_its_seconds(recipe: Path) -> None
 def test_rounds_go_on_behind_the_last_that_left_a_checkpoint(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each starts from the weights of the one before, and keeps its share of them."""
+    """Each starts from the weights of the one before, and is mixed with others."""
     import make
     import pretrain
 
@@ -222,8 +222,11 @@ def test_rounds_go_on_behind_the_last_that_left_a_checkpoint(
         for weight in model.parameters():
             weight.detach().fill_(len(began))
 
-    rounds = [make.Round(pretrain.Schedule(tokens=1), {"context": 32}, name, kept) for name, kept in
-              (("draft-1", 0.0), ("", 0.0), ("draft-1", 0.5))]  # fmt: skip
+    rounds = [
+        make.Round(pretrain.Schedule(tokens=1), {"context": 32}, "draft-1"),
+        make.Round(pretrain.Schedule(tokens=1), {"context": 32}),
+        make.Round(pretrain.Schedule(tokens=1), {"context": 32}, "draft-1", {"draft-1": 0.25, "draft-2-alone": 0.5}),
+    ]
     monkeypatch.setattr(make, "ROUNDS", {"draft": tuple(rounds)})
     monkeypatch.setattr(pretrain, "train", train)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(resolve("demo-draft")))
@@ -235,9 +238,9 @@ def test_rounds_go_on_behind_the_last_that_left_a_checkpoint(
     make.make_model("draft", tmp_path)
     assert began == [("draft-training-2", 7.0), ("draft-training-3", 1.0)]
     made = LlamaForCausalLM.from_pretrained(tmp_path / "draft")
-    assert {float(weight.detach().mean()) for weight in made.parameters()} == {1.5}, (
-        "half of the second's 1, half of the third's 2"
-    )
+    assert {float(weight.detach().mean()) for weight in made.parameters()} == {7 / 4 + 1 / 2 + 2 / 4}
+    alone = LlamaForCausalLM.from_pretrained(tmp_path / "draft-3-alone")
+    assert {float(weight.detach().mean()) for weight in alone.parameters()} == {2.0}
 
 
 def _interrupted(step: Any, last: int) -> Any:

@@ -58,7 +58,7 @@ def work(ship: ModuleType, tmp_path: Path) -> Path:
         tiny_llama(len(demo_tokenizer), seed, **keys).save_pretrained(tmp_path / role)
         demo_tokenizer.save_pretrained(tmp_path / role)
         (tmp_path / f"{role}-training-1").mkdir()
-        lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(100)]
+        lines = [json.dumps({"step": step, "tokens": 4096 * step, "loss": 3.0}) for step in range(101)]
         (tmp_path / f"{role}-training-1" / "log.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
 
