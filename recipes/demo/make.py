@@ -75,7 +75,7 @@ ROUNDS = {
     "target": (
         Round(pretrain.Schedule(tokens=136_000_000, decay_share=0.0), {"context": 1024}),
         Round(pretrain.Schedule(tokens=225_000_000, decay_share=1.0), {"context": 2048}, mixed={"target-1": 0.5}),
-        Round(FINISH, {"context": 1024, "texts": 0.15}, mixed={"target-2-alone": 0.5}),
+        Round(FINISH, {"context": 1024, "texts": 0.15}, mixed={"target-2-alone": 0.6}),
     ),
     "draft": (Round(DISTILLED, {"context": 1024}, "target"),) * 2,
 }

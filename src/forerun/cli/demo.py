@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
 """Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a target."""
-DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
+DEFAULT_PROMPT = "rename-10"
 DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
 EDIT_TOKENS = 512  # At most; an edit ends by itself

@@ -5,7 +5,7 @@ const at = (id) => document.getElementById(id);
 const saved = window.SAVED_RESULT || null;
 let result = null, player = null;
 const QUESTIONS = {
-  chat: `Rename \`rows\` to \`records\`:
+  chat: `Rename \`rows\` to \`records\`: write records for rows:
 
 def read_table(path, rows=None):
     """Return the rows of a table, each a list of its cells."""
@@ -380,7 +380,11 @@ async function begin() {
   at("ask").addEventListener("submit", (event) => { event.preventDefault(); run(); });
   const suggest = () => {
     const unchanged = ["", ...Object.values(QUESTIONS)].includes(at("prompt").value);
-    if (unchanged) at("prompt").value = QUESTIONS[at("mode").value];
+    if (!unchanged) return;
+    const mode = at("mode").value;
+    at("prompt").value = QUESTIONS[mode];
+    at("temperature").value = mode === "chat" ? 0 : 0.8;
+    at("length").value = mode === "chat" ? 256 : 96;
   };
   at("mode").addEventListener("change", suggest);
   suggest();
@@ -388,6 +392,7 @@ async function begin() {
     const model = (await call("v1/models")).data[0];
     at("model").textContent = model.id;
     at("mode").disabled = !model.chat;
+    if (!model.chat) { at("mode").value = "text"; suggest(); }
     at("drafter").replaceChildren(...model.speculation.drafters.map((name) => made("option", {}, name)));
     const limit = () => { at("count").max = model.speculation.max_speculative_tokens[at("drafter").value]; };
     at("drafter").addEventListener("change", limit);
