@@ -57,6 +57,7 @@ QUICK: dict[str, dict[str, str]] = {
 ONLY_PARSED = {
     r"^docker run ": "needs Docker; behind the image's name stand options of forerun serve",
     r"python -m benchmarks\.suite": "measures for an hour; tests/bench runs its parts",
+    r"python -m benchmarks\.gpu": "needs a GPU",
     r"^(\S+/)?python \S+\.py": "measures or trains for minutes to hours",
     r"^forerun doctor .* --run ": "runs vLLM; tests/deploy/test_trial.py stands in for it",
 }

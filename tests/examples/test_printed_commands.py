@@ -192,6 +192,8 @@ class Reader:
                 self._forerun(["serve", *options[options.index("forerun") + 1 :]], found, piped, parsing)
             case "python", ["-m", "benchmarks.suite", *options]:
                 bench_app.parse_args(options, exit_on_error=False, print_error=False)
+            case "python", ["-m", module, *options]:
+                parse_script([f"{module.replace('.', '/')}.py", *options])
             case "python", options:
                 parse_script(options)
             case "make", options:
@@ -345,6 +347,7 @@ WRONG = [
     "torchrun --nproc-per-node 2 -m forerun.cli train eagle3 recipe.yaml --paralel fsdp",
     "docker run forerun MODEL --drafter suffix --prt 8000",
     "python -m benchmarks.suite --parts nothing",
+    "python -m benchmarks.gpu --scale much",
     "python benchmarks/serving/soak.py --hours 20",
     "python benchmarks/nothing.py",
     "make nothing",

@@ -162,7 +162,8 @@ def test_the_keyboard_is_enough(opened: Page) -> None:
         keys.press("ArrowRight")
         if opened.page.text_content("#play") == "Replay":
             break
-    assert opened.page.locator("#fast .token:not(.rejected)").count() == 24
+    written = opened.page.evaluate("result.plain.trace.tokens.length")
+    assert 0 < opened.page.locator("#fast .token:not(.rejected)").count() == written <= 24
     opened.page.focus("#ruler button:nth-child(3)")
     keys.press("Enter")
     assert str(opened.page.text_content("#step-title")).startswith("Step 2")

@@ -214,7 +214,7 @@ def _introduce(setting: _Setting) -> None:
         shown = ["...", *shown]
     else:
         what, shown = asked.request.partition("\n")[0].rstrip(":"), asked.function.splitlines()
-        what += ", in a function that it has never seen"
+        what += "\n         in a function that it has never seen"
     out.print(Text("asked    ", "dim").append(f"{what}\n", "default"))
     out.print(Text("\n".join(shown), "dim"))
 
