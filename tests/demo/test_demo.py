@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+import forerun
 from forerun import LLM, SamplingParams, demo
 from forerun.checkpoints import TargetFacts, read_head
 from forerun.errors import CheckpointError
@@ -72,3 +74,14 @@ def test_the_shipped_target_edits_functions_that_it_was_not_trained_on() -> None
     )
     right = [edit.name for edit, output in zip(asked, outputs, strict=True) if output.outputs[0].text == edit.answer]
     assert len(right) >= 0.6 * len(asked), right
+
+
+def test_the_question_that_the_playground_suggests_is_answered_right() -> None:
+    page = (Path(forerun.__file__).parent / "serve" / "playground" / "playground.js").read_text()
+    [suggested] = re.findall(r"chat: `(.*?[^\\])`,\n", page, re.DOTALL)
+    question = suggested.replace("\\`", "`")
+    old, new = re.findall(r"`(\w+)`", question)
+    llm = LLM("demo", dtype="float32", speculative_config={"method": "suffix"})
+    prompt = llm.chat_prompt([{"role": "user", "content": question}])
+    [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=256))
+    assert output.outputs[0].text == re.sub(rf"\b{old}\b", new, question.partition("\n\n")[2])

@@ -5,10 +5,10 @@ const at = (id) => document.getElementById(id);
 const saved = window.SAVED_RESULT || null;
 let result = null, player = null;
 const QUESTIONS = {
-  chat: `Rename \`rows\` to \`records\`: write records for rows:
+  chat: `Rename \`rows\` to \`items\`: write items for rows:
 
 def read_table(path, rows=None):
-    """Return the rows of a table, each a list of its cells."""
+    """Return all lines of a table, each a list of its cells."""
     if rows is None:
         rows = []
     with open(path, newline="") as file:
@@ -18,7 +18,7 @@ def read_table(path, rows=None):
                 continue
             rows.append(cells)
     if not rows:
-        raise ValueError(f"no rows in {path}")
+        raise ValueError(f"nothing in {path}")
     return rows`,
   text: `"""Read and write small tables."""
 
