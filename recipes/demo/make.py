@@ -62,7 +62,7 @@ class Round:
 
 
 FINISH = pretrain.Schedule(
-    tokens=2_500_000,
+    tokens=3_000_000,
     batch_tokens=16_384,
     muon_rate=2.0e-3,
     adam_rate=1.0e-3,
