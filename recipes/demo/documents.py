@@ -53,9 +53,10 @@ class Reading:
         words = plain_words(tokenizer)
         for edit in edits(files, words, seed=chance.getrandbits(32)) if self.edits else ():
             if chance.random() < self.edits:
-                asked = dialogue(edit, words, chance) if chance.random() < self.dialogues else [edit]
-                further = [({"role": "user", "content": one.request}, one.conversation[1]) for one in asked[1:]]
-                chats.append([*edit.conversation, *(message for pair in further for message in pair)])
+                chats.append(edit.conversation)
+                if chance.random() < self.dialogues:
+                    for further in dialogue(edit, words, chance)[1:]:
+                        chats[-1] += [{"role": "user", "content": further.request}, further.conversation[1]]
         texts = [file.text for file in read]
         texts += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats]
         chance.shuffle(texts)
@@ -75,19 +76,19 @@ class TokenStream:
         """Endless batches (B, context) int64 of about so many tokens, from row `first` of a portion on, each with where
         the next one begins. The rest of a portion that fills no batch is left out."""
         size, ahead = max(1, tokens // self.reading.context), max(1, (os.cpu_count() or 2) - 1)
-        with ProcessPoolExecutor(ahead, mp_context=get_context("spawn")) as pool:
-            coming: list[Future[np.ndarray]] = []
-            try:
-                while True:
-                    while len(coming) < 2 * ahead:
-                        coming.append(pool.submit(self.reading.portion, portion + len(coming)))
-                    rows = from_numpy(coming.pop(0).result().astype(np.int64))
-                    while first + size <= len(rows):
-                        begun, first = first, first + size
-                        yield rows[begun:first], (portion, first)
-                    portion, first = portion + 1, 0
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        pool = ProcessPoolExecutor(ahead, mp_context=get_context("spawn"))
+        coming: list[Future[np.ndarray]] = []
+        try:
+            while True:
+                while len(coming) < 2 * ahead:
+                    coming.append(pool.submit(self.reading.portion, portion + len(coming)))
+                rows = from_numpy(coming.pop(0).result().astype(np.int64))
+                while first + size <= len(rows):
+                    begun, first = first, first + size
+                    yield rows[begun:first], (portion, first)
+                portion, first = portion + 1, 0
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def packed(documents: list[list[int]], context: int, mark: int) -> list[list[int]]:

@@ -142,12 +142,12 @@ def train(
     began -= spent
     bars = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*bars) as progress, (folder / "log.jsonl").open("a") as log:
-        bar = progress.add_task("training", total=1.0, completed=schedule.done(step, spent))
         losses: list[Tensor] = []
         done = schedule.done(step, spent)
-        for ids, position in stream.batches(schedule.batch_tokens, *first):
-            if done >= 1:
-                break
+        bar = progress.add_task("training", total=1.0, completed=done)
+        batches = stream.batches(schedule.batch_tokens, *first)
+        while done < 1:
+            ids, position = next(batches)
             for optimizer, peak in zip(optimizers, (schedule.muon_rate, schedule.adam_rate), strict=True):
                 optimizer.param_groups[0]["lr"] = peak * schedule.rate(step, done)
             losses.append(_step(model, ids.to(device), marks, schedule, optimizers, teacher=teacher))
