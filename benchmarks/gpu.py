@@ -8,15 +8,15 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forerun import LLM, SamplingParams
-from forerun.demo import resolve
+from forerun import LLM, SamplingParams, demo
 from forerun.demo.scale import ScaledModel
+from forerun.engine.measuring import device_name
 
-PROMPTS = resolve("demo").parent / "prompts"
 SETTINGS = SamplingParams(temperature=0, max_tokens=160)
 EACH = 6
 """Edits, and files, that are asked for; the first half of them one by one, all of them at once."""
@@ -31,15 +31,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    source = resolve("demo")
+    source, device = Path(demo.resolve("demo")), device_name(torch.device(asked.device))
     path = ScaledModel(source, billions=asked.scale).path if asked.scale else source
     found = {name: _speeds(path, name, asked.device, asked.repeats) for name in ("plain", *asked.drafters)}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(asked.device)
     for name, more in (("transformers", {}), ("transformers, prompt lookup", {"prompt_lookup_num_tokens": 10})):
-        found[name] = {"edit x1": _of_transformers(path, asked.device, more)}
+        found[name] = {"edit x1": _of_transformers(model, AutoTokenizer.from_pretrained(path), more)}
     if asked.json:
-        print(json.dumps({"device": _name(asked.device), "model": path.name, "tokens_per_second": found}))  # noqa: T201
+        print(json.dumps({"device": device, "model": path.name, "tokens_per_second": found}))  # noqa: T201
         return
-    print(f"{path.name} on {_name(asked.device)}, bfloat16, tokens per second")  # noqa: T201
+    print(f"{path.name} on {device}, bfloat16, tokens per second")  # noqa: T201
     for name, row in found.items():
         print(f"{name:30}" + "".join(f"{work}: {speed:8.1f}   " for work, speed in row.items()))  # noqa: T201
 
@@ -48,7 +49,7 @@ def _speeds(path: Path, method: str, device: str, repeats: int) -> dict[str, flo
     """Work and requests at once -> tokens per second, the median of `repeats` runs after one that is not counted."""
     config = None if method == "plain" else {"method": method}
     llm = LLM(path, device=device, dtype="bfloat16", speculative_config=config, max_num_seqs=EACH)
-    files = [file.read_text()[:FILE_CHARACTERS] for file in sorted(PROMPTS.glob("*.py.txt"))[:EACH]]
+    files = [file.text[:FILE_CHARACTERS] for file in demo.prompts()[:EACH]]
     found = {}
     for work, prompts in {"edit": [llm.chat_prompt(chat) for chat in _edits()], "file": files}.items():
         for count, batches in ((1, [[prompt] for prompt in prompts[: EACH // 2]]), (EACH, [prompts])):
@@ -63,14 +64,12 @@ def _run(llm: LLM, batches: list[list[object]]) -> float:
     return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - began)
 
 
-def _of_transformers(path: Path, device: str, more: dict[str, int]) -> float:
+def _of_transformers(model: Any, tokenizer: Any, more: dict[str, int]) -> float:
     """Tokens per second of `generate`, one edit after the other; one before them is not counted."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
-    tokenizer = LLM("demo", device="cpu").tokenizer
     speeds = []
     for chat in _edits()[: EACH // 2 + 1]:
         asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        ids = asked["input_ids"].to(device)
+        ids = asked["input_ids"].to(model.device)
         began = time.perf_counter()
         written = model.generate(ids, do_sample=False, max_new_tokens=SETTINGS.max_tokens, **more)
         speeds.append((written.shape[1] - ids.shape[1], time.perf_counter() - began))
@@ -79,13 +78,8 @@ def _of_transformers(path: Path, device: str, more: dict[str, int]) -> float:
 
 def _edits() -> list[list[dict[str, str]]]:
     """Renames and changed constants, half of each."""
-    lines = [json.loads(line) for line in (PROMPTS / "edits.jsonl").read_text().splitlines()]
-    by_kind = [[one["messages"][:1] for one in lines if one["id"].startswith(kind)] for kind in ("rename", "constant")]
+    by_kind = [[one.messages for one in demo.edits() if one.name.startswith(kind)] for kind in ("rename", "constant")]
     return [chat for kind in by_kind for chat in kind[: EACH // 2]]
-
-
-def _name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 if __name__ == "__main__":

@@ -16,12 +16,15 @@ from transformers import AutoTokenizer
 
 from forerun import LLM, SamplingParams, demo
 from forerun.types import RequestOutput
+from simulated.arms import ARMS
 
 DEVICE = os.environ.get("FORERUN_TEST_DEVICE", "cuda")
 CUDA = torch.device(DEVICE).type == "cuda"
-EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5, "adaptive": False}
-DRAFT: dict[str, Any] = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 5, "adaptive": False}
-TREE: dict[str, Any] = EAGLE3 | {"top_k": 4, "nodes": 16}
+DRAFTING: dict[str, dict[str, Any]] = {
+    arm: {"adaptive": False, **config} for arm, config in ARMS.items() if config is not None
+}
+"""The configurations whose waits are counted, which draft the same at every step."""
+EAGLE3, TREE, DRAFT = (DRAFTING[arm] for arm in ("eagle3", "eagle3-tree", "draft_model"))
 SAYS_FAILED = "recording on the device failed"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from place import DEVICE
+from place import DEVICE, DRAFTING
 
 from forerun import LLM
 from simulated.arms import ARMS, MOST_READS, PARAMS, PROMPT
@@ -66,12 +66,11 @@ def test_a_wait_is_seen() -> None:
 def test_a_step_waits_once_for_the_verdicts_and_once_for_a_draft_that_a_model_made(arm: str) -> None:
     most, failed = MOST_READS.get(arm, 2), list[str]()
     for rows in (1, 3):
-        config = ARMS[arm]
         llm = LLM(
             "demo",
             device=DEVICE,
             dtype="float32",
-            speculative_config=None if config is None else {"adaptive": False, **config},
+            speculative_config=DRAFTING.get(arm),
             max_num_seqs=rows,
             max_model_len=256,
             self_check=False,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from place import CUDA, DEVICE, EAGLE3, given, greedy, moved, shipped, tokens_of
+from place import CUDA, DEVICE, DRAFTING, given, greedy, moved, shipped, tokens_of
 from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
@@ -176,9 +176,8 @@ def test_the_shipped_head_learns_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_it_learns_while_it_serves_and_the_text_stays(method: str, tmp_path: Path) -> None:
     """The shipped drafters, with a share and a rate that swap weights often; nothing of it may end in an error."""
-    config = EAGLE3 if method == "eagle3" else {**EAGLE3, "method": method, "model": "demo-draft"}
     adapt = {"share": 1.0, "learning_rate": 1e-4, "fresh_pieces": 2, "round_pieces": 8, "directory": tmp_path / "kept"}
-    llm = shipped(config, rows=4, adapt=adapt)
+    llm = shipped(DRAFTING[method], rows=4, adapt=adapt)
     assert llm.adaptation is not None
     prompts, params = given((30, 80, 15, 60, 44, 25)), greedy(60 if CUDA else 24)
     plain = tokens_of(llm.generate(prompts, params, speculative=False))

@@ -31,11 +31,10 @@ from place import (
 )
 
 from contract.harness import model
-from forerun.core.tree import TokenTree
 from forerun.devices import attention_kernels
 from forerun.model import Target, recordings
-from forerun.model.kernels.packing import exchange, ready
 from forerun.model.recordings import Recordings
+from simulated.steps import with_exchanged_weights
 
 pytestmark = pytest.mark.cuda_alone
 LENGTHS = (30, 4, 120, 60, 9)
@@ -113,7 +112,7 @@ def test_few_recordings_are_enough(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert not differences(found, tokens_of(shipped().generate(given(LENGTHS), PARAMS)))
 
 
-def test_two_engines_record_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_three_engines_record_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Each in a thread of its own, with many widths and batches, so that both record all the time."""
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(recordings, "LEAST_WIDTH", 16)
@@ -180,23 +179,9 @@ def test_it_records_while_another_thread_trains(
 
 
 def test_a_recorded_pass_has_the_weights_that_were_exchanged() -> None:
-    fresh = {name: value + 0.05 for name, value in model().state_dict().items()}
-
-    def logits(target: Target) -> torch.Tensor:
-        target.truncate([0], [0])
-        target.prefill([0], [[1, 2, 3]])
-        return target.score([0], [TokenTree(4)]).logits.cpu()
-
-    def three_times(target: Target) -> list[torch.Tensor]:
-        before = logits(target)
-        former = exchange(ready(target.model, fresh))
-        between = logits(target)
-        exchange(former)
-        return [before, between, logits(target)]
-
-    expected = three_times(Target(copy.deepcopy(model()), rows=1, slots=16))
+    expected = with_exchanged_weights(Target(copy.deepcopy(model()), rows=1, slots=16))
     target = Target(moved(model()), rows=1, slots=16)
-    found = three_times(target)
+    found = with_exchanged_weights(target)
     assert len(target.recordings) == 1
     for there, here in zip(found, expected, strict=True):
         torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-4)

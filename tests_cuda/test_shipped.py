@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from place import CUDA, DEVICE, DRAFT, EAGLE3, TREE, differences, given, greedy, moved, no_recording_failed, shipped
+from place import CUDA, DEVICE, DRAFTING, EAGLE3, differences, given, greedy, moved, no_recording_failed, shipped
 from place import tokens_of as tokens
 
 from engine.loads import DRAFTERS, TEXT, alike, drafter, run, sampled
@@ -22,14 +22,9 @@ from forerun.types import StructuredOutputs
 LENGTHS = (40, 3, 150, 17, 90, 61, 5, 33)
 PARAMS = [greedy(count) for count in (48, 20, 32, 60, 12, 40, 25, 50)]
 CONFIGS: dict[str, dict[str, Any]] = {
-    "eagle3": EAGLE3,
-    "eagle3-tree": TREE,
-    "draft_model": DRAFT,
-    "draft_model-tree": DRAFT | {"num_speculative_tokens": None, "shape": (3, 2, 1)},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False},
+    **{arm: DRAFTING[arm] for arm in ("eagle3", "eagle3-tree", "draft_model", "draft_model-tree", "ngram")},
     "auto": {"method": "auto", "model": "demo-eagle3"},
 }
-CONFIGS["draft_model-tree"].pop("num_speculative_tokens")
 
 
 @cache

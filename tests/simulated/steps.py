@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from contract.harness import PROMPTS, Variant, as_prompts, eagle_head, model, variants
 from drafters.tied import SPEED, tied
 from forerun import LLM, SamplingParams
+from forerun.core.tree import TokenTree
 from forerun.engine.measuring import load_or_measure
+from forerun.model import Target
+from forerun.model.kernels.packing import exchange, ready
 
 Move = Callable[[nn.Module], nn.Module]
 """Makes a copy of a module on another device."""
@@ -108,3 +111,19 @@ def answers(
         )
         for output in outputs
     ]
+
+
+def with_exchanged_weights(target: Target) -> list[Tensor]:
+    """Logits on the CPU of one pass of the tiny target: as it is, with other weights, and with its own again."""
+    fresh = {name: value + 0.05 for name, value in model().state_dict().items()}
+
+    def logits() -> Tensor:
+        target.truncate([0], [0])
+        target.prefill([0], [[1, 2, 3]])
+        return target.score([0], [TokenTree(4)]).logits.cpu()
+
+    before = logits()
+    former = exchange(ready(target.model, fresh))
+    between = logits()
+    exchange(former)
+    return [before, between, logits()]

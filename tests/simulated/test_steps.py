@@ -15,13 +15,11 @@ from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, model
 from drafters.tied import SPEED
 from engine.conftest import checkpoint, draft_checkpoint
 from forerun import LLM, SamplingParams, devices
-from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS
 from forerun.model import Target
-from forerun.model.kernels.packing import exchange, ready
 from selection import slow
 from simulated.device import NAME, Kind, SimulatedDevice, moved
-from simulated.steps import AUTO, EVERY, SETTINGS, Answer, answers, on_device, quickly_measured
+from simulated.steps import AUTO, EVERY, SETTINGS, Answer, answers, on_device, quickly_measured, with_exchanged_weights
 from simulated.waits import recording
 
 __all__ = ["checkpoint", "draft_checkpoint", "quickly_measured"]
@@ -160,25 +158,11 @@ def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
 
 def test_a_recorded_pass_has_the_weights_that_were_exchanged() -> None:
     """Adaptation exchanges weights between steps; a recording reads where the first ones lay."""
-    fresh = {name: value + 0.05 for name, value in model().state_dict().items()}
-
-    def logits(target: Target) -> torch.Tensor:
-        target.truncate([0], [0])
-        target.prefill([0], [[1, 2, 3]])
-        return target.score([0], [TokenTree(4)]).logits.cpu()
-
-    def three_times(target: Target) -> list[torch.Tensor]:
-        before = logits(target)
-        former = exchange(ready(target.model, fresh))
-        between = logits(target)
-        exchange(former)
-        return [before, between, logits(target)]
-
-    expected = three_times(Target(copy.deepcopy(model()), rows=1, slots=16))
+    expected = with_exchanged_weights(Target(copy.deepcopy(model()), rows=1, slots=16))
     device = SimulatedDevice()
     with device, recording(device):
         target = Target(moved(model()), rows=1, slots=16)
-        found = three_times(target)
+        found = with_exchanged_weights(target)
         assert len(target.recordings) == 1
     for there, here in zip(found, expected, strict=True):
         torch.testing.assert_close(there, here)
