@@ -14,7 +14,7 @@ TORCH ?= torch==2.13.0
 # Processes that tests are spread over; each gets its share of the cores.
 WORKERS ?= 2
 
-.PHONY: help demo test test-slow test-cuda test-vllm test-sglang test-llama release waits check bench docs clean
+.PHONY: help demo test test-slow test-cuda test-triton test-vllm test-sglang test-llama release waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -63,6 +63,10 @@ test-slow: $(READY) ## the slow ones: more of the same kinds, and what takes min
 
 test-cuda: $(READY) ## what only a CUDA device can show: graphs, streams, waits, kernels; skipped where there is none
 	$(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda $(ARGS)
+
+test-triton: $(READY) ## our GPU kernels in Triton's interpreter, without a GPU (Triton in build/triton)
+	test -d build/triton || $(BIN)/python -m pip install -q --no-deps --target build/triton triton==3.6.0 "numpy==2.3.*"
+	TRITON_INTERPRET=1 FORERUN_TEST_DEVICE=cpu PYTHONPATH=build/triton $(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda/test_kernels.py $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
 	$(BIN)/python -m pytest tests_vllm $(ARGS)

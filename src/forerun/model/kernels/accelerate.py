@@ -117,6 +117,8 @@ def compile_forward(model: Any) -> bool:
 
 
 def _obstacle(model: Any) -> str | None:
+    if model.device.type != "cpu":
+        return "passes on an accelerator are recorded instead"
     if model.config._attn_implementation != NAME:
         return "attention could not be folded on this device, dtype or model"
     if getattr(model.config.get_text_config(), "kv_lora_rank", None):
@@ -139,7 +141,7 @@ class Acceleration:
         done = {
             f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused": self.packing.layers,
             "folded attention": self.folded_attention,
-            f"{self.forwards} modules in C": self.forwards,
+            f"{self.forwards} modules in our own kernels": self.forwards,
             "compiled": self.compiled,
         }
         found = ", ".join(what for what, some in done.items() if some)
@@ -154,7 +156,7 @@ def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
     if folded:
         attention.install(model)
     compiled = compile and compile_forward(model)
-    count = forwards.install(model) if folded and packed.layers and not compiled else 0
+    count = forwards.install(model) if folded and not compiled else 0
     return Acceleration(packing=packed, folded_attention=folded, forwards=count, compiled=compiled)
 
 

@@ -1,9 +1,10 @@
 """Attention over a key-value cache with grouped heads: the query heads of a group become rows, keys are not repeated.
 
 At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `repeat_kv`; folding needs no copy. In
-bf16 `native` does it where the machine allows, else torch. There few rows run in kernels that sum in another order (one
-row on an Intel with AMX; one, two and three on an AMD with AVX-512), so that a token's bits would depend on how many
-are scored with it: on a CPU problems of fewer than `MIN_ROWS` rows are filled up with copies.
+half precision our own kernels do it where the device has them (`fused`), else torch. On a CPU torch runs few rows in
+kernels that sum in another order (one row on an Intel with AMX; one, two and three on an AMD with AVX-512), so that a
+token's bits would depend on how many are scored with it: problems of fewer than `MIN_ROWS` rows are filled up with
+copies there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
-from forerun.model.kernels import native
+from forerun.model.kernels import fused
 from forerun.model.padding import Pass, current
 
 NAME = "forerun_fold"  # Under which transformers knows it
@@ -78,9 +79,10 @@ def attend(
 ) -> Tensor:
     """`fold_attention` in `this` pass, over a rectangle of tokens: (B, N, heads, D')."""
     batch, heads, count, depth = query.shape
-    if not dropout and native.takes_attention(query, key, value, mask):
-        scale = depth**-0.5 if scaling is None else scaling
-        return native.attend(query, key, value, mask, scale, this.rows)
+    ops = fused(query.device)
+    if ops is not None and not dropout and ops.takes_attention(query, key, value, mask):
+        seen = ops.attend(query, key, value, mask, depth**-0.5 if scaling is None else scaling, this.rows)
+        return seen  # type: ignore[no-any-return]
     if this.rows is not None:
         key, value = key.index_select(0, this.rows), value.index_select(0, this.rows)
     groups = heads // key.shape[1]

@@ -1,7 +1,8 @@
 """Faster forwards for the norms, gated MLPs and attentions of a packed model: the same modules, fewer operations.
 
 Only `forward` of a module is replaced, on the object; where a pass is not what the kernels take (gradients, another
-cache, a compiler that traces) the module's own runs. A module gets one if it answers random states as before.
+cache, a compiler that traces) the module's own runs. A module gets one if it answers random states as before. The
+operations are those of its device, see `fused`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.model.cache import SlotCache
-from forerun.model.kernels import attention, native
+from forerun.model.kernels import attention, fused
 from forerun.model.kernels.native import HeadNorm, Heads
 from forerun.model.kernels.packing import PackedLinear, PackedWeight
 from forerun.model.layers import cache_argument
@@ -28,16 +29,22 @@ _ROUNDING = 2.0**-6  # Relative difference that two orders of summation may make
 class _Forward:
     """Stands where a module's own forward stood."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, weight: Tensor) -> None:
         self.module = module
         self.plain = module.forward
+        self.device = weight.device
+
+    @property
+    def ops(self) -> Any:
+        """The operations of the module's device."""
+        return fused(self.device)
 
 
 class NormForward(_Forward):
     """A root-mean-square norm in float32 whose weight is applied in bf16."""
 
     def __init__(self, module: Any) -> None:
-        super().__init__(module)
+        super().__init__(module, module.weight)
         self.epsilon = _epsilon(module)
 
     @classmethod
@@ -48,22 +55,21 @@ class NormForward(_Forward):
             and _epsilon(module) > 0
             and isinstance(weight, Tensor)
             and weight.dim() == 1
-            and weight.shape[0] % native.LANES == 0
-            and weight.dtype == torch.bfloat16
             and weight.is_contiguous()
-            and weight.device.type == "cpu"
+            and _takes(weight, weight.shape[0])
         )
 
     def __call__(self, states: Tensor) -> Tensor:
-        if not native.takes_states(states):
-            normed: Tensor = self.plain(states)
-            return normed
-        return native.rms_norm(states, self.module._parameters["weight"], self.epsilon)  # type: ignore[arg-type]
+        takes = self.ops.takes_states(states)
+        result: Tensor = (
+            self.ops.rms_norm(states, self.module._parameters["weight"], self.epsilon) if takes else self.plain(states)
+        )
+        return result
 
     def answers(self, forward: Any) -> list[Tensor]:
         """What `forward` makes of random states: this and the module's own have to agree."""
         weight: Any = self.module.weight
-        return [forward(_random(1, 3, weight.shape[0]) * scale) for scale in (1.0, 1e-3)]
+        return [forward(_random(weight, 1, 3, weight.shape[0]) * scale) for scale in (1.0, 1e-3)]
 
 
 class _JointForward(_Forward):
@@ -72,10 +78,10 @@ class _JointForward(_Forward):
     PARTS: ClassVar[tuple[str, ...]]
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.parts = [(name, module._modules[name]) for name in self.PARTS]
         joint = self.joint_of(module)
         assert joint is not None, "suits() is asked first"
+        super().__init__(module, joint.packed)
+        self.parts = [(name, module._modules[name]) for name in self.PARTS]
         self.joint = joint
 
     @classmethod
@@ -86,7 +92,7 @@ class _JointForward(_Forward):
         weight = parts[0][0] if parts else None
         if weight is None or parts != [(weight, index) for index in range(len(children))]:
             return None
-        return weight if len(weight.sizes) == len(children) and weight.dtype == torch.bfloat16 else None
+        return weight if len(weight.sizes) == len(children) else None
 
     def intact(self) -> bool:
         """Whether the parts are still those of the joint product: adapters and quantisation put others there."""
@@ -107,19 +113,19 @@ class GatedForward(_JointForward):
             and "down_proj" in module._modules
             and "silu" in type(activation).__name__.lower()
             and joint.sizes[0] == joint.sizes[1]
-            and joint.sizes[0] % native.LANES == 0
+            and _takes(joint.packed, joint.sizes[0])
         )
 
     def __call__(self, states: Tensor) -> Tensor:
-        if not native.takes_states(states) or not self.intact():
+        if not self.ops.takes_states(states) or not self.intact():
             mixed: Tensor = self.plain(states)
         else:
             down: Any = self.module._modules["down_proj"]
-            mixed = down(native.silu_and_mul(self.joint.apply(states)))
+            mixed = down(self.ops.silu_and_mul(self.joint.apply(states)))
         return mixed
 
     def answers(self, forward: Any) -> list[Tensor]:
-        return [forward(_random(1, 3, self.joint.in_features))]
+        return [forward(_random(self.joint.packed, 1, 3, self.joint.in_features))]
 
 
 class AttentionForward(_JointForward):
@@ -146,8 +152,8 @@ class AttentionForward(_JointForward):
         return (
             joint is not None
             and attention.installed(module)
-            and depth % (2 * native.LANES) == 0
-            and 0 < depth <= native.MOST_DEPTH
+            and _takes(joint.packed)
+            and depth in fused(joint.packed.device).ROTATED  # type: ignore[union-attr]
             and joint.sizes[1] == joint.sizes[2]
             and all(NormForward.suits(norm) for norm in norms)  # type: ignore[arg-type]
         )
@@ -172,7 +178,7 @@ class AttentionForward(_JointForward):
         states = self.joint.apply(hidden_states)
         stores, places = cache.opened(layer, (heads.keys, heads.depth), like=states)
         assert position_embeddings is not None
-        query = native.rope_and_write(states, position_embeddings, heads, stores, places).transpose(1, 2)
+        query = self.ops.rope_and_write(states, position_embeddings, heads, stores, places).transpose(1, 2)
         keys, values = cache.seen(layer)
         attended, _ = attention.fold_attention(module, query, keys, values, attention_mask, scaling=module.scaling)
         return module.o_proj(attended.flatten(2)), None
@@ -183,7 +189,7 @@ class AttentionForward(_JointForward):
             type(cache) is SlotCache
             and angles is not None
             and mask is not None
-            and native.takes_states(states)
+            and self.ops.takes_states(states)
             and self.intact()
             and attention.installed(self.module)
             and all(part.shape == angle and part.dtype == states.dtype and part.is_contiguous() for part in angles)
@@ -193,15 +199,15 @@ class AttentionForward(_JointForward):
         """A pass over two prompts, and what it writes to the cache; scores near one, so that rotations show."""
         module: Any = self.module
         batch, count = 2, 3
-        cache = SlotCache(batch, count)
-        cache.begin(range(batch), torch.arange(count).expand(batch, -1), count)
-        states = _random(batch, count, self.joint.in_features)
+        cache, device = SlotCache(batch, count), self.joint.packed.device
+        cache.begin(range(batch), torch.arange(count, device=device).expand(batch, -1), count)
+        states = _random(self.joint.packed, batch, count, self.joint.in_features)
         queries, keys, _ = torch.split(self.joint.apply(states).float(), self.joint.sizes, dim=-1)
         turns = 6 * torch.rand(batch, count, self.heads.depth // 2, generator=_generator()).repeat(1, 1, 2)
-        mask = torch.full((count, count), torch.finfo(torch.bfloat16).min).triu(1).bfloat16()
+        mask = torch.full((count, count), torch.finfo(states.dtype).min).triu(1).to(states)
         attended = forward(
-            hidden_states=states / (queries.std() * keys.std()).sqrt().bfloat16(),
-            position_embeddings=(turns.cos().bfloat16(), turns.sin().bfloat16()),
+            hidden_states=states / (queries.std() * keys.std()).sqrt().to(states.dtype),
+            position_embeddings=(turns.cos().to(states), turns.sin().to(states)),
             attention_mask=mask.expand(batch, 1, -1, -1),
             **{self.cache_argument: cache},
         )[0]
@@ -214,7 +220,7 @@ KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormFo
 @torch.inference_mode()
 def install(model: nn.Module) -> int:
     """Give every module of `model` that suits a faster forward; how many got one."""
-    return 0 if native.fused_kernels() is None else sum(_install(module) for module in list(model.modules()))
+    return sum(_install(module) for module in list(model.modules()))
 
 
 def _install(module: nn.Module) -> bool:
@@ -239,8 +245,14 @@ def _epsilon(module: Any) -> float:
     return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0)
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=_generator()).bfloat16()
+def _takes(weight: Tensor, size: int = 0) -> bool:
+    """Whether its device has operations for states of its dtype, of so many values."""
+    ops = fused(weight.device)
+    return ops is not None and ops.ready() and weight.dtype in ops.DTYPES and size % ops.LANES == 0
+
+
+def _random(like: Tensor, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=_generator()).to(like.device, like.dtype)
 
 
 def _generator() -> torch.Generator:

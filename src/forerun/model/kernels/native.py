@@ -185,8 +185,9 @@ def attention_kernel() -> ctypes._NamedFuncPointer | None:
     return library.forerun_attend
 
 
-LANES = 16  # Widths are multiples of it; those of a head of twice as much
-MOST_DEPTH = 512
+DTYPES = (torch.bfloat16,)
+LANES = 16  # Widths are multiples of it
+ROTATED = range(32, 513, 32)  # Widths of a head that `rope_and_write` takes
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
     "forerun_norm": (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float, ctypes.c_int32),
@@ -220,6 +221,11 @@ def fused_kernels() -> ctypes.CDLL | None:
     return library
 
 
+def ready() -> bool:
+    """Whether this machine has the functions below."""
+    return fused_kernels() is not None
+
+
 def takes_states(states: Tensor) -> bool:
     """Whether the functions below take values like these: contiguous bf16 on a fitting CPU, without a gradient."""
     return (
@@ -228,7 +234,7 @@ def takes_states(states: Tensor) -> bool:
         and states.device.type == "cpu"
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and fused_kernels() is not None
+        and ready()
     )
 
 

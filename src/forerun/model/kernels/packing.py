@@ -1,8 +1,8 @@
-"""Linear layers repacked for few rows: weights in oneDNN's own layout, and layers with one input merged into one.
+"""Linear layers repacked for few rows: layers with one input merged into one, and on a CPU weights in oneDNN's layout.
 
-A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 were
+There a packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 were
 tried), because a single row runs as two: oneDNN's separate kernel for one row sums in another order. Knows `nn.Linear`
-only: quantised layers, adapters, offloaded layers and other devices are left alone.
+only: quantised layers, adapters, offloaded layers and devices but CPUs and CUDA are left alone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ class Contents(NamedTuple):
 class PackedWeight:
     """One or several (out, in) matrices below each other, in oneDNN's layout."""
 
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear]) -> PackedWeight:
+        """For the device on which the layers are."""
+        return (cls if layers[0].weight.device.type == "cpu" else JoinedWeight)(layers)
+
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.dtype = layers[0].weight.dtype
+        self.dtype, self.device = layers[0].weight.dtype, layers[0].weight.device
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.packed, self.bias = self.ready([layer.weight for layer in layers], biases)
         self.in_features = layers[0].in_features
@@ -86,6 +91,34 @@ class PackedWeight:
         return sum(self.sizes) * columns * self.dtype.itemsize
 
 
+class JoinedWeight(PackedWeight):
+    """The same on an accelerator: a plain matrix."""
+
+    def apply(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.packed, self.bias)
+
+    def ready(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Contents:
+        joint, bias = (
+            torch.cat([part.detach().to(self.device, self.dtype) for part in parts]) if parts else None
+            for parts in (weights, biases)
+        )
+        assert joint is not None, "there is a layer"
+        return Contents(packed=joint, bias=bias)
+
+    def exchange(self, contents: Contents) -> Contents:
+        bias = None if self.bias is None or contents.bias is None else overwritten(self.bias, contents.bias)
+        return Contents(packed=overwritten(self.packed, contents.packed), bias=bias)
+
+
+def overwritten(own: Tensor, value: Tensor) -> Tensor:
+    """Copy `value` to where recorded passes read `own`; the former values."""
+    former = own.clone()
+    own.copy_(value)
+    if value.device.type == "cuda":  # it may be another stream's, which must not use its memory before
+        value.record_stream(torch.cuda.current_stream(value.device))
+    return former
+
+
 class PackedLinear(nn.Module):
     """Stands where an `nn.Linear` stood, whose weight lies in oneDNN's layout: alone, or as part `index` of a group."""
 
@@ -93,7 +126,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.group, self.index = group, index
-        self.packed_weight = PackedWeight([layer]) if group is None else group.packed_weight
+        self.packed_weight = PackedWeight.of([layer]) if group is None else group.packed_weight
 
     def forward(self, states: Tensor) -> Tensor:
         return self.packed_weight.apply(states) if self.group is None else self.group.take(states, self.index)
@@ -122,7 +155,7 @@ class FusedGroup:
     """Layers that read the same input, computed together at the first call and handed out one by one."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.packed_weight = PackedWeight(layers)
+        self.packed_weight = PackedWeight.of(layers)
         self._input: Tensor | None = None
         self._results: dict[int, Tensor] = {}
 
@@ -170,20 +203,36 @@ def packable(layer: nn.Module) -> bool:
     """True for a plain `nn.Linear` on a CPU that `packs` its dtype."""
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
         return False
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook")
-    return not hooked and packs(layer.weight.dtype)
+    return not _hooked(layer) and packs(layer.weight.dtype)
+
+
+def joinable(layer: nn.Module) -> bool:
+    """True for a plain `nn.Linear` in half precision on a CUDA device: worth merging with others, not alone."""
+    if type(layer) is not nn.Linear or layer.weight.device.type != "cuda":
+        return False
+    plain = type(layer.weight.data) is Tensor and layer.weight.dtype in (torch.bfloat16, torch.float16)
+    return plain and not _hooked(layer)
+
+
+def _hooked(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
 
 
 @torch.no_grad()
 def pack(model: nn.Module) -> Packing:
-    """Replace every packable linear layer of `model`, in place; the plain weights are freed, a tied embedding stays."""
+    """Replace every packable linear layer of `model`, and joinable ones that read the same, in place; the plain weights
+    are freed, a tied embedding stays."""
     layers = fused = 0
     # Not the inside of an adapter, which reads its base layer's weight.
     for parent in [module for module in model.modules() if not hasattr(module, "base_layer")]:
         for names in GROUPS:
             members = [parent._modules.get(name) for name in names]
-            linears = [member for member in members if isinstance(member, nn.Linear) and packable(member)]
-            kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in linears}
+            linears = [
+                member for member in members if isinstance(member, nn.Linear) and (packable(member) or joinable(member))
+            ]
+            kinds = {
+                (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in linears
+            }
             if len(linears) == len(names) and len(kinds) == 1:
                 group = FusedGroup(linears)
                 for index, name in enumerate(names):
@@ -246,11 +295,8 @@ def exchange(weights: Weights) -> Weights:
                 parameters.append((own, own.data))
                 own.data = value
             else:
-                parameters.append((own, own.data.clone()))
-                own.data.copy_(value)
-                if value.device.type == "cuda":  # it may be another stream's, which must not use its memory before
-                    value.record_stream(torch.cuda.current_stream(value.device))
-    packed = tuple((weight, weight.exchange(contents)) for weight, contents in weights.packed)
+                parameters.append((own, overwritten(own.data, value)))
+        packed = tuple((weight, weight.exchange(contents)) for weight, contents in weights.packed)
     return Weights(parameters=tuple(parameters), packed=packed)
 
 

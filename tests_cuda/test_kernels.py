@@ -1,0 +1,163 @@
+"""Our kernels in Triton compute what torch's and transformers' operations compute, alone and in whole models.
+
+Without a GPU Triton's interpreter runs them, in float16 alone (`make test-triton`): its bfloat16 does not round.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from place import CUDA, DEVICE
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from forerun.core.tree import TokenTree
+from forerun.model import Target
+from forerun.model.kernels import accelerate, attention, forwards, packing
+from forerun.model.kernels.forwards import AttentionForward, GatedForward, NormForward
+from forerun.model.kernels.native import HeadNorm, Heads
+from model_kernels.conftest import COMMON
+
+INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"
+if not CUDA and not INTERPRETED:
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+triton_ops: Any = pytest.importorskip("forerun.model.kernels.triton_ops", exc_type=ImportError)
+
+DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> object:
+    """The interpreter stands in for the device."""
+    torch.manual_seed(0)
+    if INTERPRETED:
+        for module in (attention, forwards):
+            monkeypatch.setattr(module, "fused", lambda _device: triton_ops)
+        monkeypatch.setattr(packing, "packable", lambda _layer: False)
+        monkeypatch.setattr(packing, "joinable", lambda layer: type(layer) is nn.Linear)
+        monkeypatch.setattr(packing.PackedWeight, "of", packing.JoinedWeight)
+    with torch.no_grad():
+        yield
+
+
+def near(found: Tensor, expected: Tensor, share: float = 2**-7) -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    limit = share * float(expected.float().abs().max())
+    assert float((found.float() - expected.float()).abs().max()) <= limit
+
+
+@pytest.mark.parametrize("size", [48, 384, 6144])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_norm(dtype: torch.dtype, size: int, scale: float) -> None:
+    norm = LlamaRMSNorm(size, eps=1e-5).to(DEVICE, dtype)
+    norm.weight.copy_(torch.randn(size))
+    states = (scale * torch.randn(2, 3, size)).to(DEVICE, dtype)
+    near(triton_ops.rms_norm(states, norm.weight, 1e-5), norm(states))
+
+
+@pytest.mark.parametrize("size", [96, 1100])
+def test_gated(dtype: torch.dtype, size: int) -> None:
+    both = (4 * torch.randn(2, 3, 2 * size)).to(DEVICE, dtype)
+    gate, up = both.chunk(2, dim=-1)
+    near(triton_ops.silu_and_mul(both), functional.silu(gate) * up, 2**-9)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "depth"), [(4, 2, 32), (3, 1, 64), (2, 2, 128)])
+def test_place(dtype: torch.dtype, queries: int, keys: int, depth: int, norms: bool) -> None:
+    batch, count, rows, slots = 2, 7, 3, 11
+    states = torch.randn(batch, count, (queries + 2 * keys) * depth).to(DEVICE, dtype)
+    turns = (50 * torch.rand(batch, count, depth // 2)).repeat(1, 1, 2)
+    angles = turns.cos().to(states), turns.sin().to(states)
+    own = [LlamaRMSNorm(depth, eps=epsilon).to(DEVICE, dtype) for epsilon in (1e-6, 1e-2)]
+    for norm in own:
+        norm.weight.copy_(torch.rand(depth))
+    query_norm, key_norm = (HeadNorm(n.weight, n.variance_epsilon) if norms else None for n in own)
+    stores = torch.full((2, rows, slots, keys, depth), 7.0).to(states)
+    places = torch.randperm(rows * slots)[: batch * count].to(DEVICE)
+    heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=query_norm, key_norm=key_norm)
+    found = triton_ops.rope_and_write(states, angles, heads, (stores[0], stores[1]), places)
+    query, key, value = states.view(batch, count, -1, depth).split([queries, keys, keys], dim=2)
+    if norms:
+        query, key = own[0](query), own[1](key)
+    query, key = (
+        part.transpose(1, 2) for part in apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *angles)
+    )
+    near(found, query)
+    flat = stores.view(2, rows * slots, keys, depth)
+    near(flat[0, places], key.flatten(0, 1))
+    assert torch.equal(flat[1, places], value.flatten(0, 1))
+    untouched = torch.ones(rows * slots, dtype=torch.bool, device=DEVICE).index_fill_(0, places, False)
+    assert bool((flat[:, untouched] == 7).all())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 6, 3, 1, 200, 64, 64),
+        (2, 8, 2, 7, 300, 64, 32),
+        (1, 4, 4, 40, 640, 32, 32),
+        (3, 6, 3, 1, 64, 64, 64),
+        (1, 8, 1, 20, 1000, 128, 128),
+        (2, 2, 2, 5, 3, 16, 16),
+    ],
+)
+def test_attention(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Of so many sequences, heads, heads of keys, tokens, slots, and widths of keys and values."""
+    batch, heads, key_heads, count, width, depth, value_depth = sizes
+    query = torch.randn(batch, count, heads, depth).to(DEVICE, dtype).transpose(1, 2)
+    held = [torch.randn(batch, width + 3, key_heads, size).to(DEVICE, dtype) for size in (depth, value_depth)]
+    key, value = (store[:, :width].transpose(1, 2) for store in held)
+    seen = torch.rand(batch, 1, count, width) < 0.3
+    seen[..., width // 2 :] = False  # whole blocks that nobody sees
+    seen[..., 0] = True
+    mask = torch.where(seen, 0.0, torch.finfo(dtype).min).to(DEVICE, dtype)
+    assert triton_ops.takes_attention(query, key, value, mask)
+    keys, values = (part.float().repeat_interleave(heads // key_heads, 1) for part in (key, value))
+    expected = functional.scaled_dot_product_attention(query.float(), keys, values, attn_mask=mask.float())
+    near(triton_ops.attend(query, key, value, mask, depth**-0.5), expected.transpose(1, 2).to(dtype))
+    if width // 2 % 64 == 0:  # the slots that a program takes: what nobody sees is not read
+        for store in held:
+            store[:, width // 2 :] = torch.nan
+        assert not triton_ops.attend(query, key, value, mask, depth**-0.5).isnan().any()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_models(dtype: torch.dtype, family: str) -> None:
+    """Whole passes over prompts and trees, and weights exchanged afterwards."""
+    more = {"sliding_window": 8} if family == "mistral" else {}
+    config = AutoConfig.for_model(family, **{**COMMON, "head_dim": 32, **more})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for weight in model.parameters():
+        weight.copy_(torch.randn_like(weight) * (0.1 if weight.dim() > 1 else 0.3) + (weight.dim() == 1))
+    model, faster = model.to(DEVICE), copy.deepcopy(model).to(DEVICE)
+    assert accelerate.accelerate(faster).forwards > 0
+    kinds = {type(module.__dict__["forward"]) for module in faster.modules() if "forward" in module.__dict__}
+    assert kinds == {NormForward, GatedForward, AttentionForward}
+    _alike(model, faster)
+    state = {name: torch.randn_like(value) * 0.1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    packing.exchange(packing.ready(faster, state))
+    _alike(model, faster)
+
+
+def _alike(model: Any, faster: Any) -> None:
+    ids = torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(1)).tolist()
+    trees = [TokenTree.of(5, [6, 7, 8, 9], [0, 0, 1, 3]), TokenTree.of(7, [], [])]
+    answers = []
+    for one in (model, faster):
+        target = Target(one, rows=2, slots=40)
+        prompt = target.prefill([0, 1], [ids[0][:13], ids[1]]).logits
+        answers.append((prompt, target.score([0, 1], trees).logits))
+    for before, after in zip(*answers, strict=True):
+        real = before.new_ones(before.shape[:2], dtype=torch.bool)
+        if before.shape[1] > 1:
+            real[1, 1:] = False
+        near(after[real], before[real], 0.05)
