@@ -71,18 +71,6 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def runners(llm: LLM) -> list[Any]:
-    """What runs the heads that draft."""
-    found = []
-    for active in llm.engine.drafting._active.values():
-        drafter = active.drafter
-        while hasattr(drafter, "drafter"):
-            drafter = drafter.drafter
-        if hasattr(drafter, "runner"):
-            found.append(drafter.runner)
-    return found
-
-
 def differences(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> list[str]:
     """Where rows differ, readably."""
     said = []

@@ -10,11 +10,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from place import DEVICE, moved, no_recording_failed
 
 from contract.harness import VARIANTS, Variant
 from forerun.drafters import DRAFTERS
-from simulated.steps import AUTO, EVERY, SETTINGS, SPEED, Answer, answers
+from simulated.steps import AUTO, EVERY, OF_HEADS, SETTINGS, SPEED, Answer, answers, kept
 
 pytestmark = pytest.mark.usefixtures("quickly_measured")
 FIRST = {str(variant) for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])[:1]}
@@ -58,3 +59,14 @@ def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(
     assert drafts[0] == drafts[1], "how much was drafted and accepted"
     assert [one.ranks for one in found] == [one.ranks for one in expected]
     assert [one.logprobs for one in found] == [one.logprobs for one in expected]
+
+
+@pytest.mark.parametrize("variant", OF_HEADS, ids=str)
+def test_what_a_head_keeps_of_a_text_is_what_it_keeps_on_the_cpu(
+    variant: Variant, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys and values of what was committed, by recorded passes, and the last features."""
+    with no_recording_failed(caplog):
+        found = kept(variant, moved)
+    for own, other in zip(found, kept(variant, lambda module: module), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)

@@ -24,7 +24,6 @@ from place import (
     greedy,
     moved,
     no_recording_failed,
-    runners,
     shipped,
     tokens_of,
     wait,
@@ -34,7 +33,7 @@ from contract.harness import model
 from forerun.devices import attention_kernels
 from forerun.model import Target, recordings
 from forerun.model.recordings import Recordings
-from simulated.steps import with_exchanged_weights
+from simulated.steps import runners, with_exchanged_weights
 
 pytestmark = pytest.mark.cuda_alone
 LENGTHS = (30, 4, 120, 60, 9)

@@ -53,21 +53,15 @@ class Schedule:
     """Share of the loss that follows the teacher's law instead of the text."""
     question_weight: float = 0.2
     """What a token of a question weighs beside one of an answer or of a file."""
-    seconds: float = 0.0
-    """Of wall time, after which the training is over even if tokens are left; 0: any."""
     save_every_s: float = 300.0
 
     @property
     def steps(self) -> int:
         return self.tokens // self.batch_tokens
 
-    def done(self, step: int, seconds: float) -> float:
-        """Share of the training that is behind `step` steps and so many seconds."""
-        return max(step / self.steps, seconds / self.seconds if self.seconds else 0.0)
-
-    def rate(self, step: int, done: float) -> float:
+    def rate(self, step: int) -> float:
         """Learning-rate factor in [0, 1]: linear warm-up, constant, then linear to 2 % over the last part."""
-        falling = (1 - done) / self.decay_share if self.decay_share else 1.0
+        falling = (1 - step / self.steps) / self.decay_share if self.decay_share else 1.0
         return min((step + 1) / self.warmup_steps, max(0.02, falling), 1.0)
 
 
@@ -137,32 +131,30 @@ def train(
     if device.type == "cuda":
         for layer in [*model.model.layers, *(teacher.model.layers if teacher is not None else ())]:
             layer.compile(dynamic=False)
-    step, first, spent = _resume(folder, model, optimizers)
-    began = saved = noted = time.monotonic()
-    began -= spent
+    step, first = _resume(folder, model, optimizers)
+    saved = noted = time.monotonic()
     bars = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*bars) as progress, (folder / "log.jsonl").open("a") as log:
         losses: list[Tensor] = []
-        done = schedule.done(step, spent)
-        bar = progress.add_task("training", total=1.0, completed=done)
+        bar = progress.add_task("training", total=schedule.steps, completed=step)
         batches = stream.batches(schedule.batch_tokens, *first)
-        while done < 1:
+        while step < schedule.steps:
             ids, position = next(batches)
             for optimizer, peak in zip(optimizers, (schedule.muon_rate, schedule.adam_rate), strict=True):
-                optimizer.param_groups[0]["lr"] = peak * schedule.rate(step, done)
+                optimizer.param_groups[0]["lr"] = peak * schedule.rate(step)
             losses.append(_step(model, ids.to(device), marks, schedule, optimizers, teacher=teacher))
-            step, spent = step + 1, time.monotonic() - began
-            done = schedule.done(step, spent)
-            if step % NOTED_EVERY == 0 or done >= 1:
+            step += 1
+            over = step == schedule.steps
+            if step % NOTED_EVERY == 0 or over:
                 loss = float(torch.stack(losses).mean())
                 speed = len(losses) * schedule.batch_tokens / (time.monotonic() - noted)
                 losses, noted = [], time.monotonic()
-                figures = {"loss": round(loss, 4), "tokens_per_second": round(speed), "seconds": round(spent, 1)}
+                figures = {"loss": round(loss, 4), "tokens_per_second": round(speed)}
                 log.write(json.dumps({"step": step, "tokens": step * schedule.batch_tokens, **figures}) + "\n")
                 log.flush()
-                progress.update(bar, completed=done, description=f"loss {loss:.3f}")
-            if time.monotonic() - saved > schedule.save_every_s or done >= 1:
-                _save(folder, model, optimizers, (step, position, spent))
+                progress.update(bar, completed=step, description=f"loss {loss:.3f}")
+            if time.monotonic() - saved > schedule.save_every_s or over:
+                _save(folder, model, optimizers, (step, position))
                 saved = time.monotonic()
 
 
@@ -192,7 +184,7 @@ def _save(
     folder: Path,
     model: LlamaForCausalLM,
     optimizers: list[torch.optim.Optimizer],
-    done: tuple[int, tuple[int, int], float],
+    done: tuple[int, tuple[int, int]],
 ) -> None:
     state = {"done": done, "model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
     torch.save(state, folder / "state.tmp")
@@ -201,17 +193,17 @@ def _save(
 
 def _resume(
     folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
-) -> tuple[int, tuple[int, int], float]:
-    """Steps, the place in the stream (portion and row) and the seconds that are behind it."""
+) -> tuple[int, tuple[int, int]]:
+    """The steps that are behind it, and the place in the stream: portion and row."""
     path = folder / "state.pt"
     if not path.exists():
-        return 0, (0, 0), 0.0
+        return 0, (0, 0)
     state = torch.load(path, weights_only=True, map_location=model.device)
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    step, position, spent = state["done"]
-    return step, tuple(position), spent
+    step, position = state["done"]
+    return step, tuple(position)
 
 
 @torch.no_grad()

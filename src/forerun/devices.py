@@ -37,17 +37,20 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 
 def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors of the host on a device: packed into one copy, from pinned memory, that nobody waits for."""
-    if device.type == "cpu":
-        return list(tensors)
+    return list(tensors) if device.type == "cpu" else unpacked(sent_packed(tensors, device), tensors)
+
+
+def sent_packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """As `sent`, but as the bytes of all in one tensor, which `unpacked` takes apart."""
     packed = _packed(tensors)
     if device.type == "cuda":
         packed = packed.pin_memory()
-    return _unpacked(packed.to(device, non_blocking=True), tensors)
+    return packed.to(device, non_blocking=True)
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of one device on the host, in one transfer."""
-    return list(tensors) if tensors[0].device.type == "cpu" else _unpacked(_packed(tensors).cpu(), tensors)
+    return list(tensors) if tensors[0].device.type == "cpu" else unpacked(_packed(tensors).cpu(), tensors)
 
 
 def sent_ints(values: Sequence[int], device: torch.device) -> Tensor:
@@ -99,7 +102,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in _order(tensors)])
 
 
-def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, of the dtypes and shapes of `like`, in its order."""
     found, start = list(like), 0
     for index in _order(like):

@@ -76,11 +76,13 @@ class Event:
     """``file.py:line`` that asked for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counts:
-    """The transfers while `SimulatedDevice.counting` was open."""
+    """What happened while `SimulatedDevice.counting` was open."""
 
     events: list[Event] = field(default_factory=list)
+    launches: int = 0
+    """Operations that the host gave the device one by one, copies included; a replay of a recording is none."""
 
     def of(self, kind: Kind) -> int:
         """How many were of this kind."""
@@ -237,9 +239,7 @@ class SimulatedDevice(TorchDispatchMode):
         """Run an operation on the CPU tensors inside; its results are on the device."""
         if named.get("pin_memory"):
             named = {**named, "pin_memory": False}
-        result = func(*given, **named)
-        if self._recording is not None:
-            self._recording.append(_Call(func, given, named, result))
+        result = self._done(func, given, named)
         owners = {id(leaf.held): leaf for leaf in leaves if isinstance(leaf, DeviceTensor)}
         if any(owner.shape != owner.held.shape for owner in owners.values()):
             raise NotImplementedError(f"{name} at {self._site()}: the simulated device changes no shape in place")
@@ -254,7 +254,7 @@ class SimulatedDevice(TorchDispatchMode):
     def _copy_into(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """``target.copy_(source)`` where one of them, or both, are on the device."""
         self._note_copy("copy_", source, isinstance(target, DeviceTensor), non_blocking)
-        self._recorded(torch.ops.aten.copy_.default, (_inside(target), _inside(source)), {})
+        self._done(torch.ops.aten.copy_.default, (_inside(target), _inside(source)), {})
         return target
 
     def _copied(self, source: Tensor, **options: Any) -> Tensor:
@@ -263,13 +263,16 @@ class SimulatedDevice(TorchDispatchMode):
         options.pop("pin_memory", None)
         there = isinstance(source, DeviceTensor) if device is None else torch.device(device).type == NAME
         self._note_copy("_to_copy", source, there, non_blocking)
-        result = self._recorded(torch.ops.aten._to_copy.default, (_inside(source),), options)
+        result = self._done(torch.ops.aten._to_copy.default, (_inside(source),), options)
         return self._made("_to_copy", result) if there else result
 
-    def _recorded(self, func: Any, given: Any, named: Any) -> Any:
+    def _done(self, func: Any, given: Any, named: Any) -> Any:
+        """Run an operation, which is recorded or counts."""
         result = func(*given, **named)
         if self._recording is not None:
             self._recording.append(_Call(func, given, named, result))
+        elif not func.is_view:
+            self.counts.launches += 1
         return result
 
     def _made(self, name: str, value: Tensor) -> DeviceTensor:

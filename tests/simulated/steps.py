@@ -15,6 +15,7 @@ from contract.harness import PROMPTS, Variant, as_prompts, eagle_head, model, va
 from drafters.tied import SPEED, tied
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
+from forerun.drafters.heads.kinds import KINDS
 from forerun.engine.measuring import load_or_measure
 from forerun.model import Target
 from forerun.model.kernels.packing import exchange, ready
@@ -38,6 +39,7 @@ SETTINGS: dict[str, SamplingParams] = {
 }
 AUTO = Variant("auto", options={"model": eagle_head()})
 EVERY: list[Variant | None] = [None, *variants(), SPEED, AUTO]
+OF_HEADS = [one for one in EVERY if one is not None and one.method in KINDS and KINDS[one.method].trains == "head"]
 
 
 @pytest.fixture
@@ -111,6 +113,39 @@ def answers(
         )
         for output in outputs
     ]
+
+
+def runners(llm: LLM) -> list[Any]:
+    """What runs the heads that draft."""
+    found = []
+    for active in llm.engine.drafting._active.values():
+        drafter = active.drafter
+        while hasattr(drafter, "drafter"):
+            drafter = drafter.drafter
+        if hasattr(drafter, "runner"):
+            found.append(drafter.runner)
+    return found
+
+
+def kept(variant: Variant, move: Move) -> list[Tensor]:
+    """On the CPU, what the runner of a head keeps of three texts in their midst: keys and values, and the last
+    features."""
+    llm = LLM(
+        move(model()),
+        tokenizer=False,
+        speculative_config={"adaptive": False, **on_device(variant.config(), move)},
+        max_num_seqs=3,
+        max_model_len=64,
+        self_check=False,
+    )
+    for prompt in as_prompts(PROMPTS[:3]):
+        llm.submit(prompt, SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True))
+    for _ in range(8):
+        llm.engine.step()
+    [runner] = runners(llm)
+    cache = getattr(runner, "_cache", None)
+    places = [(layer, row, runner.lengths[row]) for layer in (cache._stores if cache else ()) for row in range(3)]
+    return [*(part.cpu() for place in places for part in cache.read(*place)), runner._features.cpu()]
 
 
 def with_exchanged_weights(target: Target) -> list[Tensor]:

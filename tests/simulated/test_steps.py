@@ -19,7 +19,18 @@ from forerun.drafters import DRAFTERS
 from forerun.model import Target
 from selection import slow
 from simulated.device import NAME, Kind, SimulatedDevice, moved
-from simulated.steps import AUTO, EVERY, SETTINGS, Answer, answers, on_device, quickly_measured, with_exchanged_weights
+from simulated.steps import (
+    AUTO,
+    EVERY,
+    OF_HEADS,
+    SETTINGS,
+    Answer,
+    answers,
+    kept,
+    on_device,
+    quickly_measured,
+    with_exchanged_weights,
+)
 from simulated.waits import recording
 
 __all__ = ["checkpoint", "draft_checkpoint", "quickly_measured"]
@@ -167,3 +178,19 @@ def test_a_recorded_pass_has_the_weights_that_were_exchanged() -> None:
     for there, here in zip(found, expected, strict=True):
         torch.testing.assert_close(there, here)
     assert not torch.allclose(expected[0], expected[1], atol=1e-2)
+
+
+HEADS = [variant if str(variant) in QUICK else slow(variant)[0] for variant in OF_HEADS]
+
+
+@pytest.mark.parametrize("variant", HEADS, ids=str)
+def test_what_a_head_keeps_of_a_text_is_what_it_keeps_without_recordings(variant: Variant) -> None:
+    """Not the text, which no draft changes: keys and values of what was committed, and the last features."""
+    expected = kept(variant, lambda module: module)
+    device = SimulatedDevice()
+    with device, recording(device):
+        found = kept(variant, moved)
+    assert not device.refused
+    assert len(found) == len(expected) > 0
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)

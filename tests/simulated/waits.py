@@ -1,4 +1,5 @@
-"""How often a decoding step waits for the device: reads and blocking writes of each drafter on the simulated device.
+"""How often a decoding step waits for the device, and how much it launches there one by one: reads, blocking writes and
+launches of each drafter on the simulated device.
 
     python tests/simulated/waits.py [ARM ...] [--rows 1 8] [--json]
 
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -56,6 +58,11 @@ class Waits:
     def per_step(self, kind: Kind) -> float:
         """Transfers of this kind in a mean step."""
         return round(sum(step.of(kind) for step in self.steps) / len(self.steps), 2)
+
+    @property
+    def launches(self) -> int:
+        """Operations that the host launched in the middle one of the steps, recordings not counted."""
+        return int(median(step.launches for step in self.steps))
 
 
 @contextmanager
@@ -139,6 +146,7 @@ def summary(found: Sequence[Waits]) -> dict[str, Any]:
             "reads": waits.per_step(Kind.READ),
             "blocking_writes": waits.per_step(Kind.BLOCKING_WRITE),
             "staged_copies": waits.per_step(Kind.STAGED),
+            "launches": waits.launches,
         }
         arm = arms.setdefault(waits.arm, {"reads": 0.0, "blocking_writes": 0.0, "settings": {}})
         arm["settings"][f"{waits.setting}, rows={waits.rows}"] = own
@@ -151,10 +159,11 @@ def table_line(waits: Waits) -> str:
     """One line of the table."""
     figures = "".join(f"{waits.per_step(kind):>10.1f}" for kind in Kind)
     errors = f"  {waits.drafter_errors} drafter errors" if waits.drafter_errors else ""
-    return f"{waits.arm:<18}{waits.setting:<14}{waits.rows:>4}{waits.tokens:>9.2f}{figures}{errors}"
+    return f"{waits.arm:<18}{waits.setting:<14}{waits.rows:>4}{waits.tokens:>9.2f}{figures}{waits.launches:>10}{errors}"
 
 
-HEADER = f"{'arm':<18}{'setting':<14}{'rows':>4}{'tokens':>9}{'reads':>10}{'writes':>10}{'staged':>10}   per step"
+TITLES = ("reads", "writes", "staged", "launches")
+HEADER = f"{'arm':<18}{'setting':<14}{'rows':>4}{'tokens':>9}{''.join(f'{title:>10}' for title in TITLES)}   per step"
 
 
 def sites(waits: Waits) -> Iterator[str]:

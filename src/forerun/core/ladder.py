@@ -9,7 +9,7 @@ does, rungs are formed when they are asked for (`HostProbs`); tests hold the two
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -36,9 +36,12 @@ from forerun.core.sampling import (
     settings_of,
 )
 from forerun.core.tree import TokenTree
-from forerun.devices import fetched, sent, widest
+from forerun.devices import fetched, sent, sent_packed, unpacked, widest
 from forerun.errors import ArgumentError
+from forerun.model.recordings import Recordings
 from forerun.types import Drawn, TokenLogprob
+
+_MET_BEFORE = 3  # Steps of a plan that are not recorded: trees of lookup drafters have many shapes
 
 Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
 """Of tokens, and of the likeliest in the place of each."""
@@ -63,30 +66,22 @@ class Ladder:
         raw: (B, N, V) logits of the model.
         rows: (B,) what is to be verified.
         top: so many of the likeliest tokens at every node, by raw logits, are read, too.
+        recordings: of the device.
     """
 
-    def __init__(self, raw: Tensor, rows: Sequence[LadderInput], *, top: int = 0) -> None:
-        self.rows, self._raw, self.nodes = rows, raw, raw.shape[1]
+    def __init__(
+        self, raw: Tensor, rows: Sequence[LadderInput], *, top: int = 0, recordings: Recordings | None = None
+    ) -> None:
+        self.rows, self.nodes = rows, raw.shape[1]
         values, self.failed = process_rows(raw, [row.edits for row in rows])
-        self._wide = widest(raw.device)
-        self._made: dict[str, Tensor] = {
-            "raw_max": raw.amax(-1).flatten().to(self._wide),
-            "raw_argmax": raw.argmax(-1).flatten(),
-            "max": values.amax(-1).flatten().to(self._wide),
-            "argmax": values.argmax(-1).flatten(),
-        }
-        if top:
-            self._made["top"] = raw.topk(min(top, raw.shape[-1]), dim=-1).indices.flatten(0, 1)
         self._vectors: dict[tuple[int, int], Tensor] = {}
         """(flat node, rung) -> (V,): of rows whose rng draws in a way of its own."""
-        if not all(row.reads.argmax for row in rows):
-            self._climb(values)
-        self._add_logprobs(values)
-        names = list(self._made)
+        made = self._climbed(raw, values, top, Recordings(None) if recordings is None else recordings)
+        made |= self._logprobs(raw, values, made)
+        names = [name for name in made if name != "probs"]
         self._read: dict[str, Any] = {
-            name: tensor.tolist() for name, tensor in zip(names, fetched([self._made[n] for n in names]), strict=True)
+            name: tensor.tolist() for name, tensor in zip(names, fetched([made[n] for n in names]), strict=True)
         }
-        del self._made, self._raw
 
     def row(self, index: int) -> LadderRow:
         """What the rule of a row sees."""
@@ -103,60 +98,43 @@ class Ladder:
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
-    def _climb(self, values: Tensor) -> None:
-        device, size = values.device, values.shape[-1]
+    def _climbed(self, raw: Tensor, values: Tensor, top: int, recordings: Recordings) -> dict[str, Tensor]:
+        """What `_formed` makes of this step; recorded where steps of the same plan come again and again."""
+        reads, size = [row.reads for row in self.rows], raw.shape[-1]
         levels = self._levels()
-        height = max((len(level.rungs) for level in levels), default=0)
-        parents, tokens = self._parents()
-        entries, times, own = self._times(size)
-        settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=self._wide)
-        weighted = [row.reads.weighted for row in self.rows for _ in range(self.nodes)]
-        host = [settings, times, torch.tensor(entries), torch.tensor(parents), torch.tensor(tokens)]
-        drafts, draft_entries = self._drafts(size)
-        columns = [column for level in levels for column in (level.nodes, *chain.from_iterable(level.rungs))]
-        host += [torch.tensor(weighted), draft_entries]
+        plan = _Plan(
+            levels=tuple([(len(level.nodes), tuple([len(rung[0]) for rung in level.rungs])) for level in levels]),
+            filters=any(has_filters(row.sampler.params) for row in self.rows),
+            greedy=any(row.sampler.greedy for row in self.rows),
+            entropy=any(one.entropy for one in reads),
+            draft_prob=any(row.draft_probs for row in self.rows),
+            top=min(top, size),
+        )
+        if not levels:
+            return _formed(plan, raw, values)
+        entries, times, own = self._times(size, widest(raw.device))
+        drafts, draft_entries = self._drafts(size, raw.device)
+        settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=times.dtype)
+        weighted = [one.weighted for one in reads for _ in range(self.nodes)]
+        columns = [entries, *self._parents()]
+        columns += [column for level in levels for column in (level.nodes, *chain.from_iterable(level.rungs))]
+        host = [settings, times, torch.tensor(weighted), draft_entries]
         host += [torch.tensor(column, dtype=torch.int64) for column in columns]
-        settings, times, time_at, parent_at, token_at, is_weighted, draft_at, *ints = sent(host, device)
 
-        def drawn_from(at: Tensor) -> Tensor | None:
-            """(M, V) what the sampled children of the flat nodes `at` (M,) were drawn from."""
-            return None if drafts is None else drafts.index_select(0, draft_at.index_select(0, at))
+        def keep(level: int, rung: int, left: Tensor) -> None:
+            for node, vector in zip(levels[level].nodes, left, strict=False):
+                if node // self.nodes in own:
+                    self._vectors[node, rung] = vector
 
-        probs = probs_of(values, settings, filters=any(has_filters(row.sampler.params) for row in self.rows))
-        if any(row.sampler.greedy for row in self.rows):
-            point = torch.zeros_like(probs).scatter_(-1, values.argmax(-1, keepdim=True), 1.0)
-            probs = torch.where(settings[:, :1, None] > 0, probs, point)
-        outside = (probs * (values == -torch.inf)).sum(-1)
-        probs = probs.flatten(0, 1)
-        self._probs = probs
-        self._made |= {
-            "sums": torch.stack([probs.sum(-1), probs.amin(-1), outside.flatten()]),
-            "of_child": probs.view(-1).index_select(0, parent_at * size + token_at),
-        }
-        if any(row.reads.entropy for row in self.rows):
-            self._made["entropy"] = torch.special.entr(probs).sum(-1, dtype=self._wide)
-        if drafts is not None and any(row.draft_probs for row in self.rows):
-            self._made["draft_prob"] = drafts[draft_at.index_select(0, parent_at), token_at]
-        steps = torch.zeros(height, 3, len(probs), dtype=self._wide, device=device)
-        drawn = torch.zeros(height + 1, len(probs), dtype=torch.int64, device=device)
-        weights = torch.ones(len(probs), dtype=self._wide, device=device)
-        for level in levels:
-            at, ints = ints[0], ints[1:]
-            state = _Rungs.of(probs.index_select(0, at), drawn_from(at), weights.index_select(0, at))
-            clock, kind = times.index_select(0, time_at.index_select(0, at)), is_weighted.index_select(0, at)
-            for rung in range(len(level.rungs) + 1):
-                if rung:
-                    children, asked, given, removed, *ints = ints
-                    count = len(children)
-                    at, clock, kind, state = at[:count], clock[:count], kind[:count], state.first(count)
-                    numbers, below, state = state.rejected(asked, given > 0, removed > 0, kind)
-                    steps[rung - 1].index_copy_(1, at, numbers)
-                    weights.index_copy_(0, children, below)
-                drawn[rung].index_copy_(0, at, first_of(state.left, clock))
-                for position, node in enumerate(level.nodes[: len(at)]):
-                    if node // self.nodes in own:
-                        self._vectors[node, rung] = state.left[position]
-        self._made |= {"steps": steps, "drawn": drawn}
+        given = [raw, values] if drafts is None else [raw, values, drafts]
+
+        def work(packed: Tensor, raw: Tensor, values: Tensor, drafts: Tensor | None = None) -> dict[str, Tensor]:
+            return _formed(plan, raw, values, drafts, unpacked(packed, host), keep if own else None)
+
+        key = plan, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))
+        packed = sent_packed(host, raw.device)
+        found: dict[str, Tensor] = recordings.run(None if own else key, work, packed, *given, after=_MET_BEFORE)
+        return found
 
     def _levels(self) -> list[_Level]:
         weighted, found = any(row.reads.weighted for row in self.rows), dict[int, list[int]]()
@@ -195,7 +173,7 @@ class Ladder:
                 tokens[index * self.nodes + node] = row.tree.tokens[node]
         return parents, tokens
 
-    def _times(self, vocabulary: int) -> tuple[list[int], Tensor, set[int]]:
+    def _times(self, vocabulary: int, dtype: torch.dtype) -> tuple[list[int], Tensor, set[int]]:
         """For each flat node the entry of its random numbers, these (P, T), and the rows whose rng has none."""
         entries, numbers, own = [0] * (len(self.rows) * self.nodes), list[NDArray[np.float64]](), set[int]()
         for index, row in enumerate(self.rows):
@@ -212,21 +190,22 @@ class Ladder:
                 entries[index * self.nodes + node] = by_depth.get(depth, 0)
         if not numbers:
             numbers.append(Rng(0, 0).exponentials(0, vocabulary))
-        made = torch.from_numpy(np.stack(numbers)).to(self._wide)
-        return entries, made.clamp_min_(torch.finfo(self._wide).tiny), own
+        made = torch.from_numpy(np.stack(numbers)).to(dtype)
+        return entries, made.clamp_min_(torch.finfo(dtype).tiny), own
 
-    def _drafts(self, vocabulary: int) -> tuple[Tensor | None, Tensor]:
+    def _drafts(self, vocabulary: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
         """(P, V) what sampled children were drawn from, the first of zeros, and for each flat node its entry there;
         None where nothing was sampled."""
         found, entries = list[Tensor](), torch.zeros(len(self.rows) * self.nodes, dtype=torch.int64)
         for index, row in enumerate(self.rows):
             for node, probs in row.tree.draft_probs.items():
-                found.append(pad(probs.to(self._raw.device), (0, vocabulary - len(probs))))
+                found.append(pad(probs.to(device), (0, vocabulary - len(probs))))
                 entries[index * self.nodes + node] = len(found)
         return (torch.stack([torch.zeros_like(found[0]), *found]) if found else None), entries
 
-    def _add_logprobs(self, values: Tensor) -> None:
+    def _logprobs(self, raw: Tensor, values: Tensor, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of every row that asks for them: what `LadderRow.logprobs` looks up."""
+        found = dict[str, Tensor]()
         for index, row in enumerate(self.rows):
             count = row.sampler.params.logprobs
             if count is None:
@@ -236,20 +215,21 @@ class Ladder:
             below = [[row.tree.tokens[child] for child in children] for children in row.tree.children]
             padded = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in below], dtype=torch.int64)
             chosen = [sent([padded.view(nodes, width)], values.device)[0]]
-            chosen += [self._made["argmax"][span].unsqueeze(1)]
-            chosen += [self._made["drawn"][:, span].T] if "drawn" in self._made else []
+            chosen += [made["argmax"][span].unsqueeze(1)]
+            chosen += [made["drawn"][:, span].T] if "drawn" in made else []
             tokens = torch.cat(chosen, dim=1)
             if row.sampler.params.logprobs_mode != "processed_logprobs":
-                logs = self._raw[index, :nodes].float().log_softmax(-1)
-            elif row.sampler.greedy or "drawn" not in self._made:
+                logs = raw[index, :nodes].float().log_softmax(-1)
+            elif row.sampler.greedy or "drawn" not in made:
                 logs = torch.full_like(values[index, :nodes], -torch.inf)
-                logs.scatter_(1, self._made["argmax"][span].unsqueeze(1), 0.0)
+                logs.scatter_(1, made["argmax"][span].unsqueeze(1), 0.0)
             else:
-                logs = self._probs[span].log()
+                logs = made["probs"][span].log()
             own, best = logs.gather(1, tokens), logs.topk(min(count, logs.shape[-1]))
             ranks = torch.stack([(logs > own[:, i : i + 1]).sum(-1) + 1 for i in range(own.shape[1])], dim=1)
-            found = {"tokens": tokens, "own": own, "ranks": ranks, "best": best.indices, "best_own": best.values}
-            self._made |= {f"{name} {index}": tensor for name, tensor in found.items()}
+            looked = {"tokens": tokens, "own": own, "ranks": ranks, "best": best.indices, "best_own": best.values}
+            found |= {f"{name} {index}": tensor for name, tensor in looked.items()}
+        return found
 
     # --- on the host --------------------------------------------------------------------------------------------------
 
@@ -291,6 +271,86 @@ class _Level(NamedTuple):
     rungs: list[tuple[list[int], list[int], list[int], list[int]]]
     """Of the first nodes: the flat child that is rejected, its token, whether that was drawn deterministically, and
     whether it leaves the distribution that its next sibling was drawn from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What settles the course of `_formed`, whatever the numbers are."""
+
+    levels: tuple[tuple[int, tuple[int, ...]], ...]
+    """Of each level its nodes, and how many have a first, a second, ... child to reject; none where all is argmax."""
+    filters: bool  # Whether a row has a top-k, top-p or min-p
+    greedy: bool  # Whether a row is at temperature 0
+    entropy: bool  # What is wanted beside the rungs
+    draft_prob: bool
+    top: int
+
+
+def _formed(
+    plan: _Plan,
+    raw: Tensor,
+    values: Tensor,
+    drafts: Tensor | None = None,
+    host: Sequence[Tensor] = (),
+    keep: Callable[[int, int, Tensor], None] | None = None,
+) -> dict[str, Tensor]:
+    """All numbers of a step's nodes, and ``probs`` (B N, V), which stay on the device.
+
+    Args:
+        raw: (B, N, V) logits of the model.
+        values: (B, N, V) what the rows' parameters make of them.
+        drafts: (P, V) what sampled children were drawn from, the first of zeros.
+        host: what differs from step to step, as `Ladder._climbed` orders it.
+        keep: is shown what is left on each rung of each level.
+    """
+    wide, size = widest(raw.device), raw.shape[-1]
+    made = {
+        "raw_max": raw.amax(-1).flatten().to(wide),
+        "raw_argmax": raw.argmax(-1).flatten(),
+        "max": values.amax(-1).flatten().to(wide),
+        "argmax": values.argmax(-1).flatten(),
+    }
+    if plan.top:
+        made["top"] = raw.topk(plan.top, dim=-1).indices.flatten(0, 1)
+    if not plan.levels:
+        return made
+    settings, times, is_weighted, draft_at, time_at, parent_at, token_at, *ints = host
+    probs = probs_of(values, settings, filters=plan.filters)
+    if plan.greedy:
+        point = torch.zeros_like(probs).scatter_(-1, values.argmax(-1, keepdim=True), 1.0)
+        probs = torch.where(settings[:, :1, None] > 0, probs, point)
+    outside = (probs * (values == -torch.inf)).sum(-1)
+    probs = probs.flatten(0, 1)
+    made |= {
+        "probs": probs,
+        "sums": torch.stack([probs.sum(-1), probs.amin(-1), outside.flatten()]),
+        "of_child": probs.view(-1).index_select(0, parent_at * size + token_at),
+    }
+    if plan.entropy:
+        made["entropy"] = torch.special.entr(probs).sum(-1, dtype=wide)
+    if drafts is not None and plan.draft_prob:
+        made["draft_prob"] = drafts[draft_at.index_select(0, parent_at), token_at]
+    height = max(len(rungs) for _, rungs in plan.levels)
+    steps = torch.zeros(height, 3, len(probs), dtype=wide, device=raw.device)
+    drawn = torch.zeros(height + 1, len(probs), dtype=torch.int64, device=raw.device)
+    weights = torch.ones(len(probs), dtype=wide, device=raw.device)
+    for level, (_, rungs) in enumerate(plan.levels):
+        at, ints = ints[0], ints[1:]
+        draft = None if drafts is None else drafts.index_select(0, draft_at.index_select(0, at))
+        state = _Rungs.of(probs.index_select(0, at), draft, weights.index_select(0, at))
+        clock, kind = times.index_select(0, time_at.index_select(0, at)), is_weighted.index_select(0, at)
+        for rung in range(len(rungs) + 1):
+            if rung:
+                children, asked, given, removed, *ints = ints
+                count = len(children)
+                at, clock, kind, state = at[:count], clock[:count], kind[:count], state.first(count)
+                numbers, below, state = state.rejected(asked, given > 0, removed > 0, kind)
+                steps[rung - 1].index_copy_(1, at, numbers)
+                weights.index_copy_(0, children, below)
+            drawn[rung].index_copy_(0, at, first_of(state.left, clock))
+            if keep is not None:
+                keep(level, rung, state.left)
+    return made | {"steps": steps, "drawn": drawn}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

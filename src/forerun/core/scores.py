@@ -19,6 +19,7 @@ from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
 from forerun.model import largest
+from forerun.model.recordings import Recordings
 from forerun.types import TokenLogprob
 
 _BLOCK = 64  # Logits of which the largest is taken before any are sorted
@@ -36,10 +37,18 @@ class Scores:
         row_trees: of each.
         rules: of each, by name.
         top: so many ids a node `top_ids` will be asked for; 0: none.
+        recordings: of the device, where what is formed beforehand is recorded.
     """
 
     def __init__(
-        self, logits: Tensor, rows: Sequence[Row], row_trees: Sequence[TokenTree], rules: Sequence[str], *, top: int = 0
+        self,
+        logits: Tensor,
+        rows: Sequence[Row],
+        row_trees: Sequence[TokenTree],
+        rules: Sequence[str],
+        *,
+        top: int = 0,
+        recordings: Recordings | None = None,
     ) -> None:
         self.logits = logits  # (B, N, V), raw
         self.trees = tuple(row_trees)
@@ -49,7 +58,7 @@ class Scores:
         self._argmax: list[list[int]] | None = None
         self._ladder: Ladder | None = None
         if logits.device.type != "cpu":
-            self._ladder = self._formed(rules, top)
+            self._ladder = self._formed(rules, top, recordings)
 
     def row(self, index: int) -> HostRow | LadderRow:
         """One row's distributions, as a rule sees them."""
@@ -99,7 +108,7 @@ class Scores:
         found = self._ladder.top_ids(self._indices, k)
         return top_ids(self.logits, k).cpu().numpy() if found is None else found
 
-    def _formed(self, rules: Sequence[str], top: int) -> Ladder:
+    def _formed(self, rules: Sequence[str], top: int, recordings: Recordings | None) -> Ladder:
         inputs = []
         for index, (row, tree, rule) in enumerate(zip(self._rows, self.trees, rules, strict=True)):
             edits: Edits | None = None
@@ -112,7 +121,7 @@ class Scores:
                 tree=tree, sampler=row.sampler, rng=row.rng(), reads=reads, edits=edits, draft_probs=row.traced
             )
             inputs.append(one)
-        return Ladder(self.logits, inputs, top=top)
+        return Ladder(self.logits, inputs, top=top, recordings=recordings)
 
 
 class HostRow:

@@ -96,7 +96,7 @@ def step(
     boundaries = frozenset[Boundary]().union(*(group.drafter.requires | group.drafter.observes for group in groups))
     scored = target.score([row.cache_row for row in rows], trees, boundaries=boundaries)
     top = max((group.drafter.top_ids for group in groups), default=0)
-    scores = Scores(scored.logits, rows, trees, rules, top=top)
+    scores = Scores(scored.logits, rows, trees, rules, top=top, recordings=target.verifying)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     lost = _score_roots_again(target, rows, scored, trees)
     if lost:

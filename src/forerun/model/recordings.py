@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -24,6 +24,7 @@ Record = Callable[[Work, tuple[Tensor, ...]], Work]
 """(work, inputs like those that it will be given) -> the same work again; its result lives until the next call."""
 
 _MOST = 64  # Recordings that are kept; the one that was used least lately goes
+_MOST_MET = 4096  # Keys whose meetings are counted
 _WARM_UPS = 2
 LEAST_WIDTH = 256  # Slots of a cache that a recorded pass reads at least, or twice, four times, ... as many
 
@@ -34,6 +35,7 @@ class Recordings:
     def __init__(self, record: Record | None) -> None:
         self._record = record
         self._known: OrderedDict[Hashable, Work] = OrderedDict()
+        self._met: Counter[Hashable] = Counter()
 
     @classmethod
     def on(cls, device: torch.device) -> Recordings:
@@ -48,11 +50,17 @@ class Recordings:
     def __len__(self) -> int:
         return len(self._known)
 
-    def run(self, key: Hashable | None, work: Work, *inputs: Tensor) -> Any:
-        """What `work` makes of the inputs: of a key always the same work on the same shapes; without one unrecorded."""
+    def run(self, key: Hashable | None, work: Work, *inputs: Tensor, after: int = 0) -> Any:
+        """What `work` makes of the inputs: of a key always the same work on the same shapes. Without one it is not
+        recorded, and with one not before it was met `after` times: keys may be many, of which few come again."""
         if self._record is None or key is None:
             return work(*inputs)
         if key not in self._known:
+            if self._met[key] < after:
+                if len(self._met) > _MOST_MET:
+                    self._met.clear()
+                self._met[key] += 1
+                return work(*inputs)
             try:
                 self._known[key] = self._record(work, inputs)
             except Exception as error:

@@ -67,6 +67,7 @@ class Target:
         self.cache = SlotCache(rows, aligned)
         self._style = masks.MaskStyle.of(self.config)
         self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)  # Of scoring
+        self.verifying = Recordings.on(self.device)  # Of what rules ask about its logits
         self._ran: dict[int, int] = {}
 
     @classmethod

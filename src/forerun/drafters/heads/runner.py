@@ -40,6 +40,7 @@ from forerun.model.recordings import Recordings, bucket, wide
 from forerun.types import Boundary
 
 PIECE = 512  # Most entries of a row in one pass over a prompt
+_COMMITTED = 64  # Most entries that a recorded pass takes: what a step commits, no prompts
 Tree = TypeVar("Tree")
 Passed = TypeVar("Passed")
 HiddenStates = Mapping[Boundary, Tensor]
@@ -191,27 +192,39 @@ class AttendingRunner(HeadRunner):
             self._append([rows[index] for index in active], pieces, states)
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
-        eager = self.device.type == "cpu"
-        longest = max(map(len, pieces))
+        eager, longest = self.device.type == "cpu", max(map(len, pieces))
+        recorded = self.recordings.active and longest <= _COMMITTED
+        more = bucket(len(rows)) - len(rows) if recorded else 0  # as in `unroll`
+        every, pieces = [*rows, *[rows[-1]] * more], [*pieces, *[pieces[-1]] * more]
         nodes = Nodes.of_prompt(pieces, least=longest if eager else bucket(longest))
-        held = torch.tensor([self.lengths[row] for row in rows])
-        host = torch.tensor(rows), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
-        index, lengths, counts, real, depths, sees, ids = sent(host, self.device)
-        positions = lengths.unsqueeze(1) + depths
-        most = max(self.lengths[row] for row in rows) + nodes.fresh
+        held = torch.tensor([self.lengths[row] for row in every])
+        host = torch.tensor(every), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
+        most = int(held.max()) + nodes.fresh
         most = most if eager else wide(most, self._cache.slots)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
-        self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most, index=index)
-        missing = nodes.fresh - longest
-        fused = self.head.fuse([pad(state.to(self.device, self._dtype), (0, 0, 0, missing)) for state in states])
-        sees = sees & real.unsqueeze(2)
-        block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
-        self._read(index, ids, fused, block, counts - 1, most)
-        for row, piece in zip(rows, pieces, strict=True):
+        beyond = (0, 0, 0, nodes.fresh - longest, 0, more)
+        padded = [pad(state.to(self.device, self._dtype), beyond) for state in states]
+        if more:
+            for state in padded:
+                state[len(rows) :] = state[len(rows) - 1]
+
+        def work(*given: Tensor) -> None:
+            index, lengths, counts, real, depths, sees, ids, *features = given
+            positions = lengths.unsqueeze(1) + depths
+            places = torch.where(real, positions, self._cache.dump)
+            self._cache.begin(every, places, most, index=index, anywhere=recorded)
+            sees = sees & real.unsqueeze(2)
+            block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
+            self._read(_Committed(index=index, ids=ids, last=counts - 1), self.head.fuse(features), block, most)
+
+        key = ("committed", len(every), nodes.fresh, most) if recorded else None
+        self.recordings.run(key, work, *sent(host, self.device), *padded)
+        for row, piece in zip(rows, pieces, strict=False):
             self.lengths[row] += len(piece)
 
-    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
-        """Take what rows `index` (B,) committed: tokens (B, N) after the features (B, N, H); `last` (B,) of them."""
+    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
+        """Take what was committed, in rows of a cache of `width` slots, with the features (B, N, H) that stand before
+        its tokens. To do it twice is to do it once: so it can be recorded."""
         raise NotImplementedError
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
@@ -308,8 +321,8 @@ class SequentialRunner(AttendingRunner):
         self._frontier = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=depth)
         return self.logits(advanced.output)
 
-    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
-        before = self._features[index].unsqueeze(1)
+    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
+        index, before = new.index, fused[:, :1]  # which nobody reads but who has a chain
         if self._chain.shape[1]:
             lengths = block.lengths.view(-1, 1)
             before = torch.where((lengths > 0).unsqueeze(-1), self._chain[index.unsqueeze(1), lengths - 1], 0.0)
@@ -317,14 +330,14 @@ class SequentialRunner(AttendingRunner):
         def step(embeds: Tensor, angles: Angles, attend: Attend) -> Advanced:
             return self.head.read(embeds, fused, before, angles, attend)
 
-        advanced = self._advance(ids, block, width, step)
+        advanced = self._advance(new.ids, block, width, step)
         if self._chain.shape[1]:
             self._chain[index.unsqueeze(1), block.query_positions.clamp(max=self._chain.shape[1] - 1)] = (
                 advanced.feature
             )
         each = torch.arange(len(index), device=self.device)
-        self._features[index] = advanced.feature[each, last]
-        self._outputs[index] = advanced.output[each, last]
+        self._features[index] = advanced.feature[each, new.last]
+        self._outputs[index] = advanced.output[each, new.last]
 
 
 class RecurrentRunner(AttendingRunner):
@@ -340,12 +353,12 @@ class RecurrentRunner(AttendingRunner):
     def _behind(self, run: int) -> int:
         return 0
 
-    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
+    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
         with attention_kernels(self.device):
             states = self.head.prefix(fused, block.query_positions, self._attend(block, width))
-        each = torch.arange(len(index), device=self.device)
-        self._features[index] = states[each, last]
-        self._roots[index] = ids[each, last]
+        each = torch.arange(len(new.index), device=self.device)
+        self._features[new.index] = states[each, new.last]
+        self._roots[new.index] = new.ids[each, new.last]
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         return 0  # nothing that is drafted is kept
@@ -385,19 +398,19 @@ class BlockRunner(AttendingRunner):
         self._places = self.head.places or max(1, run if levels is None else levels - 1)
         return super()._make_room(rows, self._places, levels, recorded)
 
-    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
+    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
         if self.head.places is None:
 
             def step(embeds: Tensor, angles: Angles, attend: Attend) -> Tensor:
                 return self.head.read(embeds, fused, angles, attend)
 
-            each = torch.arange(len(index), device=self.device)
-            self._outputs[index] = self._advance(ids, block, width, step)[each, last]
+            each = torch.arange(len(new.index), device=self.device)
+            self._outputs[new.index] = self._advance(new.ids, block, width, step)[each, new.last]
             return
         angles = self.head.angles(block.query_positions, fused)
         for layer, (keys, values) in enumerate(self.head.context(fused, angles)):
             self._cache.write(keys, values, layer)
-        self._roots[index] = ids.gather(1, last.unsqueeze(1)).squeeze(1)
+        self._roots[new.index] = new.ids.gather(1, new.last.unsqueeze(1)).squeeze(1)
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
         places, first, this = self._places, self.head.first, Pass()
@@ -465,7 +478,7 @@ class AdapterRunner(AttendingRunner):
     def _behind(self, run: int) -> int:
         return 1 + run
 
-    def _read(self, index: Tensor, ids: Tensor, fused: Tensor, block: Block, last: Tensor, width: int) -> None:
+    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
         angles = self.head.angles(block.query_positions, fused)
         for layer, (keys, values) in enumerate(self.head.context(fused, angles)):
             self._cache.write(keys, values, layer)
@@ -512,6 +525,15 @@ class AdapterRunner(AttendingRunner):
         with attention_kernels(self.device):
             output = self.head.adapt(fused, self.head.angles(here, fused), self._attend(block, trees.width))
         return self.logits(output)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Committed:
+    """What is appended to the rows of a runner."""
+
+    index: Tensor  # (B,) int64 of the rows
+    ids: Tensor  # (B, N) int64
+    last: Tensor  # (B,) int64, where their last tokens stand
 
 
 @dataclass(kw_only=True, slots=True)
