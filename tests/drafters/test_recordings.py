@@ -53,11 +53,14 @@ def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
 
     def flat(*given: Tensor) -> dict[str, Tensor]:
         made.append(work(*given))
+        if made[-1] is None:  # it only writes
+            return {}
         fields = {field.name: getattr(made[-1], field.name) for field in dataclasses.fields(made[-1])}
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
+    work(*own)  # what is allocated once is there
     graph = make_fx(flat)(*own)
-    result = dataclasses.replace(made[0], **graph(*own))
+    result = dataclasses.replace(made[0], **graph(*own)) if made[0] is not None else None
 
     def replay(*given: Tensor) -> Any:
         for name, value in graph(*given).items():
@@ -124,7 +127,7 @@ def test_what_reads_on_the_host_is_not_recorded() -> None:
     recordings = Recordings(traced)
     llm, drafts = engine({"num_speculative_tokens": 3, "top_k": 3, "stop_below": 0.2}, recordings, {})
     llm.generate({"prompt_token_ids": tokens(6)}, SamplingParams(temperature=0, max_tokens=12, detokenize=False))
-    assert drafts and not len(recordings)
+    assert drafts and {key[0] for key in recordings._known} == {"committed"}
     assert not SequentialRunner(
         head(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), Target(model(), rows=1, slots=8), 1, 8
     ).recordings.active

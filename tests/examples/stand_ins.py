@@ -33,6 +33,7 @@ WORDS = {
     # What costs minutes at the printed size, or has no room in the demo model.
     "--all --scale 0.4": "--all",
     "--scale 0.4": "--scale 0.1",
+    "--all --scale 8": "--all",
     "draft.vocab_size=32000": "draft.vocab_size=400",
     "--draft-vocab-size 4096": "--draft-vocab-size 400",
     "[:600]": "[:3]",

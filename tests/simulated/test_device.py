@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from forerun.model.recordings import Recordings
 from simulated.device import NAME, Counts, DeviceError, DeviceTensor, Kind, SimulatedDevice, moved
 
 
@@ -260,6 +261,32 @@ def test_a_wait_while_work_is_recorded_is_refused(
     with pytest.raises(DeviceError, match=f"a {kind} while work is recorded"):
         device.record(work, (there(),))
     work(there())  # and afterwards it may wait again
+
+
+def test_a_key_is_recorded_when_it_has_come_often_enough(device: SimulatedDevice) -> None:
+    """Keys that come once or twice, and of which there are many, push no other out."""
+    recordings, runs = Recordings(device.record), list[int]()
+
+    def work(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x * 2
+
+    for turn in range(6):
+        assert recordings.run("often", work, there() + turn, after=3).tolist() == ((there() + turn) * 2).tolist()
+        assert recordings.run(("seldom", turn), work, there(), after=3).tolist() == [0, 2, 4, 6]
+    assert list(recordings._known) == ["often"]
+    assert len(runs) == 3 + 2 + 6, "three times as it comes, twice to record, then never"
+    recordings.most = 1
+    recordings.run("other", work, there())
+    assert list(recordings._known) == ["other"]
+
+
+def test_launches_are_counted_but_not_those_of_a_replay(device: SimulatedDevice) -> None:
+    replay, given = device.record(lambda x: (x * 2).view(2, 2).sum(1), (there(),)), there()
+    with device.counting() as count:
+        replay(given)
+        (given + 1).view(2, 2)
+    assert count.launches == 2, "what the recording is given, and the sum; a view is none"
 
 
 def test_other_code_sees_no_accelerator() -> None:

@@ -15,7 +15,7 @@ from forerun.model import Target
 from forerun.model.inputs import Scored
 from selection import slow
 from simulated import waits
-from simulated.arms import MOST_READS
+from simulated.arms import MOST_LAUNCHES, MOST_READS
 from simulated.device import Kind
 
 
@@ -41,6 +41,7 @@ def test_a_step_waits_as_often_as_its_drafter_runs_a_model_whatever_the_rows(arm
         for found in waits.measured(arm, rows):
             assert found.per_step(Kind.READ) <= MOST_READS.get(arm, 2), found.setting
             assert found.per_step(Kind.BLOCKING_WRITE) == 0, found.setting
+            assert found.launches <= MOST_LAUNCHES.get(arm, 800), found.setting
             assert not found.drafter_errors
 
 

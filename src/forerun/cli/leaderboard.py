@@ -209,9 +209,9 @@ def run(llm: LLM, board: list[Entry], *, max_tokens: int) -> Entry:
     arms = [plain, *board]
     with console.progress_bar("answering", total=len(arms) * len(asked) * len(TEMPERATURES)) as advance:
         for temperature in TEMPERATURES:
-            for number, prompt in enumerate([asked[0], *asked]):  # the first question once more, to warm up
-                length = 8 if number == 0 else max_tokens
-                params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=number <= FILES, seed=7)
+            for number, prompt in enumerate([asked[0], asked[-1], *asked], start=-2):  # a file and an edit warm up
+                length = 8 if number < 0 else max_tokens
+                params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=number < FILES, seed=7)
                 first: RequestOutput | None = None
                 for arm in arms:
                     drafter: Any = {**arm.config, "adaptive": False} if arm.config else False
@@ -219,7 +219,7 @@ def run(llm: LLM, board: list[Entry], *, max_tokens: int) -> Entry:
                     salt = f"{arm.name} {temperature} {number}"
                     [output] = llm.generate([prompt], params, speculative=drafter, cache_salt=salt)
                     first = first or output
-                    if number == 0:
+                    if number < 0:
                         continue
                     arm.add(temperature, output)
                     if temperature == 0 and arm is not plain:

@@ -34,6 +34,7 @@ from forerun.core.sampling import (
     probs_of,
     process_rows,
     settings_of,
+    wide,
 )
 from forerun.core.tree import TokenTree
 from forerun.devices import fetched, sent, sent_packed, unpacked, widest
@@ -108,6 +109,7 @@ class Ladder:
             greedy=any(row.sampler.greedy for row in self.rows),
             entropy=any(one.entropy for one in reads),
             draft_prob=any(row.draft_probs for row in self.rows),
+            probs=any(row.sampler.params.logprobs is not None for row in self.rows),
             top=min(top, size),
         )
         if not levels:
@@ -126,12 +128,14 @@ class Ladder:
                 if node // self.nodes in own:
                     self._vectors[node, rung] = vector
 
-        given = [raw, values] if drafts is None else [raw, values, drafts]
+        edited, sampled = any(row.edits is not None for row in self.rows), drafts is not None
+        given = [raw, *([values] if edited else []), *([] if drafts is None else [drafts])]
 
-        def work(packed: Tensor, raw: Tensor, values: Tensor, drafts: Tensor | None = None) -> dict[str, Tensor]:
+        def work(packed: Tensor, raw: Tensor, *others: Tensor) -> dict[str, Tensor]:
+            values, drafts = others[0] if edited else wide(raw), others[-1] if sampled else None
             return _formed(plan, raw, values, drafts, unpacked(packed, host), keep if own else None)
 
-        key = plan, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))
+        key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))
         packed = sent_packed(host, raw.device)
         found: dict[str, Tensor] = recordings.run(None if own else key, work, packed, *given, after=_MET_BEFORE)
         return found
@@ -283,6 +287,7 @@ class _Plan:
     greedy: bool  # Whether a row is at temperature 0
     entropy: bool  # What is wanted beside the rungs
     draft_prob: bool
+    probs: bool
     top: int
 
 
@@ -294,7 +299,7 @@ def _formed(
     host: Sequence[Tensor] = (),
     keep: Callable[[int, int, Tensor], None] | None = None,
 ) -> dict[str, Tensor]:
-    """All numbers of a step's nodes, and ``probs`` (B N, V), which stay on the device.
+    """All numbers of a step's nodes, and, where they are wanted, ``probs`` (B N, V), which stay on the device.
 
     Args:
         raw: (B, N, V) logits of the model.
@@ -303,11 +308,11 @@ def _formed(
         host: what differs from step to step, as `Ladder._climbed` orders it.
         keep: is shown what is left on each rung of each level.
     """
-    wide, size = widest(raw.device), raw.shape[-1]
+    exact, size = widest(raw.device), raw.shape[-1]
     made = {
-        "raw_max": raw.amax(-1).flatten().to(wide),
+        "raw_max": raw.amax(-1).flatten().to(exact),
         "raw_argmax": raw.argmax(-1).flatten(),
-        "max": values.amax(-1).flatten().to(wide),
+        "max": values.amax(-1).flatten().to(exact),
         "argmax": values.argmax(-1).flatten(),
     }
     if plan.top:
@@ -321,19 +326,19 @@ def _formed(
         probs = torch.where(settings[:, :1, None] > 0, probs, point)
     outside = (probs * (values == -torch.inf)).sum(-1)
     probs = probs.flatten(0, 1)
+    made |= {"probs": probs} if plan.probs else {}
     made |= {
-        "probs": probs,
         "sums": torch.stack([probs.sum(-1), probs.amin(-1), outside.flatten()]),
         "of_child": probs.view(-1).index_select(0, parent_at * size + token_at),
     }
     if plan.entropy:
-        made["entropy"] = torch.special.entr(probs).sum(-1, dtype=wide)
+        made["entropy"] = torch.special.entr(probs).sum(-1, dtype=exact)
     if drafts is not None and plan.draft_prob:
         made["draft_prob"] = drafts[draft_at.index_select(0, parent_at), token_at]
     height = max(len(rungs) for _, rungs in plan.levels)
-    steps = torch.zeros(height, 3, len(probs), dtype=wide, device=raw.device)
+    steps = torch.zeros(height, 3, len(probs), dtype=exact, device=raw.device)
     drawn = torch.zeros(height + 1, len(probs), dtype=torch.int64, device=raw.device)
-    weights = torch.ones(len(probs), dtype=wide, device=raw.device)
+    weights = torch.ones(len(probs), dtype=exact, device=raw.device)
     for level, (_, rungs) in enumerate(plan.levels):
         at, ints = ints[0], ints[1:]
         draft = None if drafts is None else drafts.index_select(0, draft_at.index_select(0, at))

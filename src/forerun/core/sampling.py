@@ -432,11 +432,16 @@ class Processing:
         return Processing(**dict(zip(self.key, tensors, strict=True)))
 
 
+def wide(logits: Tensor) -> Tensor:
+    """Logits in float32; float64 stays."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
     """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw `logits`
     (B, N, V), and what a user's own processors raised, which run node by node: (row, node) -> error. `edits` (B,) are
     those of `Sampler.edits`; None for a row whose logits stay as they are."""
-    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    values = wide(logits)
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     if not rows:
         return values, {}

@@ -23,7 +23,7 @@ Work = Callable[..., Any]  # Of tensors on one device, to tensors there; neither
 Record = Callable[[Work, tuple[Tensor, ...]], Work]
 """(work, inputs like those that it will be given) -> the same work again; its result lives until the next call."""
 
-_MOST = 64  # Recordings that are kept; the one that was used least lately goes
+_MOST = 64  # Recordings that are kept where nobody says otherwise; the one that was used least lately goes
 _MOST_MET = 4096  # Keys whose meetings are counted
 _WARM_UPS = 2
 LEAST_WIDTH = 256  # Slots of a cache that a recorded pass reads at least, or twice, four times, ... as many
@@ -34,6 +34,7 @@ class Recordings:
 
     def __init__(self, record: Record | None) -> None:
         self._record = record
+        self.most = _MOST
         self._known: OrderedDict[Hashable, Work] = OrderedDict()
         self._met: Counter[Hashable] = Counter()
 
@@ -69,7 +70,7 @@ class Recordings:
                 self._known.clear()
                 return work(*inputs)
         self._known.move_to_end(key)
-        if len(self._known) > _MOST:
+        if len(self._known) > self.most:
             self._known.popitem(last=False)
         return self._known[key](*inputs)
 

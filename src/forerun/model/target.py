@@ -31,6 +31,8 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 ALIGNED = 16  # On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask
 PIECE = 512  # Most prompt tokens of a row in one pass
+VERIFYING = 16  # Recordings of what rules ask that are kept
+SHORT = 16  # Most tokens of a row that are appended by a recorded pass: what a draft model lacks of a step, say
 
 
 class Target:
@@ -67,7 +69,8 @@ class Target:
         self.cache = SlotCache(rows, aligned)
         self._style = masks.MaskStyle.of(self.config)
         self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)  # Of scoring
-        self.verifying = Recordings.on(self.device)  # Of what rules ask about its logits
+        self.verifying = Recordings.on(self.device)  # Of what rules ask about its logits: each holds copies of them
+        self.verifying.most = VERIFYING
         self._ran: dict[int, int] = {}
 
     @classmethod
@@ -108,6 +111,8 @@ class Target:
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
         check_boundaries(boundaries, self.num_layers)
+        if self._records and max(counts) <= SHORT:
+            return self._append(rows, Nodes.of_prompt(tokens), counts, boundaries, all_logits=all_logits)
         wanted = boundaries | {LAST_HIDDEN} if all_logits else boundaries
         gathered: dict[Boundary, Tensor] = {}
         last: Tensor | None = None  # (B, 1, H) of each row's last token so far, after the final norm
@@ -146,7 +151,7 @@ class Target:
         """
         check_boundaries(boundaries, self.num_layers)
         nodes = self._nodes(rows, trees)
-        if self.recordings.active and not any(nodes.resume) and not self.buckets.nodes:
+        if self._records and not any(nodes.resume):
             return self._recorded(rows, nodes, boundaries)
         flat = self._flat(nodes, padded=True)
         begun = nodes.begun([self.writes[row] for row in rows], boundaries)
@@ -295,6 +300,30 @@ class Target:
         early = self._ranges.run(Plan(stop=begun.boundary), inputs, None)[:, : size - start]
         [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
         return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
+
+    @property
+    def _records(self) -> bool:
+        return self.recordings.active and not self.buckets.nodes
+
+    def _append(
+        self,
+        rows: Sequence[int],
+        nodes: Nodes,
+        counts: Sequence[int],
+        boundaries: Set[Boundary],
+        *,
+        all_logits: bool,
+    ) -> Scored:
+        """`prefill` of short chains, as one pass that is recorded."""
+        scored = self._recorded(rows, nodes, boundaries)
+        for row, count in zip(rows, counts, strict=True):
+            self.lengths[row] += count
+            self._ran.pop(row, None)
+        if all_logits:
+            return scored
+        ends = sent_ints([count - 1 for count in counts], scored.logits.device).view(-1, 1, 1)
+        last = scored.logits.gather(1, ends.expand(-1, 1, scored.logits.shape[-1]))
+        return replace(scored, logits=last)
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
         """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""

@@ -192,15 +192,16 @@ class AttendingRunner(HeadRunner):
             self._append([rows[index] for index in active], pieces, states)
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
-        eager, longest = self.device.type == "cpu", max(map(len, pieces))
+        longest = max(map(len, pieces))
         recorded = self.recordings.active and longest <= _COMMITTED
+        exact = self.device.type == "cpu" and not recorded  # elsewhere few sizes are better
         more = bucket(len(rows)) - len(rows) if recorded else 0  # as in `unroll`
         every, pieces = [*rows, *[rows[-1]] * more], [*pieces, *[pieces[-1]] * more]
-        nodes = Nodes.of_prompt(pieces, least=longest if eager else bucket(longest))
+        nodes = Nodes.of_prompt(pieces, least=longest if exact else bucket(longest))
         held = torch.tensor([self.lengths[row] for row in every])
         host = torch.tensor(every), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
         most = int(held.max()) + nodes.fresh
-        most = most if eager else wide(most, self._cache.slots)
+        most = most if exact else wide(most, self._cache.slots)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
         beyond = (0, 0, 0, nodes.fresh - longest, 0, more)
         padded = [pad(state.to(self.device, self._dtype), beyond) for state in states]

@@ -248,7 +248,7 @@ def _epsilon(module: Any) -> float:
 def _takes(weight: Tensor, size: int = 0) -> bool:
     """Whether its device has operations for states of its dtype, of so many values."""
     ops = fused(weight.device)
-    return ops is not None and ops.ready() and weight.dtype in ops.DTYPES and size % ops.LANES == 0
+    return ops is not None and ops.ready(weight.device) and weight.dtype in ops.DTYPES and size % ops.LANES == 0
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:

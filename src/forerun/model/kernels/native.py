@@ -221,7 +221,7 @@ def fused_kernels() -> ctypes.CDLL | None:
     return library
 
 
-def ready() -> bool:
+def ready(_device: torch.device) -> bool:
     """Whether this machine has the functions below."""
     return fused_kernels() is not None
 
@@ -234,7 +234,7 @@ def takes_states(states: Tensor) -> bool:
         and states.device.type == "cpu"
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and ready()
+        and ready(states.device)
     )
 
 

@@ -5,6 +5,7 @@ They round where transformers' own operations do. `fused` imports this module wh
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from forerun.model.kernels.native import Heads
 
+log = logging.getLogger(__name__)
+
 DTYPES = (torch.bfloat16, torch.float16)
 LANES = 1  # Widths are multiples of it
 ROTATED = DEPTHS = (16, 32, 64, 128, 256)  # Widths of a head that `rope_and_write` and `attend` take
@@ -23,8 +26,14 @@ _SLOTS = 64  # Of the cache, that a program takes at a time
 _WAVES = 2  # Programs for each multiprocessor
 
 
-def ready() -> bool:
-    """As `native.ready`."""
+@cache
+def ready(device: torch.device) -> bool:
+    """Whether the kernels run on this device: Triton may find no compiler for what calls them, or not know the GPU."""
+    try:
+        silu_and_mul(torch.ones(1, 2, device=device, dtype=DTYPES[1]))
+    except Exception as error:
+        log.warning("norms, gates and attention run in torch, which is slower: Triton fails here: %r", error)
+        return False
     return True
 
 
@@ -35,6 +44,7 @@ def takes_states(states: Tensor) -> bool:
         and states.is_contiguous()
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and ready(states.device)
     )
 
 
@@ -49,6 +59,7 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
         and query.shape[1] // key.shape[1] * query.shape[2] <= MOST_ROWS
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and ready(query.device)
     )
 
 
@@ -57,7 +68,8 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     size, result = states.shape[-1], torch.empty_like(states)
     block = triton.next_power_of_2(size)
     warps = min(16, max(1, block // 512))
-    _norm[states.numel() // size,](states, weight, result, size, epsilon, BLOCK=block, num_warps=warps)
+    with torch.cuda.device_of(states):
+        _norm[states.numel() // size,](states, weight, result, size, epsilon, BLOCK=block, num_warps=warps)
     return result
 
 
@@ -65,7 +77,8 @@ def silu_and_mul(both: Tensor) -> Tensor:
     """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size)."""
     size, block = both.shape[-1] // 2, 1024
     result = both.new_empty(*both.shape[:-1], size)
-    _gate[result.numel() // size, triton.cdiv(size, block)](both, result, size, BLOCK=block)
+    with torch.cuda.device_of(both):
+        _gate[result.numel() // size, triton.cdiv(size, block)](both, result, size, BLOCK=block)
     return result
 
 
@@ -77,21 +90,22 @@ def rope_and_write(
     norms = (heads.query_norm, heads.key_norm)
     weights = [states if norm is None else norm.weight for norm in norms]
     epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
-    _place[places.numel(), heads.queries + 2 * heads.keys](
-        states,
-        *angles,
-        *weights,
-        places,
-        query,
-        *stores,
-        heads.queries,
-        heads.keys,
-        *epsilons,
-        HALF=heads.depth // 2,
-        QUERY_NORM=norms[0] is not None,
-        KEY_NORM=norms[1] is not None,
-        num_warps=1,
-    )
+    with torch.cuda.device_of(states):
+        _place[places.numel(), heads.queries + 2 * heads.keys](
+            states,
+            *angles,
+            *weights,
+            places,
+            query,
+            *stores,
+            heads.queries,
+            heads.keys,
+            *epsilons,
+            HALF=heads.depth // 2,
+            QUERY_NORM=norms[0] is not None,
+            KEY_NORM=norms[1] is not None,
+            num_warps=1,
+        )
     return query
 
 
@@ -111,8 +125,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     batch, heads, count, depth = query.shape
     key_heads, width, value_depth = key.shape[1], key.shape[2], value.shape[-1]
     groups = heads // key_heads
-    rows = min(64, max(16, triton.next_power_of_2(groups * count)))
-    blocks, sequences = triton.cdiv(groups * count, rows), batch * key_heads
+    tile = min(64, max(16, triton.next_power_of_2(groups * count)))
+    blocks, sequences = triton.cdiv(groups * count, tile), batch * key_heads
     shares = max(1, min(triton.cdiv(_WAVES * _processors(query.device), sequences * blocks), width // _SLOTS))
     share = triton.cdiv(triton.cdiv(width, shares), _SLOTS) * _SLOTS
     shares = triton.cdiv(width, share)
@@ -121,35 +135,36 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     partial = out if shares == 1 else query.new_empty(*shape, value_depth, dtype=torch.float32)
     tops, totals = query.new_empty(2, *shape, dtype=torch.float32)
     mask = mask.expand(batch, 1, count, width)
-    _attend[sequences, shares, blocks](
-        query,
-        key,
-        value,
-        mask,
-        partial,
-        tops,
-        totals,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        mask.stride(0),
-        mask.stride(2),
-        key_heads,
-        count,
-        width,
-        share,
-        scale,
-        torch.finfo(mask.dtype).min / 2,
-        SHARES=shares,
-        GROUPS=groups,
-        DEPTH=depth,
-        VALUE_DEPTH=value_depth,
-        ROWS=rows,
-        SLOTS=_SLOTS,
-    )
-    if shares > 1:
-        padded = triton.next_power_of_2(shares)
-        _join[batch * count * heads,](partial, tops, totals, out, SHARES=shares, PADDED=padded, DEPTH=value_depth)
+    with torch.cuda.device_of(query):  # where Triton launches
+        _attend[sequences, shares, blocks](
+            query,
+            key,
+            value,
+            mask,
+            partial,
+            tops,
+            totals,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            mask.stride(0),
+            mask.stride(2),
+            key_heads,
+            count,
+            width,
+            share,
+            scale,
+            torch.finfo(mask.dtype).min / 2,
+            SHARES=shares,
+            GROUPS=groups,
+            DEPTH=depth,
+            VALUE_DEPTH=value_depth,
+            ROWS=tile,
+            SLOTS=_SLOTS,
+        )
+        if shares > 1:
+            padded = triton.next_power_of_2(shares)
+            _join[batch * count * heads,](partial, tops, totals, out, SHARES=shares, PADDED=padded, DEPTH=value_depth)
     return out
 
 

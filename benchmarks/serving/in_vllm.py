@@ -1,0 +1,126 @@
+"""forerun's drafters inside vLLM, beside vLLM's own `ngram`: edits, really answered, by vLLM's server on a CPU.
+
+``python benchmarks/serving/in_vllm.py`` after ``make test-vllm`` has made vLLM's environment. The demo target is
+enlarged to what a 0.4 B model costs; each arm is a vLLM server (model runner V1) that drafts as many tokens as the
+others. While one answers, the others are stopped (SIGSTOP). Nothing is asked twice: drafters remember answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import scene
+from client import Load, drive
+from compare import VLLM
+from fleet import Server
+from transformers import AutoTokenizer
+
+from benchmarks.suite.suite import this_machine
+from forerun.demo import edits, resolve
+from forerun.demo.scale import ScaledModel
+from forerun.deploy.engines.vllm import VARIABLE
+
+OWN, PLAIN = "vLLM's ngram", "vLLM, plain"
+PLUG_IN = "forerun.deploy.vllm.ForerunProposer"
+GOAL = 1.2
+METHODS = ("suffix", "ngram")
+
+
+def main() -> int:
+    """Measure, and print a table, or one JSON line with ``--json``."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--texts", type=int, default=6, help="of a round, the longest of the shipped edits")
+    options.add_argument("--tokens", type=int, nargs="+", default=[5, 16], help="of a draft")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--billions", type=float, default=0.4)
+    options.add_argument("--vllm", type=Path, default=scene.ROOT / ".venv-vllm/bin/python")
+    options.add_argument("--work", type=Path, default=scene.ROOT / "build/serving")
+    options.add_argument("--json", action="store_true")
+    asked = options.parse_args()
+    asked.work.mkdir(parents=True, exist_ok=True)
+    found = {tokens: _measured(tokens, asked) for tokens in asked.tokens}
+    if asked.json:
+        print(json.dumps({"machine": str(this_machine()), "drafted": found}))  # noqa: T201
+        return 0
+    for tokens, arms in found.items():
+        for name, rates in arms.items():
+            own = f"{_ratio(rates, arms[OWN]):.2f} x vLLM's ngram (goal {GOAL})"
+            line = f"K = {tokens:2}  {name:16} {median(rates):6.1f} tokens/s  {_ratio(rates, arms[PLAIN]):.2f} x plain"
+            print(line, own if name.startswith("forerun") else "", sep="   ")  # noqa: T201
+    return 0
+
+
+def _measured(tokens: int, asked: argparse.Namespace) -> dict[str, list[float]]:
+    """By arm: tokens per second in each round."""
+    target = ScaledModel(resolve("demo"), billions=asked.billions).path
+    servers = _servers(target, tokens, asked)
+    warming, *rounds = _bodies(target, asked.texts, asked.rounds)
+    try:
+        for server in servers.values():
+            server.start()
+            server.pause()
+        rates: dict[str, list[float]] = {name: [] for name in servers}
+        names = list(servers)
+        for name in names:
+            _load(servers[name], warming)
+        for turn, bodies in enumerate(rounds):
+            for name in names if turn % 2 else reversed(names):
+                rates[name].append(_load(servers[name], bodies).tokens_per_second)
+                sys.stderr.write(f"K = {tokens}, {turn + 1}/{asked.rounds} {name:16} {rates[name][-1]:.1f}\n")
+        return rates
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
+def _servers(target: Path, tokens: int, asked: argparse.Namespace) -> dict[str, Server]:
+    base = [str(asked.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--dtype", "bfloat16"]
+    base += ["--max-model-len", str(scene.MAX_MODEL_LEN), "--max-num-seqs", "1", "--served-model-name", scene.NAME]
+    base += ["--no-enable-prefix-caching"]
+    length = {"num_speculative_tokens": tokens}
+    lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, **length}
+    arms: dict[str, list[str]] = {PLAIN: [], OWN: ["--speculative-config", json.dumps(lookup)]}
+    plugged = {"method": "custom_class", "model": PLUG_IN, **length}
+    for method in METHODS:
+        arms[f"forerun {method}"] = ["--no-async-scheduling", "--speculative-config", json.dumps(plugged)]
+    made = {}
+    for place, (name, more) in enumerate(arms.items()):
+        own = {VARIABLE: json.dumps({"method": name.removeprefix("forerun ")}), "PYTHONPATH": str(scene.ROOT / "src")}
+        environment = {**VLLM, "VLLM_USE_V2_MODEL_RUNNER": "0", **(own if name.startswith("forerun") else {})}
+        log = asked.work / f"in-vllm-{place}.log"
+        made[name] = Server(name=name, command=[*base, *more], log=log, environment=environment)
+    return made
+
+
+def _bodies(target: Path, count: int, rounds: int) -> list[list[dict[str, Any]]]:
+    """Greedy requests to warm up with, and those of each round, for the edits with the longest answers."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    chosen = sorted(edits(), key=lambda edit: -len(edit.answer))[: count * rounds + 1]
+    bodies = []
+    for edit in chosen:
+        ids = tokenizer.apply_chat_template(edit.messages, add_generation_prompt=True, return_dict=False)
+        bodies.append({"model": scene.NAME, "prompt": list(ids), "max_tokens": 600, "temperature": 0})
+    return [bodies[-1:], *(bodies[:-1][turn::rounds] for turn in range(rounds))]
+
+
+def _load(server: Server, bodies: Sequence[dict[str, Any]]) -> Load:
+    server.resume()
+    try:
+        return drive(server.url, bodies, 1)
+    finally:
+        server.pause()
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median over the rounds of the ratio within a round."""
+    return median(own / other for own, other in zip(ours, theirs, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
