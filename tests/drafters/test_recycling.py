@@ -250,6 +250,16 @@ def test_the_file_is_written_at_the_end_of_a_row_and_at_the_end_of_the_drafter(t
     assert drafter(path=str(path)).matrix.successors[1].tolist() == [3, 2, -1]
 
 
+def test_a_relative_path_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    made = drafter(path="matrix")
+    made.extend(context([1, 2], 2))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    made.matrix.save()
+    assert (tmp_path / "matrix").exists() and not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_file_that_cannot_be_written_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()

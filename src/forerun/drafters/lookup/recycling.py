@@ -90,7 +90,8 @@ class RecyclingDrafter(Drafter):
         if config.top_k > size:
             raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
         identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
-        path = None if config.path is None else Path(config.path).expanduser()
+        # Absolute: it is written late, wherever the process is then.
+        path = None if config.path is None else Path(config.path).expanduser().absolute()
         self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)  # Of requests without a salt
         self._first = None if path is None else self.matrix.successors.copy()
         self._nodes = config.nodes or _MOST
