@@ -253,7 +253,7 @@ class Reader:
     def _make(self, options: list[str], found: Printed) -> None:
         """Type the lines that make would run; what sets up environments is taken as done."""
         marks = [*(f".venv/{name}" for name in (".ready", ".docs-ready"))]
-        marks += [f".venv-{name}/.ready" for name in ("vllm", "sglang", "llama")]
+        marks += [*(f".venv-{name}/.ready" for name in ("vllm", "sglang", "llama")), "build/triton/.ready"]
         command = ["make", "-n", *(word for mark in marks for word in ("-o", mark)), *options]
         ours = ("MAKE", "ARGS", "WORKERS")  # Of the make that we run in
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
