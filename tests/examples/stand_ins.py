@@ -31,7 +31,6 @@ WORDS = {
     # A run of its own for each line that trains by the same recipe.
     "eagle3 recipe.yaml": "eagle3 recipe.yaml output=runs/{line}",
     # What costs minutes at the printed size, or has no room in the demo model.
-    "--all --scale 0.4": "--all",
     "--scale 0.4": "--scale 0.1",
     "--all --scale 8": "--all",
     "draft.vocab_size=32000": "draft.vocab_size=400",

@@ -34,7 +34,7 @@ from forerun.core.sampling import (
     probs_of,
     process_rows,
     settings_of,
-    wide,
+    widened,
 )
 from forerun.core.tree import TokenTree
 from forerun.devices import fetched, sent, sent_packed, unpacked, widest
@@ -132,7 +132,7 @@ class Ladder:
         given = [raw, *([values] if edited else []), *([] if drafts is None else [drafts])]
 
         def work(packed: Tensor, raw: Tensor, *others: Tensor) -> dict[str, Tensor]:
-            values, drafts = others[0] if edited else wide(raw), others[-1] if sampled else None
+            values, drafts = others[0] if edited else widened(raw), others[-1] if sampled else None
             return _formed(plan, raw, values, drafts, unpacked(packed, host), keep if own else None)
 
         key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))

@@ -432,7 +432,7 @@ class Processing:
         return Processing(**dict(zip(self.key, tensors, strict=True)))
 
 
-def wide(logits: Tensor) -> Tensor:
+def widened(logits: Tensor) -> Tensor:
     """Logits in float32; float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -441,7 +441,7 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw `logits`
     (B, N, V), and what a user's own processors raised, which run node by node: (row, node) -> error. `edits` (B,) are
     those of `Sampler.edits`; None for a row whose logits stay as they are."""
-    values = wide(logits)
+    values = widened(logits)
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     if not rows:
         return values, {}
@@ -485,7 +485,7 @@ def has_filters(params: SamplingParams) -> bool:
 def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
     """(B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5); NaN where it refuses. Rows
     at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host."""
-    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    values = widened(logits)
     temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
     scaled = (values - values.amax(-1, keepdim=True)) / temperature.to(values.dtype)
     if not filters:

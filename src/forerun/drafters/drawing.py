@@ -29,6 +29,7 @@ from forerun.core.sampling import (
     probs_of,
     quantiles,
     settings_of,
+    widened,
 )
 from forerun.devices import sent, widest
 from forerun.errors import ArgumentError, NumericError, of_the_process
@@ -426,7 +427,7 @@ class Draws:
 
     def _processed(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
         batch, width, size = logits.shape
-        values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        values = widened(logits)
         above = tuple(one - 1 for node in self.shape.levels[depth] for one in self.shape.path(node))
         paths = ids.index_select(1, constant(above, ids.device))
         first = torch.arange(batch * width, device=ids.device).view(batch, width, 1) * size

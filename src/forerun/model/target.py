@@ -123,16 +123,13 @@ class Target:
             with self._turn, attention_kernels(self.device):
                 flat = self._flat(nodes, padded=False)
                 states, caught = self._forward(some, nodes, wanted, flat, padded=False)
-            for row, piece in zip(some, pieces, strict=True):
-                self.lengths[row] += len(piece)
-                self._ran.pop(row, None)
+            self._note_appended(some, [len(piece) for piece in pieces])
             for boundary, value in caught.items():
                 if boundary not in gathered:
                     gathered[boundary] = value.new_zeros(len(rows), max(counts), value.shape[-1])
                 gathered[boundary][sent_ints(active, value.device), start : start + value.shape[1]] = value
             index = sent_ints(active, states.device)
-            ends = sent_ints([len(piece) - 1 for piece in pieces], states.device)
-            ending = states.gather(1, ends.view(-1, 1, 1).expand(-1, 1, states.shape[-1]))
+            ending = _last(states, [len(piece) for piece in pieces])
             last = ending if last is None else last.index_copy_(0, index, ending)
         assert last is not None, "every row has a token"
         logits = self.head(gathered[LAST_HIDDEN] if all_logits else last)
@@ -316,14 +313,8 @@ class Target:
     ) -> Scored:
         """`prefill` of short chains, as one pass that is recorded."""
         scored = self._recorded(rows, nodes, boundaries)
-        for row, count in zip(rows, counts, strict=True):
-            self.lengths[row] += count
-            self._ran.pop(row, None)
-        if all_logits:
-            return scored
-        ends = sent_ints([count - 1 for count in counts], scored.logits.device).view(-1, 1, 1)
-        last = scored.logits.gather(1, ends.expand(-1, 1, scored.logits.shape[-1]))
-        return replace(scored, logits=last)
+        self._note_appended(rows, counts)
+        return scored if all_logits else replace(scored, logits=_last(scored.logits, counts))
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
         """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
@@ -439,6 +430,12 @@ class Target:
         whole = (padded and self.buckets.nodes) or not self._folds
         return None if whole else Flat.worth(nodes.real[:, nodes.start :])
 
+    def _note_appended(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """So many more tokens of the rows are in the cache."""
+        for row, count in zip(rows, counts, strict=True):
+            self.lengths[row] += count
+            self._ran.pop(row, None)
+
     def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
         self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))
 
@@ -460,6 +457,12 @@ def _spread(values: Tensor, rows: Sequence[int], batch: int, rest: int) -> Tenso
     spread = values.new_full((batch, *values.shape[1:]), rest)
     spread[list(rows)] = values
     return spread
+
+
+def _last(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """(B, N, ..) -> (B, 1, ..): each row's last, of its first `counts` (B,)."""
+    ends = sent_ints([count - 1 for count in counts], values.device)
+    return values.gather(1, ends.view(-1, 1, 1).expand(-1, 1, values.shape[-1]))
 
 
 def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:

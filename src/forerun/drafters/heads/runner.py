@@ -100,7 +100,7 @@ class HeadRunner:
         if recorded:  # for as many rows as a recording is: the last one again writes the same to the same slots
             more = bucket(count) - count
             rows = [*rows, *[rows[-1]] * more]
-            numbers = tuple(torch.cat([part, part[-1:].expand(more, *part.shape[1:])]) for part in numbers)
+            numbers = tuple(_extended(part, more) for part in numbers)
         size = self._make_room(rows, run, levels, recorded)
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
@@ -203,11 +203,8 @@ class AttendingRunner(HeadRunner):
         most = int(held.max()) + nodes.fresh
         most = most if exact else wide(most, self._cache.slots)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
-        beyond = (0, 0, 0, nodes.fresh - longest, 0, more)
-        padded = [pad(state.to(self.device, self._dtype), beyond) for state in states]
-        if more:
-            for state in padded:
-                state[len(rows) :] = state[len(rows) - 1]
+        missing = (0, 0, 0, nodes.fresh - longest)
+        padded = [_extended(pad(state.to(self.device, self._dtype), missing), more) for state in states]
 
         def work(*given: Tensor) -> None:
             index, lengths, counts, real, depths, sees, ids, *features = given
@@ -578,6 +575,11 @@ class _Depths:
     states: Tensor  # (B, depths, H)
     depth: int = 0
     memory: Tensor | None = None  # (B, F, M) of the last level's nodes
+
+
+def _extended(values: Tensor, more: int) -> Tensor:
+    """(B, ..) -> (B + more, ..): the last row again and again."""
+    return torch.cat([values, values[-1:].expand(more, *values.shape[1:])]) if more else values
 
 
 def _first(tree: Tree, count: int) -> Tree:

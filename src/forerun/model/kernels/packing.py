@@ -71,10 +71,15 @@ class PackedWeight:
         return result[:1] if single else result
 
     def ready(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Contents:
-        """Matrices (out, in) and biases (out,) as this object would hold them, in its dtype; changes nothing."""
-        weight = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).detach().to(self.dtype)
-        bias = torch.cat(list(biases)).detach().to(self.dtype) if biases else None
-        return Contents(packed=torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS), bias=bias)
+        """Matrices (out, in) and biases (out,) as this object would hold them, in its dtype, on its device; changes
+        nothing."""
+        weight = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).detach().to(self.device, self.dtype)
+        bias = torch.cat(list(biases)).detach().to(self.device, self.dtype) if biases else None
+        return Contents(packed=self._laid_out(weight), bias=bias)
+
+    def _laid_out(self, matrix: Tensor) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, PACK_ROWS)
+        return packed
 
     def exchange(self, contents: Contents) -> Contents:
         """Hold these values from now on; returns the former ones."""
@@ -97,13 +102,8 @@ class JoinedWeight(PackedWeight):
     def apply(self, states: Tensor) -> Tensor:
         return nn.functional.linear(states, self.packed, self.bias)
 
-    def ready(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Contents:
-        joint, bias = (
-            torch.cat([part.detach().to(self.device, self.dtype) for part in parts]) if parts else None
-            for parts in (weights, biases)
-        )
-        assert joint is not None, "there is a layer"
-        return Contents(packed=joint, bias=bias)
+    def _laid_out(self, matrix: Tensor) -> Tensor:
+        return matrix
 
     def exchange(self, contents: Contents) -> Contents:
         bias = None if self.bias is None or contents.bias is None else overwritten(self.bias, contents.bias)
