@@ -19,7 +19,8 @@ from forerun import LLM
 from forerun.demo import FOLDER, prompts
 from forerun.deploy.compare import Answer, Position, Steps, mean_length, positions, same_steps
 from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
-from forerun.deploy.trial import ROWS, answers, ask_vllm
+from forerun.deploy.in_vllm import ask_vllm
+from forerun.deploy.trial import ROWS, answers
 
 SOURCE = Path(__file__).parents[1] / "src"
 CONTEXT, MAX_MODEL_LEN, LENGTH = 300, 1024, 5
@@ -28,7 +29,7 @@ LEARNED = 64
 """Tokens of each prompt before the answer that heads are trained on: the target's own to these prompts, so that they
 guess some tokens right after seconds."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(SOURCE)}
-"""Of vLLM's processes, besides what `forerun.deploy.trial` gives them."""
+"""Of vLLM's processes, besides what `forerun.deploy.in_vllm` gives them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

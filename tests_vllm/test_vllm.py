@@ -16,7 +16,7 @@ from rich.console import Console
 
 from forerun.demo import FOLDER
 from forerun.deploy.compare import bound, text_differences
-from forerun.deploy.trial import ENVIRONMENT as VLLM
+from forerun.deploy.in_vllm import ENVIRONMENT as VLLM
 
 DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}

@@ -244,7 +244,7 @@ def test_speculators_cannot_say_that_some_layers_alone_are_causal(tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [{}, {"markov_rank": 6}], ids=["dflash", "dspark"])
-@pytest.mark.parametrize("to", ["vllm", "sglang", "trtllm", "speculators", "hf"])
+@pytest.mark.parametrize("to", ["vllm", "sglang", "trtllm", "llama.cpp", "speculators", "hf"])
 def test_an_export_starts_with_the_tokens_that_its_engine_counts(
     to: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -259,6 +259,8 @@ def test_an_export_starts_with_the_tokens_that_its_engine_counts(
     if to == "sglang":
         assert f"--speculative-algorithm {kind.upper()} " in done.command
         assert done.command.endswith(f"--speculative-num-draft-tokens {(depth or 0) + 1}")
+    if to == "llama.cpp":
+        assert done.command.endswith(f"/out.gguf --spec-type draft-{kind} --spec-draft-n-max {depth}")
     if to == "trtllm":
         lines = (tmp_path / "out" / "trtllm.yaml").read_text()
         assert "target_layer_ids: [0, 1, 2]" in lines and f"mask_token_id: {VOCABULARY - 1}" in lines
@@ -284,6 +286,16 @@ def test_an_export_starts_with_the_tokens_that_its_engine_counts(
         ({"selector_rank": 6}, "trtllm", "degrades", "a selector of paths"),
         ({"gru_hidden_dim": 6}, "vllm", "degrades", "a Domino head"),
         ({"gru_hidden_dim": 6}, "sglang", "check", "a Domino head"),
+        ({"gru_hidden_dim": 6}, "llama.cpp", "fails", "a Domino head"),
+        ({"mlp_bias": True}, "llama.cpp", "fails", "biases of the MLP"),
+        ({"attention_bias": True}, "llama.cpp", "fails", "biases of the attention"),
+        ({"own_lm_head": True, "draft_vocab_size": 30}, "llama.cpp", "fails", "a reduced vocabulary"),
+        ({"own_lm_head": True, "markov_rank": 6}, "llama.cpp", "degrades", "an output head of its own"),
+        ({"markov_rank": 6, "markov_head_type": "rnn"}, "llama.cpp", "fails", "another table than vanilla"),
+        ({"qk_norm": False}, "llama.cpp", "fails", "no norms of queries and keys"),
+        ({"hidden_act": "gelu"}, "llama.cpp", "degrades", "the activation gelu"),
+        ({"sample_from_anchor": True}, "llama.cpp", "degrades", "sample_from_anchor"),
+        ({"boundaries": (1, 2, FACTS.num_layers)}, "llama.cpp", "check", f"reads boundary {FACTS.num_layers}"),
     ],
     ids=str,
 )

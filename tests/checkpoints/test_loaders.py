@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample, written_as
 from forerun.checkpoints import HeadCheckpoint, differences, format_named, read_head, write_head
 from forerun.checkpoints.eagle import canonical_names, to_file
-from forerun.checkpoints.eagle_engines import DESTINATIONS, LOADERS, adapted, mismatches
+from forerun.checkpoints.eagle_engines import DESTINATIONS, FIRST_TOO, LOADERS, UNFILLED, adapted, mismatches
 from forerun.checkpoints.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
 from forerun.checkpoints.flat import write_flat
 from forerun.checkpoints.formats import parse, read_files
@@ -39,6 +39,10 @@ READ: list[tuple[str, str, dict[str, Any], set[str]]] = [
     ("vllm", "plain", {}, THIRD),
     ("sglang", "plain", {}, THIRD | {"lm_head.weight"}),
     ("trtllm", "plain", {}, THIRD),
+    ("llama.cpp", "plain", {}, THIRD),
+    ("llama.cpp", "norm_before_fc", {}, THIRD | {"input_norm.weight"}),
+    ("llama.cpp", "eagle-3.1", {}, THIRD),
+    ("llama.cpp", "biases", {}, THIRD),
     ("vllm", "plain", {"bias": True}, THIRD | OUTPUT),
     ("sglang", "plain", {"bias": True}, THIRD | OUTPUT | {"fc.bias", "lm_head.weight"}),
     ("trtllm", "plain", {"bias": True}, THIRD | {"fc.bias"}),
@@ -65,7 +69,7 @@ READ: list[tuple[str, str, dict[str, Any], set[str]]] = [
 
 
 def read_by(engine: str) -> list[str]:
-    return [name for name, config in VARIANTS.items() if config.generation == 3 or engine != "trtllm"]
+    return [name for name, config in VARIANTS.items() if config.generation == 3 or engine in FIRST_TOO]
 
 
 CASES = [(engine, variant) for engine in LOADERS for variant in read_by(engine)]
@@ -97,6 +101,7 @@ LOSES: dict[str, set[str]] = {
     "vllm": {"biases", "first_bias", "embedding_everywhere"},
     "sglang": {"biases", "qk_norm", "window_qwen3", "one_boundary", "embedding_everywhere"},
     "trtllm": {"qk_norm", "window_qwen3", "one_boundary"},
+    "llama.cpp": {"biases", "eagle-3.1", "latent-3.1", "qk_norm", "window_qwen3"},
 }
 """Engine -> heads that it cannot serve as they are, whatever is written."""
 
@@ -107,6 +112,7 @@ def test_nothing_that_we_write_is_left_unfilled_or_lost(engine: str, variant: st
     complaints = list(mismatches(engine, head.config, keys, tensors))
     assert bool(complaints) == (variant in LOSES[engine]), complaints
     why = "expects layers.1.self_attn" if variant == "embedding_everywhere" else "does not use it"
+    why = "has no place for it and stops" if engine == "llama.cpp" else why
     assert all(why in finding.why for finding in complaints), "nothing is unfilled, nothing else stops it"
 
 
@@ -117,17 +123,18 @@ def test_each_fault_in_a_file_is_found_by_name(engine: str, variant: str) -> Non
     wanted = LOADERS[engine](head.config, keys)
     for name in wanted:
         less = {other: tensor for other, tensor in tensors.items() if other != name}
-        assert found(engine, head.config, keys, less) == {
-            f"{name}: makes room for it, and nothing in the file fills it": "degrades"
-        }
+        strict = engine == "llama.cpp"
+        unfilled = (f"{name}: stops without it", "fails") if strict else (f"{name}: {UNFILLED}", "degrades")
+        assert found(engine, head.config, keys, less) == dict([unfilled])
         ((words, severity),) = found(engine, head.config, keys, tensors | {name: torch.ones(5, 3)}).items()
         assert words.startswith(f"{name}: expects {name} {wanted[name]}") and severity == "fails"
     for name in ("layers.0.mlp.gate.weight", "layers.0.self_attn.q_proj.bias"):
         if name not in wanted:
             ((words, severity),) = found(engine, head.config, keys, tensors | {name: torch.ones(4)}).items()
-            stops = engine == "vllm" and name.endswith(".weight")
+            stops = engine == "llama.cpp" or (engine == "vllm" and name.endswith(".weight"))
             assert words.startswith(f"{name}: ") and severity == ("fails" if stops else "degrades")
-    assert found(engine, head.config, keys, tensors | {"fc.bias": torch.zeros(16)}) == {}, "zeros change nothing"
+    zeros = found(engine, head.config, keys, tensors | {"fc.bias": torch.zeros(16)})
+    assert (zeros == {}) == (engine != "llama.cpp"), "zeros change nothing, but llama.cpp has no name for them"
 
 
 @pytest.mark.parametrize(

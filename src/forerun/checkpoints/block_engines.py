@@ -1,6 +1,7 @@
 """What serving engines make of DFlash and DSpark heads, from their loaders' sources (vLLM 0.32 and 0.33,
-``qwen3_dflash.py``, ``qwen3_dspark.py``). vLLM 0.32 was run with a DFlash head on the CPU (``tests_vllm``), no other
-engine with any."""
+``qwen3_dflash.py``, ``qwen3_dspark.py``; llama.cpp 0.5.0, ``conversion/qwen.py``, ``src/models/dflash.cpp``). On the
+CPU vLLM 0.32 was run with a DFlash head (``tests_vllm``), llama.cpp with DFlash, DFlash 2 and DSpark
+(``tests_llama``), no other engine with any."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from typing import Any
 
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.checkpoints.eagle import to_outputs
-from forerun.checkpoints.eagle_engines import DESTINATIONS, TRTLLM, sorted_states, whole_order
+from forerun.checkpoints.eagle_engines import DESTINATIONS, TRTLLM, last_boundary, sorted_states, whole_order
 from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, degrades, fails
+from forerun.checkpoints.gguf import started
 from forerun.checkpoints.speculators import KIND, NON_CAUSAL
 
 RETRAIN = "train one without it"
@@ -34,6 +36,7 @@ class BlockEngines(Engines):
             if stored and config.kind != "dspark":
                 yield from degrades("sglang", what, "takes the target's instead", RETRAIN)
         yield from _vllm_loader(head)
+        yield from _llama_cpp_loader(head, target)
         if config.is_causal or config.causal_windows:
             what = "places of a block that do not see those behind them"
             yield from degrades("sglang trtllm", what, "is not known to read the key", RETRAIN)
@@ -51,25 +54,19 @@ class BlockEngines(Engines):
             yield from degrades("sglang trtllm", what, "counts layers from 0, so the id -1 is written", remedy)
         if config.kind == "dspark" and config.markov_head_type != "vanilla":
             what = f"a table with {config.markov_head_type}"
-            yield from check(
-                "sglang trtllm llama.cpp", what, "is not known to read it", "compare its acceptance with ours"
-            )
+            yield from check("sglang trtllm", what, "is not known to read it", "compare its acceptance with ours")
         yield from check("trtllm", "layer ids and mask token", f"reads them from {TRTLLM}", "export --to trtllm")
-        why = "reads what its converter makes of the head"
-        yield from check(
-            "llama.cpp", f"a {config.kind} head", why, "convert it there, and compare its acceptance with ours"
-        )
         why = "exports such heads, but is not known to read them"
         yield from check("modelopt", f"a {config.kind} head", why, "train on with forerun")
         if config.kind == "dspark":
             yield from fails("lmdeploy", "a DSpark head", "has no such drafter", "use vLLM or SGLang")
         if config.kind == "dflash2":
             what, why = "convolutions and a selector of paths", "is not known to read them"
-            yield from degrades("trtllm lmdeploy llama.cpp", what, why, "use vLLM or SGLang, or train a DSpark head")
+            yield from degrades("trtllm lmdeploy", what, why, "use vLLM or SGLang, or train a DSpark head")
         if config.kind == "domino":
             why = "reads a DFlash head in it and passes the correction over, so that later tokens fit each other less"
             what, remedy = "a Domino head", "use SGLang, or train a DSpark head"
-            yield from degrades("vllm trtllm lmdeploy llama.cpp", what, why, remedy)
+            yield from degrades("vllm trtllm lmdeploy", what, why, remedy)
             why = "corrects 2,048 likely tokens only, at temperature 0, on one CUDA device (its pull request 36899)"
             yield from check("sglang", what, why, "compare its acceptance with ours")
 
@@ -115,6 +112,34 @@ def _vllm_loader(head: HeadCheckpoint) -> Iterator[Finding]:
         yield from check("vllm", "layers with and without a window", why, "serve it on an accelerator, or in forerun")
 
 
+def _llama_cpp_loader(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    """Where llama.cpp's converter has no name for a tensor, or its loader wants one more."""
+    config, stops = head.config, "has no place for it and stops"
+    for what, stopping in (
+        ("biases of the attention", config.attention_bias),
+        ("biases of the MLP", config.mlp_bias),
+        ("a reduced vocabulary", config.reduced_vocabulary and config.kind != "dspark"),
+        ("a Domino head", config.kind == "domino"),
+        ("another table than vanilla", config.kind == "dspark" and config.markov_head_type != "vanilla"),
+    ):
+        if stopping:
+            yield from fails("llama.cpp", what, stops, RETRAIN)
+    if not config.qk_norm:
+        yield from fails("llama.cpp", "no norms of queries and keys", "stops without them", RETRAIN)
+    if config.hidden_size != config.target_hidden_size:
+        what, remedy = f"a head {config.hidden_size} wide", "train one as wide as the target"
+        yield from fails("llama.cpp", what, "takes the target's states to be as wide as the head", remedy)
+    if config.hidden_act != "silu":
+        why = "computes silu in its place"
+        yield from degrades("llama.cpp", f"the activation {config.hidden_act}", why, "train with silu")
+    if config.kind in ("dflash", "dflash2") and config.sample_from_anchor:
+        what = "a root that predicts the token after it (sample_from_anchor)"
+        yield from degrades("llama.cpp", what, "takes that of DSpark heads only", RETRAIN)
+    if config.kind == "dspark" and config.own_lm_head and not config.reduced_vocabulary:
+        yield from degrades("llama.cpp", "an output head of its own", "takes the target's instead", RETRAIN)
+    yield from last_boundary(config.boundaries, target)
+
+
 def _vllm(launch: Launch) -> str:
     config = launch.head.config
     speculation = {
@@ -151,12 +176,19 @@ def _trtllm(launch: Launch) -> Mapping[str, str]:
     }
 
 
+def _llama_cpp(launch: Launch) -> str:
+    config = launch.head.config
+    method = f"draft-{METHODS[config.kind]}"
+    return started(launch.directory, launch.target.name_or_path, method, config.max_depth)
+
+
 def _destinations() -> dict[str, Destination]:
     """Those of EAGLE's heads, started in their own way."""
     own: dict[str, dict[str, Any]] = {
         "vllm": {"command": _vllm},
         "sglang": {"command": _sglang},
         "trtllm": {"files": _trtllm, "counting": f"`max_draft_len` in `{TRTLLM}` counts drafted tokens."},
+        "llama.cpp": {"command": _llama_cpp},
         "speculators": {},
     }
     return {name: dataclasses.replace(DESTINATIONS[name], **changes) for name, changes in own.items()}

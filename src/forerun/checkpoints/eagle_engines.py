@@ -2,8 +2,9 @@
 
 A tensor that an engine allocates and nothing fills stays as it happens to be, and one that it has no place for is lost,
 mostly without a message. Names are forerun's own. From reading vLLM 0.32 and 0.33, SGLang 0.5.23, TensorRT-LLM 1.3-1.4
-(release candidates), llama.cpp's converter (``conversion/llama.py``), and LMDeploy 0.18 without its loader; ModelOpt
-0.47 by the keys of its configuration. vLLM 0.32 was run on the CPU (``tests_vllm``), no other engine.
+(release candidates), llama.cpp 0.5.0 (``conversion/llama.py``, ``src/models/eagle3.cpp``), and LMDeploy 0.18 without
+its loader; ModelOpt 0.47 by the keys of its configuration. vLLM 0.32 (``tests_vllm``) and llama.cpp (``tests_llama``)
+were run on the CPU, no other engine.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from forerun.checkpoints.engines import (
     ok,
 )
 from forerun.checkpoints.flat import DEEPSPEC, FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
+from forerun.checkpoints.gguf import COUNTING, started
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.speculators import KIND, LAYERS
 from forerun.drafters.heads.eagle import EagleConfig
@@ -47,6 +49,7 @@ SHARED = re.compile(r"embed_tokens\.weight|lm_head\.weight|d2t|t2d|.*rotary_emb\
 UPPER_NORM = re.compile(r"layers\.[1-9]\d*\.(input_layernorm|hidden_norm)\.weight")
 """One norm under two names, of which an engine reads one."""
 RETRAIN = "train the head without it"
+UNFILLED = "makes room for it, and nothing in the file fills it"
 
 
 def adapted(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
@@ -58,6 +61,10 @@ def adapted(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, d
         tensors = {**head.tensors, "fc.bias": torch.zeros(len(weight), dtype=weight.dtype)}
         config = dataclasses.replace(config, fc_bias=True)
         return HeadCheckpoint(config=config, tensors=tensors, notes=head.notes), {}
+    if engine == "llama.cpp" and config.fc_bias and not bool(head.tensors["fc.bias"].any()):
+        # Its converter stops at a name that it does not know, whatever the numbers.
+        tensors = {name: tensor for name, tensor in head.tensors.items() if name != "fc.bias"}
+        return HeadCheckpoint(config=dataclasses.replace(config, fc_bias=False), tensors=tensors, notes=head.notes), {}
     if engine == "vllm" and config.generation == 1:
         return head, {"architectures": ["EagleLlamaForCausalLM"]}
     if engine == "trtllm" and config.generation == 3 and config.fc_bias:
@@ -83,19 +90,21 @@ def mismatches(
     expected = LOADERS[engine](config, keys)
     given = {name: tensor for name, tensor in tensors.items() if name in expected or not SHARED.fullmatch(name)}
     odd = sorted(name for name in given.keys() & expected.keys() if tuple(given[name].shape) != expected[name])
+    strict = engine == "llama.cpp"  # Its converter has a name for every tensor, or stops; its loader wants all of them
     # Nothing is lost with the other name of a norm, or with a bias of zeros.
     lost = sorted(
         name
         for name in given.keys() - expected.keys()
         if not (config.generation == 3 and UPPER_NORM.fullmatch(name))
-        and (not name.endswith(".bias") or bool(given[name].any()))
+        and (strict or not name.endswith(".bias") or bool(given[name].any()))
     )
-    stopping = [name for name in lost if engine == "vllm" and not name.endswith(".bias")]
+    stopping = [name for name in lost if strict or (engine == "vllm" and not name.endswith(".bias"))]
+    unfilled = sorted(expected.keys() - given.keys())
     complaints = (
         (odd, fails, f"expects {some([f'{name} {expected[name]}' for name in odd])}"),
         (stopping, fails, "has no place for it and stops"),
         ([name for name in lost if name not in stopping], degrades, "does not use it, without a message"),
-        (sorted(expected.keys() - given.keys()), degrades, "makes room for it, and nothing in the file fills it"),
+        (unfilled, *((fails, "stops without it") if strict else (degrades, UNFILLED))),
     )
     for names, judged, why in complaints:
         if names:
@@ -158,9 +167,26 @@ def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     return _hidden_norms(_without_fc(expected) if len(config.boundaries) == 1 else expected)
 
 
+def _llama_cpp(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
+    """What llama.cpp's converter has names for: one layer without biases, three states, and no other norm of theirs
+    than that of ``norm_before_fc``."""
+    return _expected(
+        config,
+        qkv_bias=False,
+        o_bias=False,
+        fc_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        fc_norm=False,
+        norm_before_fc=bool(keys.get("norm_before_fc")),
+    )
+
+
 LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]]
-LOADERS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
+LOADERS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llama.cpp": _llama_cpp}
 """Engine -> (what a head means, its keys) -> name and shape of every tensor that the engine wants of the file."""
+FIRST_TOO = ("vllm", "sglang")
+"""Those that load EAGLE-1, too."""
 
 
 def _expected(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any) -> Shapes:
@@ -200,7 +226,7 @@ def _hidden_norms(expected: Shapes) -> Shapes:
 
 UNKNOWN = "is not known to read it"
 UNKNOWN_VARIANTS = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_fc", "fc_norm", "norm_output")
-"""Flags of `EagleConfig` of which it is not known whether llama.cpp and LMDeploy read them."""
+"""Flags of `EagleConfig` of which it is not known whether LMDeploy reads them."""
 
 
 def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -208,7 +234,7 @@ def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     config = head.config
     if config.generation == 3 and config.use_aux_hidden_state and LAST_HIDDEN in config.boundaries:
         return  # nothing can be written
-    for engine in LOADERS if config.generation == 3 else ("vllm", "sglang"):
+    for engine in LOADERS if config.generation == 3 else FIRST_TOO:
         wanted, overrides = adapted(head, engine)
         keys = {**write_flat(wanted), **overrides}
         yield from mismatches(engine, wanted.config, keys, canonical_names(to_file(wanted)))
@@ -232,11 +258,11 @@ def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     elif LAST_HIDDEN in shown:
         why = "EAGLE-3 layer ids cannot name the state after the final norm"
         yield from fails(EVERY, "reads the target's normed output", why, "train on boundaries")
-    elif not is_default(shown, target.num_layers):
-        why = f"its converter always takes {[2, target.num_layers // 2, target.num_layers - 3]}"
-        yield from fails("llama.cpp", f"reads boundaries {shown}", why, "train on the default boundaries")
-        if len(shown) != 3:
-            yield from degrades("lmdeploy", f"reads {len(shown)} boundaries", UNKNOWN, "train on three")
+    elif len(shown) != 3:
+        what, remedy = f"reads {len(shown)} boundaries", "train on three"
+        yield from fails("llama.cpp", what, "stops at any other number than three", remedy)
+        yield from degrades("lmdeploy", what, UNKNOWN, remedy)
+    yield from last_boundary(config.boundaries, target)
     yield from sorted_states(config.boundaries)
     if config.use_aux_hidden_state and 2 != shown[0] != LAST_HIDDEN:
         why = "takes ids that do not begin with 1 for boundaries in some of its targets (its pull request 25454)"
@@ -256,6 +282,13 @@ def sorted_states(boundaries: Sequence[int]) -> Iterator[Finding]:
         yield from degrades("vllm", what, why, "train on ascending boundaries")
 
 
+def last_boundary(boundaries: Sequence[int], target: TargetFacts) -> Iterator[Finding]:
+    """llama.cpp hands over the state behind the last layer of those targets alone that have MTP layers there."""
+    if target.num_layers in boundaries:
+        what, why = f"reads boundary {target.num_layers}", "stops where the target is Llama's, Qwen3's or most others'"
+        yield from check("llama.cpp", what, why, "try it: forerun doctor --run --engine llama.cpp")
+
+
 def whole_order(head: HeadCheckpoint) -> Iterator[Finding]:
     """vLLM's loaders have a place for ``d2t`` only where the head's vocabulary is smaller than the target's."""
     if not head.config.reduced_vocabulary and bool(head.tensors["d2t"].any()):
@@ -268,7 +301,10 @@ def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     unread = [flag for flag in UNKNOWN_VARIANTS if getattr(config, flag)]
     bias = head.tensors.get("fc.bias")
     for what in unread + (["fc.bias"] if bias is not None and bool(bias.any()) else []):
-        yield from degrades("llama.cpp lmdeploy", what, UNKNOWN, RETRAIN)
+        yield from degrades("lmdeploy", what, UNKNOWN, RETRAIN)
+    if config.norm_output:
+        why = "hands the state before its norm to the next step, whatever the file says"
+        yield from degrades("llama.cpp", "norm_output", why, RETRAIN)
     if config.norm_before_residual:
         why = "ignores the flag and adds the un-normed feature"
         yield from degrades("sglang trtllm lmdeploy", "norm_before_residual", why, RETRAIN)
@@ -277,8 +313,8 @@ def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     if config.hidden_act != "silu":
         what, remedy = f"the activation {config.hidden_act}", "train the head with silu"
         yield from fails("vllm sglang", what, "has heads with silu only", remedy)
-        yield from degrades("trtllm", what, "computes silu in its place", remedy)
-        yield from degrades("llama.cpp lmdeploy", what, UNKNOWN, remedy)
+        yield from degrades("trtllm llama.cpp", what, "computes silu in its place", remedy)
+        yield from degrades("lmdeploy", what, UNKNOWN, remedy)
     if config.fc_norm and config.norm_before_fc:
         what, remedy = "fc_norm together with norm_before_fc", "train with one of them"
         why = "applies norm_before_fc first, the head was trained the other way round"
@@ -361,9 +397,6 @@ def _vocabulary(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         yield from fails("vllm", what, "has no place for one in EAGLE-1, and stops", remedy)
         why = "takes the target's output head for EAGLE-1; right only if both are equal"
         yield from degrades("sglang", what, why, remedy)
-    if config.generation == 3 and not config.own_lm_head:
-        why, remedy = "needs draft_vocab_size and an output head in the checkpoint", "copy the target's head into it"
-        yield from fails("llama.cpp", "no output head of its own", why, remedy)
     yield from whole_order(head)
     if not config.reduced_vocabulary and bool(head.tensors["d2t"].any()):
         why = "reads d2t only for a reduced vocabulary; the order is lost"
@@ -392,10 +425,10 @@ def _generation(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     """Tensors that an engine loads otherwise from these files than from an export of the head."""
     known = {(finding.engine, finding.what) for finding in loading(head, target)}
-    engines = [name for name in LOADERS if head.config.generation == 3 or name != "trtllm"]
+    engines = [name for name in LOADERS if head.config.generation == 3 or name in FIRST_TOO]
     keys = stored.config
     if KIND in keys:
-        engines, keys = ["vllm"], {**keys[LAYERS], **keys}
+        engines, keys = ["vllm", "llama.cpp"], {**keys[LAYERS], **keys}
     for engine in engines:
         others = mismatches(engine, head.config, keys, canonical_names(stored.tensors))
         yield from (other for other in others if (engine, other.what) not in known)
@@ -446,6 +479,8 @@ def _layer_ids(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -
         where, runner = (LAYER_IDS, "its newer runner alone reads these") if config.get(LAYER_IDS) else (NESTED, older)
         why = f"looks for {IDS} at the top and takes its default layers; {runner}"
         yield from degrades("vllm", f"layer ids only in {where}", why)
+        why = f"looks for {IDS} at the top, or takes its default layers"
+        yield from degrades("llama.cpp", f"layer ids only in {where}", why)
     if not (config.get(NESTED) or {}).get(IDS):
         yield from degrades("sglang", f"no {NESTED}.{IDS}", "takes its default layers")
     if not (stored.directory / TRTLLM).is_file():
@@ -484,16 +519,8 @@ def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
     return {TRTLLM: "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in speculation.items())}
 
 
-GGUF = "TARGET.gguf"  # The target's own, which the converter makes of it without further options
-
-
-def _llama_cpp_line(launch: Launch) -> str:
-    """The converter's command line; it reads the target's layers, vocabulary and tokenizer from a directory."""
-    directory = str(launch.directory)
-    target = ["--target-model-dir", launch.target.name_or_path]
-    return shlex.join(
-        ["python", "convert_hf_to_gguf.py", directory, *target, "--outtype", "bf16", "--outfile", f"{directory}.gguf"]
-    )
+def _llama_cpp_lines(launch: Launch) -> str:
+    return started(launch.directory, launch.target.name_or_path, "draft-eagle3", TOKENS)
 
 
 DESTINATIONS: dict[str, Destination] = {
@@ -518,11 +545,8 @@ DESTINATIONS: dict[str, Destination] = {
     "llama.cpp": Destination(
         title="llama.cpp",
         engine="llama.cpp",
-        command=_llama_cpp_line,
-        counting=(
-            "`--target-model-dir` must be a directory on this machine. Then: `llama-server -m "
-            f"{GGUF} -md HEAD.gguf --spec-type draft-eagle3 --spec-draft-n-max {TOKENS}`, which counts drafted tokens."
-        ),
+        command=_llama_cpp_lines,
+        counting=COUNTING,
     ),
     "modelopt": Destination(
         title="ModelOpt",

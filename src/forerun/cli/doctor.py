@@ -28,6 +28,8 @@ PACKAGES = (
 )
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 GIB = 2**30
+RUNS = ("vllm", "llama.cpp")
+"""Engines in which a head can be tried; the first is the default."""
 COLOURS = {"ok": "green", "check": "cyan", "degrades": "yellow", "fails": "bold red"}
 
 
@@ -39,6 +41,7 @@ def doctor(
     engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     run: Flag = False,
     python: Path = Path(sys.executable),
+    llama_cpp: Path | None = None,
     prompts: Path | None = None,
     num_speculative_tokens: Annotated[int, Parameter(name=("--num-speculative-tokens", "-k"))] = 5,
     max_tokens: int = 64,
@@ -47,7 +50,7 @@ def doctor(
 ) -> int:
     """Say what this machine offers, or what each serving engine does with a draft head.
 
-    With --run vLLM drafts with the head, and forerun does, for the same prompts: exit code 1 if vLLM accepts less.
+    With --run the engine drafts with the head, and forerun does, for the same prompts: exit code 1 if it accepts less.
 
     Parameters
     ----------
@@ -58,9 +61,13 @@ def doctor(
     engine
         Only this engine (vllm, sglang, trtllm, llama.cpp, lmdeploy, modelopt); may be repeated.
     run
-        Load the head in vLLM, too, and compare what is accepted with forerun's own drafting.
+        Load the head in the engine (vllm, the default, or llama.cpp), and compare what is accepted with forerun's own
+        drafting.
     python
-        Of the environment that has vLLM; by default this one.
+        Of the environment that has vLLM, or what llama.cpp's converter imports (torch, transformers, sentencepiece); by
+        default this one.
+    llama_cpp
+        Directory of llama.cpp's sources, with llama-server built in build/bin or on the path.
     prompts
         File with one prompt a line, or JSON lines with 'prompt' or 'messages'; by default held-out source files that
         ship with forerun.
@@ -69,13 +76,17 @@ def doctor(
     max_tokens
         Of each answer.
     dtype
-        Of the target, here and in vLLM: float32 parts two engines' texts least.
+        Of the target, here and in the engine: float32 parts two engines' texts least.
     """
     if head is not None:
-        if run and engine not in ((), ("vllm",)):
-            raise ArgumentError(f"--run runs a head in vLLM, not in {', '.join(engine)}; say --engine vllm, or nothing")
-        trial = _Asked(python, prompts, num_speculative_tokens, max_tokens, dtype) if run else None
-        return _examine_head(head, target, ("vllm",) if run else engine, trial, json)
+        chosen = engine or ((RUNS[0],) if run else ())
+        if run and (len(chosen) > 1 or chosen[0] not in RUNS):
+            raise ArgumentError(
+                f"--run runs a head in {' or '.join(RUNS)}, not in {', '.join(chosen)}; say --engine {RUNS[0]}, or "
+                "nothing"
+            )
+        trial = _Asked(python, llama_cpp, prompts, num_speculative_tokens, max_tokens, dtype) if run else None
+        return _examine_head(head, target, chosen, trial, json)
     if target is not None or engine or run:
         raise ArgumentError(
             "--target, --engine and --run belong to a head; name its directory first: forerun doctor HEAD"
@@ -100,6 +111,7 @@ class _Asked(NamedTuple):
     """How a head is to be tried."""
 
     python: Path
+    llama_cpp: Path | None
     prompts: Path | None
     k: int
     tokens: int
@@ -132,7 +144,8 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], asked
     chosen = engines or ENGINES
     verdicts = {name: worst(found, name) for name in chosen}
     found = [finding for finding in found if finding.engine in chosen]
-    trial = None if asked is None else _tried(head, "pard" if model else checkpoint.config.kind, target, asked)
+    kind = "pard" if model else checkpoint.config.kind
+    trial = None if asked is None else _tried(chosen[0], head, kind, target, asked)
     if json:
         findings = [dataclasses.asdict(finding) for finding in found]
         report = {"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)}
@@ -146,30 +159,34 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], asked
     return int("fails" in verdicts.values() or not (trial is None or trial.good))
 
 
-def _tried(head: str, kind: str, target: str, asked: _Asked) -> Trial:
+def _tried(name: str, head: str, kind: str, target: str, asked: _Asked) -> Trial:
     from forerun import demo
-    from forerun.deploy import trial
+    from forerun.deploy.trial import Drafting, Installed, tried
     from forerun.plan.measured import read_prompts
 
+    drafting = Drafting(head=head, kind=kind, target=str(demo.resolve(target)), k=asked.k)
+    engine: Installed
+    if name == "vllm":
+        from forerun.deploy.in_vllm import InVllm
+
+        engine = InVllm(drafting, asked.python)
+    else:
+        from forerun.deploy.in_llama_cpp import InLlamaCpp
+
+        engine = InLlamaCpp(drafting, asked.llama_cpp, asked.python)
     given = read_prompts(asked.prompts) if asked.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]
-    with console.telling("drafting here, then in vLLM"):
-        return trial.in_vllm(
-            head,
-            kind,
-            str(demo.resolve(target)),
-            python=asked.python,
-            k=asked.k,
-            prompts=given,
-            tokens=asked.tokens,
-            dtype=asked.dtype,
-        )
+    with console.telling(f"drafting here, then in {engine.title}"):
+        return tried(engine, prompts=given, tokens=asked.tokens, dtype=asked.dtype)
 
 
 def _show_trial(trial: Trial) -> None:
+    name = f"{trial.engine} {trial.version}"
+    for note in trial.notes:
+        console.warn(note)
     if trial.refused:
-        console.warn(f"vLLM {trial.version} does not draft with it: {trial.refused.splitlines()[0]}", "bold red")
+        console.warn(f"{name} does not draft with it: {trial.refused.splitlines()[0]}", "bold red")
         return
-    table = console.table("drafted token", "accepted in vLLM", "here", "of drafts")
+    table = console.table("drafted token", f"accepted in {trial.engine}", "here", "of drafts")
     worse = trial.worse
     for one in trial.positions:
         ours, theirs = one.rates
@@ -179,11 +196,12 @@ def _show_trial(trial: Trial) -> None:
     table.add_row("tokens a step", f"{trial.lengths[1]:.2f}", f"{trial.lengths[0]:.2f}", "")
     console.out().print(table)
     if worse:
-        console.warn(f"vLLM {trial.version} accepts less of it than forerun: it loads or runs the head otherwise")
+        console.warn(f"{name} accepts less of it than forerun: it loads or runs the head otherwise")
     else:
-        console.out().print(Text(f"vLLM {trial.version} drafts with it as forerun does", "green"))
+        console.out().print(Text(f"{name} drafts with it as forerun does", "green"))
     if trial.parted:
-        console.warn(f"{trial.parted} answers in vLLM are not forerun's plain ones: near ties, unless --dtype float32")
+        ties = "near ties, unless --dtype float32"
+        console.warn(f"{trial.parted} answers in {trial.engine} are not forerun's plain ones: {ties}")
 
 
 def _show_verdicts(verdicts: Mapping[str, Severity], findings: Sequence[Finding]) -> None:

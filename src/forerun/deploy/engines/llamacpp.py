@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import engines_for
+from forerun.checkpoints.gguf import SCRIPT, conversion
 from forerun.deploy.launch import Asked, Command, Deployment, Engine, Examined, Way
 from forerun.errors import ArgumentError
 
-_SERVER = "llama-server"
+SERVER = "llama-server"
 _COPIES = {  # llama.cpp's own defaults are 12, 48 and 1
     "prompt_lookup_max": "--spec-ngram-simple-size-n",
     "num_speculative_tokens": "--spec-ngram-simple-size-m",
@@ -45,7 +46,7 @@ class LlamaCpp(Engine):
             raise ArgumentError("llama.cpp is deployed on one machine: leave --nodes out, or take vllm or sglang")
         before = list[Command]()
         model = _gguf(asked.model, None, before)
-        words = [_SERVER, *(["-m", model] if _is_file(model) else ["-hf", model]), "--port", str(asked.port)]
+        words = [SERVER, *(["-m", model] if _is_file(model) else ["-hf", model]), "--port", str(asked.port)]
         if asked.tp * asked.pp > 1:
             words += ["--split-mode", "tensor" if asked.tp > 1 else "layer"]
             notes.append("llama.cpp shares a model out to all devices that it sees; CUDA_VISIBLE_DEVICES says which")
@@ -82,17 +83,16 @@ def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
     if not folder.is_dir():
         return model
     launch = examined.launch if examined is not None else None
-    file = f"{folder}.gguf"
-    words: tuple[str, ...] = ("python", "convert_hf_to_gguf.py", str(folder), "--outtype", "bf16", "--outfile", file)
-    if launch is not None and "llama.cpp" in engines_for(launch.head.config.kind).destinations:
-        words = (*words[:3], "--target-model-dir", launch.target.name_or_path, *words[3:])
-    before.append(Command(words=words, where="once, in llama.cpp's sources", role="before"))
-    return file
+    is_head = launch is not None and "llama.cpp" in engines_for(launch.head.config.kind).destinations
+    words = conversion(folder, target=launch.target.name_or_path if launch is not None and is_head else None)
+    where = "once, in llama.cpp's sources"
+    before.append(Command(words=("python", SCRIPT, *words), where=where, role="before"))
+    return words[-1]
 
 
 def _probe(words: list[str], asked: Asked) -> None:
     """Refuse options that the ``llama-server`` of this machine does not have; without one nothing is known."""
-    program = shutil.which(_SERVER)
+    program = shutil.which(SERVER)
     if program is None or asked.force:
         return
     told: Any = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False)

