@@ -10,6 +10,9 @@ TRITON := build/triton
 VLLM_READY := $(VLLM_VENV)/.ready
 SGLANG_VENV := .venv-sglang
 LLAMA_VENV := .venv-llama
+LLAMA := build/llama-cpp-python
+LLAMA_CPP := $(LLAMA)/vendor/llama.cpp
+NO_AMX := -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
 # torch comes first and pinned: a plain `pip install torch` may fetch a newer one together with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 # Processes that tests are spread over; each gets its share of the cores.
@@ -51,11 +54,18 @@ $(SGLANG_VENV)/.ready: tests_sglang/requirements.txt pyproject.toml
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	touch $@
 
+# llama-cpp-python's source distribution holds all of llama.cpp: its server and converter are built of that, once, and
+# the Python package takes the same libraries. Without AMX, whose 4-bit kernels crash in some virtual machines.
 $(LLAMA_VENV)/.ready: pyproject.toml
 	test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)
 	echo '*' > $(LLAMA_VENV)/.gitignore
-	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e . pytest gguf
-	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(LLAMA_VENV)/bin/python -m pip install --disable-pip-version-check llama-cpp-python==0.3.36
+	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[train,bench]" pytest sentencepiece protobuf cmake ninja
+	$(LLAMA_VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest build llama-cpp-python==0.3.36
+	rm -rf $(LLAMA) && mkdir -p $(LLAMA) && tar xzf build/llama_cpp_python-0.3.36.tar.gz --strip-components=1 -C $(LLAMA)
+	PATH=$(abspath $(LLAMA_VENV))/bin:$$PATH cmake -G Ninja -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_ALL_WARNINGS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DCMAKE_C_FLAGS="$(NO_AMX)" -DCMAKE_CXX_FLAGS="$(NO_AMX)"
+	PATH=$(abspath $(LLAMA_VENV))/bin:$$PATH cmake --build $(LLAMA_CPP)/build --target llama-server
+	CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check ./$(LLAMA)
+	ln -sfn $(abspath $(LLAMA_CPP))/build/bin $$($(LLAMA_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/llama_cpp/lib
 	touch $@
 
 demo: $(READY) ## the shipped model answers the same thing twice, plainly and speculatively
@@ -79,8 +89,8 @@ test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (o
 test-sglang: $(SGLANG_VENV)/.ready ## the plug-in on SGLang's own classes, without its kernels (in .venv-sglang)
 	$(SGLANG_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_sglang $(ARGS)
 
-test-llama: $(LLAMA_VENV)/.ready ## drafts in front of GGUF files (builds llama-cpp-python in .venv-llama: 10 to 20 minutes)
-	$(LLAMA_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_llama $(ARGS)
+test-llama: $(LLAMA_VENV)/.ready ## heads in llama.cpp beside forerun, drafts in front of GGUF files (built in .venv-llama and build: 5 to 20 minutes)
+	PYTHONPATH=. $(LLAMA_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_llama --llama-cpp $(LLAMA_CPP) $(ARGS)
 
 release: $(READY) ## changelog, version, wheel and sdist: make release VERSION=0.2.0
 	$(BIN)/python recipes/release.py $(VERSION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,10 +13,11 @@ from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaDraftModel
 from transformers import AutoTokenizer
 
-from benchmarks.serving.gguf_file import write_gguf
 from forerun import LLM, SamplingParams
 from forerun.demo import prompts, resolve
+from forerun.deploy.in_llama_cpp import converted
 from forerun.deploy.llama_cpp import ForerunDraft
+from tests_llama.conftest import TARGET
 
 CONTEXT, TOKENS = 1024, 64
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -28,8 +30,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(Path(resolve("demo")), tmp_path_factory.mktemp("gguf") / "demo.gguf")
+def file(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Path:
+    made = tmp_path_factory.mktemp("gguf") / "demo.gguf"
+    return converted(sources, Path(sys.executable), TARGET, made, dtype="float32")
 
 
 @pytest.fixture(scope="module")

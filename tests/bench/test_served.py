@@ -129,6 +129,15 @@ class TestCounters:
         assert found.acceptance_length == pytest.approx(96 / 40)
         assert found.acceptance_rate is None and "first token" in found.source
 
+    def test_llama_cpp_counts_as_vllm_does(self) -> None:
+        pages = [
+            VLLM_PAGE.replace("vllm:", "llamacpp:").format(*counts) for counts in ((5, 10, 4, 3, 1), (9, 18, 9, 6, 3))
+        ]
+        found = between(*map(parse, pages))
+        assert found is not None and found.source == "the server's llamacpp:spec_decode counters"
+        assert (found.drafts, found.draft_tokens, found.accepted_tokens) == (4, 8, 5)
+        assert found.accepted_per_position == (3, 2)
+
     def test_llama_cpp_tells_in_the_answer(self) -> None:
         """21 tokens, 12 of them accepted drafts: the first is the prompt's, so 8 passes wrote 20."""
         found = told({"timings": {"predicted_n": 21, "draft_n": 16, "draft_n_accepted": 12}}, 21)

@@ -36,6 +36,11 @@ def test_export_prints_the_launch_line_and_nothing_else(forerun: Forerun, head: 
     assert found["command"] == f"vllm serve {out}" and {f["engine"] for f in found["findings"]} == {"vllm"}
 
 
+def test_the_shipped_head_goes_by_its_name(forerun: Forerun, tmp_path: Path) -> None:
+    ran = forerun("export", "demo-eagle3", "--to", "hf", "--target", "demo", "--output", tmp_path / "out")
+    assert ran.code == 0 and read_head(tmp_path / "out").config.fc_norm
+
+
 def test_export_refuses_and_can_be_forced(forerun: Forerun, tmp_path: Path) -> None:
     config = dataclasses.replace(FOR_DEMO, norm_before_residual=True)
     head = write_head(sample(config), tmp_path / "head", "flat", TARGET)

@@ -166,7 +166,8 @@ words = sys.argv[1:]
 if words == ["--version"]:
     sys.exit(print("version: 9.9 (build 3, commit abc)", file=sys.stderr))
 if open(words[words.index("-md") + 1]).read().startswith("bad"):
-    sys.exit(print("starting\\nE srv load: error loading model: wrong number of tensors"))
+    print("starting\\nE init: no ctx_other (this warning is normal)")
+    sys.exit(print("E srv load: error loading model: wrong number of tensors"))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -219,8 +220,10 @@ def test_llama_cpp_is_converted_for_served_and_read_step_by_step(tmp_path: Path)
     assert "does not know this tokenizer" in engine.notes[0]
 
 
-def test_what_llama_cpp_refuses(tmp_path: Path) -> None:
+def test_what_llama_cpp_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = sources(tmp_path / "llama.cpp")
+    (tmp_path / "bad").mkdir()
+    monkeypatch.chdir(tmp_path)
     bad = replace(drafting(), head="bad")
     with pytest.raises(RefusedError, match=r"its server: E srv load: error loading model: wrong number of tensors"):
         InLlamaCpp(bad, here, Path(sys.executable)).answers(QUESTION)
@@ -241,10 +244,12 @@ def test_what_llama_cpp_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for nowhere in (None, tmp_path):
         with pytest.raises(ArgumentError, match=r"is no directory of llama.cpp.s sources .*: --llama-cpp DIR"):
             InLlamaCpp(drafting(), nowhere, python)
-    with pytest.raises(
-        ArgumentError, match="does not draft with files of a medusa head; it does with draft_model, eag"
-    ):
+    with pytest.raises(ArgumentError, match="does not draft with a medusa head; it does with draft_model, eag"):
         InLlamaCpp(drafting("medusa"), poor, python)
+    with pytest.raises(ArgumentError, match="owner/name is no directory"):
+        InLlamaCpp(replace(drafting(), target="owner/name"), poor, python)
+    with pytest.raises(ArgumentError, match=r"in the target's own checkpoint: forerun export .* --to llama.cpp"):
+        InLlamaCpp(drafting("mtp"), poor, python)
 
 
 def test_a_server_that_ends_while_it_answers_is_said(tmp_path: Path) -> None:

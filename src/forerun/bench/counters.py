@@ -8,8 +8,8 @@ from typing import Any
 
 Samples = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
 """Name of a sample -> labels -> value."""
-VLLM = "vllm:spec_decode_num_"
-POSITIONS = f"{VLLM}accepted_tokens_per_pos_total"
+COUNTERS = ("vllm:spec_decode_num_", "llamacpp:spec_decode_num_")
+"""vLLM's names, and llama.cpp's, which count the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +73,16 @@ def between(before: Samples, after: Samples) -> Speculation | None:
             return None
         return sum(after[name].values()) - sum(before.get(name, {}).values())
 
-    if (drafts := grown(f"{VLLM}drafts_total")) is not None:
-        drafted, accepted = grown(f"{VLLM}draft_tokens_total"), grown(f"{VLLM}accepted_tokens_total")
+    for names in COUNTERS:
+        if (drafts := grown(f"{names}drafts_total")) is None:
+            continue
+        drafted, accepted = grown(f"{names}draft_tokens_total"), grown(f"{names}accepted_tokens_total")
         return Speculation(
             drafts=round(drafts),
             draft_tokens=None if drafted is None else round(drafted),
             accepted_tokens=None if accepted is None else round(accepted),
-            accepted_per_position=_positions(before, after),
-            source="the server's vllm:spec_decode counters",
+            accepted_per_position=_positions(before, after, f"{names}accepted_tokens_per_pos_total"),
+            source=f"the server's {names.removesuffix('_num_')} counters",
         )
     if (calls := grown("sglang:spec_verify_calls_total")) is not None:
         written, asked = grown("sglang:generation_tokens_total"), grown("sglang:num_requests_total")
@@ -95,11 +97,11 @@ def between(before: Samples, after: Samples) -> Speculation | None:
     return None
 
 
-def _positions(before: Samples, after: Samples) -> tuple[int, ...]:
+def _positions(before: Samples, after: Samples, name: str) -> tuple[int, ...]:
     """Accepted at the first, second, ... drafted token."""
     totals: dict[int, float] = {}
     for page, sign in ((after, 1), (before, -1)):
-        for labels, value in page.get(POSITIONS, {}).items():
+        for labels, value in page.get(name, {}).items():
             place = int(dict(labels).get("position", -1))
             totals[place] = totals.get(place, 0.0) + sign * value
     return tuple(round(totals[place]) for place in sorted(totals) if place >= 0)

@@ -35,7 +35,7 @@ from forerun.checkpoints.engines import (
     ok,
 )
 from forerun.checkpoints.flat import DEEPSPEC, FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
-from forerun.checkpoints.gguf import COUNTING, started
+from forerun.checkpoints.gguf import COUNTING, started_with
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.speculators import KIND, LAYERS
 from forerun.drafters.heads.eagle import EagleConfig
@@ -520,7 +520,7 @@ def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
 
 
 def _llama_cpp_lines(launch: Launch) -> str:
-    return started(launch.directory, launch.target.name_or_path, "draft-eagle3", TOKENS)
+    return started_with(launch.directory, launch.target.name_or_path, "draft-eagle3", TOKENS)
 
 
 DESTINATIONS: dict[str, Destination] = {

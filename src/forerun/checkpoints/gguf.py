@@ -26,14 +26,22 @@ def conversion(
     return [str(directory), *for_head, "--outtype", outtype, "--outfile", str(file or f"{directory}.gguf")]
 
 
-def started(directory: Path, target: str, name: str, most: int) -> str:
-    """Three lines: both conversions, and the server with a head as the drafter `name` (``--spec-type``) of chains of up
-    to `most` tokens. The target's file is written beside the head's directory."""
-    of_target = conversion(Path(target), file=directory.with_name(f"{Path(target).name}.gguf"))
-    of_head = conversion(directory, target=target)
-    server = ["llama-server", "-m", of_target[-1], "-md", of_head[-1], "--spec-type", name]
-    lines = (["python", SCRIPT, *of_target], ["python", SCRIPT, *of_head], [*server, "--spec-draft-n-max", str(most)])
+def started(target: Path, file: Path, name: str, most: int, head: Path | None = None) -> str:
+    """Lines that make the GGUF files and start the server with the drafter `name` (``--spec-type``) of chains of up to
+    `most` tokens: `target` becomes `file`, and `head`, where it is not in the target, a file beside its directory."""
+    of_target = conversion(target, file=file)
+    lines, server = [["python", SCRIPT, *of_target]], ["llama-server", "-m", of_target[-1]]
+    if head is not None:
+        of_head = conversion(head, target=str(target))
+        lines.append(["python", SCRIPT, *of_head])
+        server += ["-md", of_head[-1]]
+    lines.append([*server, "--spec-type", name, "--spec-draft-n-max", str(most)])
     return "\n".join(map(shlex.join, lines))
+
+
+def started_with(head: Path, target: str, name: str, most: int) -> str:
+    """See `started`; the target's file is written beside the head's directory."""
+    return started(Path(target), head.with_name(f"{Path(target).name}.gguf"), name, most, head)
 
 
 COUNTING = "`--spec-draft-n-max` counts drafted tokens. The target is a directory on this machine, not a hub id."

@@ -1,5 +1,6 @@
 """What serving engines make of MTP layers: they read them in the target's own checkpoint, so an export is a copy of it.
-From their loaders' sources; vLLM 0.32 was run with layers of ours (``tests_vllm``)."""
+From their loaders' sources; vLLM 0.32 and llama.cpp 0.5.0 were run with layers of ours (``tests_vllm``,
+``tests_llama``)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
 from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, plainly_named
+from forerun.checkpoints.gguf import started
 from forerun.checkpoints.mtp import stitch
 
 TOKENS = 3  # Tokens of a step in the launch lines, for which FastMTP trains
@@ -56,6 +58,11 @@ def _sglang(launch: Launch) -> str:
     )
 
 
+def _llama_cpp(launch: Launch) -> str:
+    directory = launch.directory
+    return started(directory, directory.with_name(f"{directory.name}.gguf"), "draft-mtp", TOKENS)
+
+
 MtpEngines.destinations = {
     "vllm": Destination(
         title="vLLM",
@@ -69,6 +76,13 @@ MtpEngines.destinations = {
         engine="sglang",
         command=_sglang,
         counting="`--speculative-num-draft-tokens` counts the last committed token, too.",
+        write=_stitched,
+    ),
+    "llama.cpp": Destination(
+        title="llama.cpp",
+        engine="llama.cpp",
+        command=_llama_cpp,
+        counting="`--spec-draft-n-max` counts drafted tokens.",
         write=_stitched,
     ),
 }

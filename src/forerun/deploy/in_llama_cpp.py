@@ -26,7 +26,7 @@ from forerun.checkpoints.gguf import OUTTYPES, SCRIPT, conversion
 from forerun.deploy.compare import Answer
 from forerun.deploy.engines.llamacpp import SERVER, LlamaCpp
 from forerun.deploy.gguf_converter import UNKNOWN
-from forerun.deploy.trial import ROWS, Drafting, Installed, Question, RefusedError, last_lines
+from forerun.deploy.trial import Drafting, Installed, Question, RefusedError, last_lines
 from forerun.errors import ArgumentError, ForerunError
 
 LOADING = 1800.0
@@ -38,19 +38,37 @@ class InLlamaCpp(Installed):
 
     title: ClassVar[str] = "llama.cpp"
 
-    def __init__(self, drafting: Drafting, sources: Path | None, python: Path) -> None:
-        """`python`: has what the converter imports. ArgumentError: something is not there, or llama.cpp has no
-        counterpart of the kind."""
+    def __init__(self, drafting: Drafting, sources: Path | None, python: Path, rows: int = 1) -> None:
+        """
+        Args:
+            drafting: what is tried.
+            sources: llama.cpp's directory.
+            python: has what its converter imports.
+            rows: answers at once; EAGLE-3 heads lose by more than one (`ONE_AT_A_TIME`).
+
+        Raises:
+            ArgumentError: something is not there, or llama.cpp has no counterpart of the kind.
+        """
         way = LlamaCpp.ways.get(drafting.kind)
-        if way is None or not way.model:
-            have = ", ".join(kind for kind, way in LlamaCpp.ways.items() if way.model)
-            raise ArgumentError(f"llama.cpp does not draft with files of a {drafting.kind} head; it does with {have}")
+        if way is None or drafting.kind == "ngram":
+            have = ", ".join(kind for kind in LlamaCpp.ways if kind != "ngram")
+            raise ArgumentError(f"llama.cpp does not draft with a {drafting.kind} head; it does with {have}")
+        if not way.model and Path(drafting.head).resolve() != Path(drafting.target).resolve():
+            raise ArgumentError(
+                f"llama.cpp reads {drafting.kind} layers in the target's own checkpoint: forerun export "
+                f"{drafting.head} --to llama.cpp --target {drafting.target} --output DIR, then name DIR as both"
+            )
         if sources is None or not (sources / SCRIPT).is_file():
             raise ArgumentError(
                 f"{sources or 'nothing'} is no directory of llama.cpp's sources with its {SCRIPT}; name it: "
                 "--llama-cpp DIR"
             )
-        self.way, self.sources, self.python, self.server = way.name, sources, python, server_of(sources)
+        for name in (drafting.target, drafting.head):
+            if not Path(name).is_dir():
+                raise ArgumentError(f"{name} is no directory, which llama.cpp's converter wants: hf download {name}")
+        self.way, self.own_files = way.name, way.model
+        self.sources, self.python, self.rows = sources, python, rows
+        self.server = server_of(sources)
         super().__init__(drafting, server_version(self.server))
 
     def answers(self, question: Question) -> list[Answer]:
@@ -58,22 +76,20 @@ class InLlamaCpp(Installed):
         drafting = self.drafting
         with tempfile.TemporaryDirectory() as work:
             folder, dtype = Path(work), question.dtype
-            target = converted(self.sources, self.python, Path(drafting.target), folder / "target.gguf", dtype=dtype)
-            head = converted(
-                self.sources,
-                self.python,
-                Path(drafting.head),
-                folder / "head.gguf",
-                dtype=dtype,
-                target=None if drafting.kind == "draft_model" else drafting.target,
-            )
+            words = ["-m", str(self._converted(drafting.target, folder / "target.gguf", dtype))]
+            if self.own_files:
+                words += ["-md", str(self._converted(drafting.head, folder / "head.gguf", dtype, is_head=True))]
             self.notes += [UNKNOWN] if UNKNOWN in last_lines(folder.glob("*.log"), 10**6) else []
-            words = ["-m", str(target), "-md", str(head), "--spec-type", self.way]
-            words += ["--spec-draft-n-max", str(drafting.k), "-c", str(ROWS * question.room), "-np", str(ROWS)]
+            words += ["--spec-type", self.way, "--spec-draft-n-max", str(drafting.k)]
+            words += ["-c", str(self.rows * question.room), "-np", str(self.rows)]
             kept = "f32" if dtype == "float32" else "f16"  # its keys and values, and its drafter's
             words += [word for flag in ("-ctk", "-ctv", "-ctkd", "-ctvd") for word in (flag, kept)]
-            with serving(self.server, words, folder / "server.log") as address, ThreadPoolExecutor(ROWS) as pool:
+            with serving(self.server, words, folder / "server.log") as address, ThreadPoolExecutor(self.rows) as pool:
                 return list(pool.map(lambda prompt: _answer(address, prompt, question.tokens), question.prompts))
+
+    def _converted(self, name: str, file: Path, dtype: str, *, is_head: bool = False) -> Path:
+        for_head = self.drafting.target if is_head and self.drafting.kind != "draft_model" else None
+        return converted(self.sources, self.python, Path(name), file, dtype=dtype, target=for_head)
 
 
 def server_of(sources: Path) -> Path:
@@ -151,9 +167,9 @@ def _healthy(address: str) -> bool:
 
 
 def _complaint(log: Path) -> str:
-    """The first line of the log that tells of an error, or the last line."""
+    """The first line of the log that tells of an error and is not called normal there, or the last line."""
     lines = log.read_text(errors="replace").splitlines()
-    wrong = [line for line in lines if re.search(r"error|\bE\b|GGML_ASSERT|abort", line)]
+    wrong = [line for line in lines if re.search(r"error|\bE\b|GGML_ASSERT|abort", line) and "is normal" not in line]
     return (wrong or lines or ["it said nothing"])[0 if wrong else -1]
 
 

@@ -1,7 +1,8 @@
 """llama.cpp: ``llama-server`` with ``--spec-type`` and the options of each type.
 
-From ``tools/server/README.md``, which its own ``--help`` is made of, of November 2026. It numbers builds, several a
-day; where ``llama-server`` is on this machine its ``--help`` is asked, too. It drafts chains.
+From ``tools/server/README.md``, which its own ``--help`` is made of, of November 2026, and from running 0.5.0
+(``tests_llama``). It numbers builds, several a day; where ``llama-server`` is on this machine its ``--help`` is asked,
+too. It drafts chains.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ _COPIES = {  # llama.cpp's own defaults are 12, 48 and 1
     "min_hits": "--spec-ngram-simple-min-hits",
 }
 
+ONE_AT_A_TIME = (
+    "llama.cpp 0.5.0 accepts less of an EAGLE-3 head where several requests run at once (0.27 of first tokens with "
+    "four, 0.56 with one; `make test-llama`): -np 1 lets them wait; DFlash and DSpark heads lose nothing"
+)
+
 
 class LlamaCpp(Engine):
     """``llama-server``."""
@@ -35,8 +41,9 @@ class LlamaCpp(Engine):
     ways: ClassVar[dict[str, Way]] = {
         "ngram": Way(name="ngram-simple", options=_COPIES, model=False),
         "draft_model": Way(name="draft-simple"),
-        "eagle3": Way(name="draft-eagle3"),
-        "dflash": Way(name="draft-dflash", note="DFlash heads were reported at 0.15 acceptance there (issue 25792)"),
+        "eagle3": Way(name="draft-eagle3", note=ONE_AT_A_TIME),
+        "dflash": Way(name="draft-dflash"),
+        "dflash2": Way(name="draft-dflash"),
         "dspark": Way(name="draft-dspark"),
         "mtp": Way(name="draft-mtp", model=False),
     }

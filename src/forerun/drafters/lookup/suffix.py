@@ -36,7 +36,7 @@ class SuffixConfig:
 
     num_speculative_tokens: int = 24  # Most tokens on one path
     max_tree_depth: int = 24  # Longest string that is counted, tokens; beyond it the first occurrence is followed
-    max_spec_factor: float = 1.0  # Tokens drafted for each token of the match
+    max_spec_factor: float = 2.0  # Tokens drafted for each token of the match
     max_spec_offset: float = 0.0  # Tokens drafted besides
     min_token_prob: float = 0.1  # Least probability of a path by the counts: of its tokens' shares, multiplied, 0..1
     min_match: int = 1  # Shortest match that is drafted from, tokens
