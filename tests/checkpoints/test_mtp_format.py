@@ -126,8 +126,22 @@ def test_an_export_is_the_target_with_its_layers(to: str, tmp_path: Path, capsys
         assert json.loads(shlex.split(command)[-1]) == {"method": "mtp", "num_speculative_tokens": 3}
     if to == "sglang":
         assert "--speculative-algorithm NEXTN" in command and command.endswith("--speculative-num-draft-tokens 4")
-    with pytest.raises(ArgumentError, match="heads of the kind mtp go to vllm, sglang, hf"):
+    with pytest.raises(ArgumentError, match=r"heads of the kind mtp go to vllm, sglang, llama\.cpp, hf"):
         export_head(head, facts, "trtllm", tmp_path / "more")
+
+
+def test_llama_cpp_reads_glms_layers_and_drops_deepseeks(tmp_path: Path) -> None:
+    for family in ("glm", "deepseek"):
+        target = Checkpoint(family, tmp_path / family).folder
+        facts, out = TargetFacts.read(target), tmp_path / f"{family}-out"
+        head = write_head(read_target(target), tmp_path / f"{family}-head", "mtp", facts)
+        if family == "glm":
+            lines = export_head(head, facts, "llama.cpp", out).command.splitlines()
+            assert lines[0] == f"python convert_hf_to_gguf.py {out} --outtype bf16 --outfile {out}.gguf"
+            assert lines[1] == f"llama-server -m {out}.gguf --spec-type draft-mtp --spec-draft-n-max 3"
+        else:
+            with pytest.raises(CheckpointError, match="has a converter that drops them"):
+                export_head(head, facts, "llama.cpp", out)
 
 
 def test_doctor_says_what_engines_do_otherwise(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What serving engines make of MTP layers: they read them in the target's own checkpoint, so an export is a copy of it.
-From their loaders' sources; vLLM 0.32 and llama.cpp 0.5.0 were run with layers of ours (``tests_vllm``,
-``tests_llama``)."""
+From their loaders' sources; vLLM 0.32 was run with layers of ours (``tests_vllm``), llama.cpp 0.5.0 with those that it
+refuses (``tests_llama``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
-from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, plainly_named
+from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, fails, plainly_named
 from forerun.checkpoints.gguf import started
 from forerun.checkpoints.mtp import stitch
 
@@ -32,8 +32,15 @@ class MtpEngines(Engines):
             yield from check("vllm", what, "hands the state on before its norm", remedy)
         why, remedy = "is not known here to read these layers", "compare its acceptance with ours"
         yield from check("trtllm lmdeploy modelopt", "MTP layers", why, remedy)
-        remedy = "convert the target with its layers there, and compare its acceptance with ours"
-        yield from check("llama.cpp", "MTP layers", "reads what its converter makes of them", remedy)
+        if not head.config.norm_output:
+            what, why = "MTP layers of MiMo's kind", "has no converter for their target"
+            yield from fails("llama.cpp", what, why, "use vLLM or SGLang")
+        elif head.config.latent is not None:
+            what, why = "MTP layers of DeepSeek's kind", "has a converter that drops them"
+            yield from fails("llama.cpp", what, why, "use vLLM or SGLang")
+        else:
+            remedy = "convert the target with its layers there, and compare its acceptance with ours"
+            yield from check("llama.cpp", "MTP layers", "reads GLM's; they were not tried here", remedy)
 
 
 def _stitched(launch: Launch) -> Path:
