@@ -46,6 +46,8 @@ HOSTS = {
     "vllm": "the program that loads `forerun.training.features.connector`; it wants an environment of its own",
     "sglang": "the program that loads `forerun.deploy.sglang`; so does this one",
     "llama_cpp": "what `forerun.deploy.llama_cpp` is handed to; it is built from source",
+    "conversion": "llama.cpp's sources, in which `forerun.deploy.gguf_converter` runs",
+    "convert_hf_to_gguf": "these, too",
     "triton": "it comes with torch for CUDA, and `forerun.model.kernels.fused` asks for it",
 }
 """Import names that are not declared, and why."""

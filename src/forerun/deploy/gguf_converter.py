@@ -30,7 +30,7 @@ def main() -> None:
         try:
             return str(known(model, tokenizer))
         except NotImplementedError:
-            print(UNKNOWN)  # noqa: T201
+            sys.stdout.write(f"{UNKNOWN}\n")
             return "gpt-2"
 
     base.TextModel.get_vocab_base_pre = split
