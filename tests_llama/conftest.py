@@ -48,6 +48,10 @@ class Case:
     refused: str = ""  # What llama.cpp says of it, a regular expression
 
 
+BLOCK = {"num_hidden_layers": 2, "block_size": 6}
+DFLASH = Case(kind="dflash", steps=120, rate=2e-3, options=BLOCK)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--llama-cpp", type=Path, required=True, help="llama.cpp's sources, built")
     parser.addoption("--work", type=Path, default=ROOT / "build/llama", help="where data, heads and exports go")

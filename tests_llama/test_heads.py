@@ -15,25 +15,25 @@ from forerun.checkpoints import TargetFacts, read_head
 from forerun.checkpoints.engines import diagnose, worst
 from forerun.deploy.in_llama_cpp import converted
 from forerun.deploy.trial import RefusedError, Trial
-from tests_llama.conftest import TARGET, Case, head_of, in_llama_cpp, target_of
+from tests_llama.conftest import BLOCK, DFLASH, TARGET, Case, head_of, in_llama_cpp, target_of
 
-BLOCK = {"num_hidden_layers": 2, "block_size": 6}
 EAGLE = Case(kind="eagle3", steps=80)
+DSPARK = replace(DFLASH, kind="dspark", options={**BLOCK, "markov_rank": 32})
 CASES: dict[str, Case] = {
     "draft_model": Case(kind="draft_model"),
     "eagle3": EAGLE,
     "eagle3_other_boundaries": replace(EAGLE, options={"boundaries": [1, 4, 7]}),
     "eagle3_norms": replace(EAGLE, options={"norm_before_fc": True, "norm_before_residual": True}),
-    "dflash": Case(kind="dflash", steps=120, rate=2e-3, options=BLOCK),
-    "dflash2": Case(kind="dflash2", steps=120, rate=2e-3, options=BLOCK),
-    "dflash_window": Case(kind="dflash", steps=60, rate=2e-3, options={**BLOCK, "sliding_window": 64}),
-    "dspark": Case(kind="dspark", steps=120, rate=2e-3, options={**BLOCK, "markov_rank": 32}),
+    "dflash": DFLASH,
+    "dflash2": replace(DFLASH, kind="dflash2"),
+    "dflash_window": replace(DFLASH, steps=60, options={**BLOCK, "sliding_window": 64}),
+    "dspark": DSPARK,
     # GLM's converter wants tokens of GLM's tokenizer, which nothing shipped has.
     "mtp, MiMo's kind": Case(kind="mtp", target="mimo", k=1, refused="MiMoForCausalLM is not supported"),
     "mtp, DeepSeek's kind": Case(kind="mtp", target="deepseek", k=1, refused="failed to create MTP context"),
     "draft_model, four at once": Case(kind="draft_model", rows=4),
-    "dflash, four at once": Case(kind="dflash", steps=120, rate=2e-3, options=BLOCK, rows=4),
-    "dspark, four at once": Case(kind="dspark", steps=120, rate=2e-3, options={**BLOCK, "markov_rank": 32}, rows=4),
+    "dflash, four at once": replace(DFLASH, rows=4),
+    "dspark, four at once": replace(DSPARK, rows=4),
     "eagle3_fc_norm": Case(kind="eagle3", steps=0, options={"fc_norm": True}, refused="Can not map tensor 'fc_norm"),
     "eagle3_two_layers": Case(kind="eagle3", steps=0, options={"num_hidden_layers": 2}, refused="Can not map tensor"),
 }

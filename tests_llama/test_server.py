@@ -10,10 +10,9 @@ import pytest
 
 from forerun.cli import main as forerun
 from forerun.deploy.in_llama_cpp import converted, server_of, serving
-from tests_llama.conftest import TARGET, Case, head_of
+from tests_llama.conftest import DFLASH, TARGET, head_of
 
-K = 5
-DFLASH = Case(kind="dflash", steps=120, rate=2e-3, options={"num_hidden_layers": 2, "block_size": 6}, k=K)
+K = DFLASH.k
 DRAFTERS = {
     "ngram": [],
     "draft_model": ["--drafter-model", "draft.gguf"],

@@ -19,6 +19,7 @@ from forerun.checkpoints.gguf import started_with
 from forerun.checkpoints.speculators import KIND, NON_CAUSAL
 
 RETRAIN = "train one without it"
+ANCHOR, OF_DSPARK = "a root that predicts the token after it (sample_from_anchor)", "takes that of DSpark heads only"
 METHODS = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "domino": "dflash"}
 """Kind -> what engines call its drafter; vLLM's and SGLang's for DFlash know DFlash 2, SGLang's Domino."""
 
@@ -96,8 +97,7 @@ def _vllm_loader(head: HeadCheckpoint) -> Iterator[Finding]:
     if config.mlp_bias:
         yield from degrades("vllm", "biases of the MLP", "does not use them, without a message", RETRAIN)
     if config.kind in ("dflash", "dflash2") and config.sample_from_anchor:
-        what = "a root that predicts the token after it (sample_from_anchor)"
-        yield from fails("vllm", what, "takes that of DSpark heads only", RETRAIN)
+        yield from fails("vllm", ANCHOR, OF_DSPARK, RETRAIN)
     if config.kind == "dspark" and config.markov_head_type != "vanilla":
         why = "has no place for what the table is multiplied with, and stops"
         yield from fails("vllm", f"a table with {config.markov_head_type}", why, "train one with vanilla")
@@ -133,8 +133,7 @@ def _llama_cpp_loader(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Fin
         why = "computes silu in its place"
         yield from degrades("llama.cpp", f"the activation {config.hidden_act}", why, "train with silu")
     if config.kind in ("dflash", "dflash2") and config.sample_from_anchor:
-        what = "a root that predicts the token after it (sample_from_anchor)"
-        yield from degrades("llama.cpp", what, "takes that of DSpark heads only", RETRAIN)
+        yield from degrades("llama.cpp", ANCHOR, OF_DSPARK, RETRAIN)
     if config.kind == "dspark" and config.own_lm_head and not config.reduced_vocabulary:
         yield from degrades("llama.cpp", "an output head of its own", "takes the target's instead", RETRAIN)
     yield from last_boundary(config.boundaries, target)

@@ -79,7 +79,8 @@ class InLlamaCpp(Installed):
             words = ["-m", str(self._converted(drafting.target, folder / "target.gguf", dtype))]
             if self.own_files:
                 words += ["-md", str(self._converted(drafting.head, folder / "head.gguf", dtype, is_head=True))]
-            self.notes += [UNKNOWN] if UNKNOWN in last_lines(folder.glob("*.log"), 10**6) else []
+            if any(UNKNOWN in log.read_text(errors="replace") for log in folder.glob("*.log")):
+                self.notes.append(UNKNOWN)
             words += ["--spec-type", self.way, "--spec-draft-n-max", str(drafting.k)]
             words += ["-c", str(self.rows * question.room), "-np", str(self.rows)]
             kept = "f32" if dtype == "float32" else "f16"  # its keys and values, and its drafter's
