@@ -1,4 +1,4 @@
-"""The catalogue of public heads: found by target, honest about names that are not known in full."""
+"""The catalogue of public heads: found by target, each with its hub id."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ def test_suggestions_put_loadable_heads_first_and_know_hub_ids_directories_and_c
     found = suggest("meta-llama/Llama-3.1-8B-Instruct")
     assert found[0].model == "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B" and found[0].drafter == "eagle3"
     assert found == suggest("/models/meta-llama-3.1-8b-instruct/")
-    # The paper does not say which of the two models; its head comes after those that do.
-    assert [head.target for head in found] == ["Llama-3.1-8B-Instruct"] * 6 + ["Llama-3.1-8B"]
-    assert suggest("meta-llama/Llama-3.1-8B")[0].target == "Llama-3.1-8B"
+    assert [head.target for head in found] == ["Llama-3.1-8B-Instruct"] * 7
+    assert suggest("meta-llama/Llama-3.1-8B") == found  # whose reports may have left "Instruct" out
     assert suggest("someone/unheard-of") == []
 
 
-def test_the_catalogue_names_no_hub_id_that_is_not_known_in_full() -> None:
+def test_every_entry_of_the_catalogue_has_a_hub_id_in_full_and_the_page_that_it_was_found_on() -> None:
     heads = known_heads()
     assert {"lmsys", "AQ-MedAI", "NVIDIA", "RedHatAI", "EAGLE authors"} <= {head.publisher for head in heads}
     for head in heads:
-        assert head.model is None or (head.model.count("/") == 1 and "…" not in head.model)
-        assert (head.url or "https://").startswith("https://") and head.format in (
+        assert head.model.count("/") == 1 and "…" not in head.model
+        assert head.url.startswith("https://") and head.format in (
             None,
             "eagle",
             "speculators",
@@ -40,10 +39,9 @@ def test_the_catalogue_names_no_hub_id_that_is_not_known_in_full() -> None:
             "transformers",
             "pickle",
         )
-        assert head.url or head.model is None, "an id needs the page that it was found on"
         assert head.acceptance_length is None or (1 < head.acceptance_length < 10 and head.conditions)
     assert any(head.boundaries for head in suggest("openai/gpt-oss-120b"))
-    assert len({(head.target, head.named) for head in heads}) == len(heads)
+    assert len({(head.target, head.model) for head in heads}) == len(heads)
 
 
 def test_heads_lists_all_those_of_a_target_and_those_of_a_part_of_a_name(forerun: Forerun) -> None:

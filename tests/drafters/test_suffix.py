@@ -18,8 +18,9 @@ from forerun.types import Budget
 
 
 def drafter(**options: Any) -> SuffixDrafter:
-    """By default one token for each that matches: the drafts below are written out for that."""
-    return SuffixDrafter(SuffixConfig(**{"max_spec_factor": 1.0, **options}), setup=None)  # type: ignore[arg-type]
+    """By default one token for each that matches, and no text is followed: drafts are written out for that here."""
+    given = {"max_spec_factor": 1.0, "follow_edits": False, **options}
+    return SuffixDrafter(SuffixConfig(**given), setup=None)  # type: ignore[arg-type]
 
 
 def fed(tokens: Sequence[int], **options: Any) -> SuffixDrafter:

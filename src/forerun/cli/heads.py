@@ -37,8 +37,8 @@ def heads(target: str | None = None, /, *, json: Json = False) -> int:
             table.add_row("", Text(head.target, "bold"))
         before = head.target
         length = "" if head.acceptance_length is None else f"{head.acceptance_length:.2f}"
-        # What cannot be passed on is shown paler: no hub id, a pickle, a kind that forerun does not have.
-        table.add_row(head.drafter, Text(head.named, "" if head.loadable else "dim"), length)
+        # What cannot be passed on is shown paler: a pickle, a kind that forerun does not have.
+        table.add_row(head.drafter, Text(head.model, "" if head.loadable else "dim"), length)
     console.out().print(table)
     console.out().print(Text("accepted: tokens per pass, as reported. By whom, under which conditions: --json", "dim"))
     first = {head.drafter: head for head in reversed(found) if head.loadable}

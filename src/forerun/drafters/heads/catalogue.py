@@ -17,8 +17,7 @@ class KnownHead:
 
     drafter: str = "eagle3"  # Its kind, as in `heads.kinds` where forerun has such heads
     target: str  # Name of the target without its owner, as the report writes it
-    model: str | None = None  # Hub id, where the report gives it in full
-    named: str  # What the report calls the head
+    model: str  # Hub id
     publisher: str
     collection: str  # Where it is reported: SpecBundle, a paper, a project
     format: str | None = None
@@ -27,12 +26,12 @@ class KnownHead:
     boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
     acceptance_length: float | None = None  # Tokens per target pass as reported, under `conditions` alone
     conditions: str = ""
-    url: str | None = None
+    url: str  # Where the id was found
 
     @property
     def loadable(self) -> bool:
         """Whether its hub id can be passed to a drafter here, as far as the report says."""
-        return self.model is not None and self.drafter in KINDS and self.format != "pickle"
+        return self.drafter in KINDS and self.format != "pickle"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries) if self.boundaries else None)
@@ -43,16 +42,16 @@ def known_heads() -> tuple[KnownHead, ...]:
     """The whole catalogue, by target."""
     text = resources.files(__package__ or __name__).joinpath("catalogue.json").read_text(encoding="utf-8")
     heads = [KnownHead(**entry) for entry in json.loads(text)]
-    return tuple(sorted(heads, key=lambda head: (head.target.casefold(), head.model is None)))
+    return tuple(sorted(heads, key=lambda head: head.target.casefold()))
 
 
 def suggest(target_name: str) -> list[KnownHead]:
-    """Heads for a target (hub id, or a directory named like it), those that can be downloaded by name first. ``X`` also
-    finds heads for ``X-Instruct`` and the reverse, after the exact ones: reports are not always precise."""
+    """Heads for a target (hub id, or a directory named like it). ``X`` also finds heads for ``X-Instruct`` and the
+    reverse, after the exact ones: reports are not always precise."""
     wanted = _short(target_name)
     loose = wanted.removesuffix("-instruct")
     found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]
-    return sorted(found, key=lambda head: (_short(head.target) != wanted, head.model is None))
+    return sorted(found, key=lambda head: _short(head.target) != wanted)
 
 
 def _short(name: str) -> str:

@@ -236,7 +236,7 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
         head = named(kind.in_target)(target.name_or_path).build(target.dtype)
     if head is None:
         heads = (found for found in suggest(target.name_or_path) if found.drafter == kind.stored_as)
-        known = ", ".join(str(found.model) for found in heads if found.loadable)
+        known = ", ".join(found.model for found in heads if found.loadable)
         raise ArgumentError(
             f"{kind.name} needs a head: model=DIRECTORY or a hub id; known for {target.name_or_path}: "
             f"{known or 'none'}. To train one: forerun train {kind.stored_as} --help"

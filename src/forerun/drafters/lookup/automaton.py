@@ -85,6 +85,10 @@ class SuffixAutomaton:
         """The last token of the state's strings."""
         return self.tokens[self._end[state] - 1]
 
+    def place(self, state: int) -> int:
+        """Index in the text behind the first occurrence of the state's strings."""
+        return self._end[state]
+
     def count(self, state: int) -> int:
         """How often the state's strings of at most `depth` tokens occur; of the root, the text's length."""
         return self._count[state]

@@ -1,4 +1,4 @@
-"""Drafts from the answer that the client predicted (Predicted Outputs), found again after every edit. It comes with the
+"""Drafts from the answer that the client predicted (Predicted Outputs), followed over edits. It comes with the
 prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All nodes are deterministic."""
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.acceptance import Acceptance, by_match
+from forerun.core.acceptance import Acceptance
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
 _LONGEST = 4  # Longest string searched for, tokens
 _REACH = 16  # A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere
-_TRUST = 2  # After an edit, tokens drafted for each token that has agreed since
+_TRUST = 2  # After an edit, tokens drafted for each token that agreed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +35,17 @@ class PredictionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class _Row:
-    alignment: Alignment
-    read: int  # How many of the row's tokens the alignment knows
+    follower: Follower
+    places: Places
+    read: int  # How many of the row's tokens the follower knows
     acceptance: Acceptance
     drafted: Drafted | None = None
 
 
 class PredictionDrafter(Drafter):
     """Drafts the predicted tokens from where the answer stands among them; nothing where it stands nowhere. Until the
-    answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
-    `num_speculative_tokens`; nearer to an edit it is shorter, so that a prediction which was wrong costs little.
+    answer first leaves the prediction a draft has `num_speculative_tokens`; from then on it is shorter where little
+    agreed, so that a prediction which was wrong costs little.
     ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary."""
 
     name = "prediction"
@@ -67,22 +69,19 @@ class PredictionDrafter(Drafter):
             row = self._row(context, index)
             if row.drafted is not None:
                 row.drafted.learn(tokens[row.read :])
-            self._read(row, tokens)
+            self._read(row, tokens, context.prompt_lengths[index])
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
         for index, tokens in enumerate(context.tokens):
             row, parent = self._row(context, index), 0
-            self._read(row, tokens)
-            row.drafted, alignment = None, row.alignment
-            if alignment.position is None:
-                continue
+            self._read(row, tokens, context.prompt_lengths[index])
             length = min(budget.nodes[index], budget.depth[index], self.config.num_speculative_tokens)
-            if alignment.edited:
-                length = min(length, _TRUST * alignment.matched)
-            row.drafted, source = Drafted(trees[index], row.acceptance), "edited" if alignment.edited else "prediction"
-            for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
-                parent = row.drafted.add(token, parent, by_match(source, alignment.matched + offset))
+            if row.follower.changed:
+                length = min(length, _TRUST * row.follower.agreed)
+            row.drafted = Drafted(trees[index], row.acceptance)
+            for token, evidence in row.follower.draft(length):
+                parent = row.drafted.add(token, parent, evidence)
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -94,16 +93,26 @@ class PredictionDrafter(Drafter):
     def _row(self, context: DraftContext, index: int) -> _Row:
         row_id = context.rows[index]
         if row_id not in self._rows:
-            predicted = context.predictions[index] if context.predictions else ()
-            alignment, acceptance = Alignment(predicted or self._default), self._estimates.of(context.salt(index))
-            self._rows[row_id] = _Row(alignment=alignment, read=context.prompt_lengths[index], acceptance=acceptance)
+            predicted = (context.predictions[index] if context.predictions else ()) or self._default
+            follower = Follower()
+            follower.start(predicted, 0, 0)
+            self._rows[row_id] = _Row(
+                follower=follower,
+                places=Places(predicted),
+                read=context.prompt_lengths[index],
+                acceptance=self._estimates.of(context.salt(index)),
+            )
         return self._rows[row_id]
 
-    def _read(self, row: _Row, tokens: Sequence[int]) -> None:
+    def _read(self, row: _Row, tokens: Sequence[int], prompt: int) -> None:
         if row.read < len(tokens):
             row.drafted = None
-        for token in tokens[row.read :]:
-            row.alignment.advance(token)
+        for at in range(row.read, len(tokens)):
+            row.follower.read(tokens, at)
+            if not row.follower.found:
+                place, matched = row.places.of(tokens[max(prompt, at + 1 - _LONGEST) : at + 1], row.follower.parted)
+                if place is not None:
+                    row.follower.start(row.places.text, place, matched)
         row.read = max(row.read, len(tokens))
 
 
@@ -118,53 +127,37 @@ def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequenc
     return tuple(setup.tokenizer.encode(text, add_special_tokens=False))
 
 
-class Alignment:
-    """The position in `predicted` at which the answer goes on, if it goes on as predicted. In step, a token that agrees
-    moves it by one. After an edit the last tokens of the answer are searched for: the longest string first, the nearest
-    position ahead of where the two texts parted, and only strings of `_LONGEST` tokens also behind it. The places of
-    each token are found by one sort, so that a long prediction holds nobody up."""
+class Places:
+    """Where strings end in a text. The places of each token are found by one sort, so that a long prediction holds
+    nobody up."""
 
-    def __init__(self, predicted: Sequence[int]) -> None:
-        self.predicted = predicted
-        self.position: int | None = 0  # Index of the token that comes next; None where the answer stands nowhere
-        self.matched = 0  # How many tokens before the position are the same in both texts
-        self.edited = False  # Whether the texts have parted before
-        self._parted = 0  # Index of the first predicted token that has not come
-        self._recent: list[int] = []
-        self._text = np.array(predicted, np.int64)
-        self._order = self._text.argsort(kind="stable")  # Places of the smallest token, then of the next
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+        self._tokens = np.array(text, np.int64)
+        self._order = self._tokens.argsort(kind="stable")  # Places of the smallest token, then of the next
 
-    def advance(self, token: int) -> None:
-        """The answer gained a token."""
-        self._recent = [*self._recent[1 - _LONGEST :], token]
-        position = self.position
-        if position is not None and position < len(self.predicted) and self.predicted[position] == token:
-            self.position, self.matched = position + 1, self.matched + 1
-        else:
-            self.edited = True
-            self.position, self.matched = self._search()
-        if self.position is not None and (self.matched >= _LONGEST or not self.edited):
-            self._parted = self.position
-
-    def _search(self) -> tuple[int | None, int]:
-        found = list(self._ends())
+    def of(self, end: Sequence[int], first: int) -> tuple[int | None, int]:
+        """The index behind the longest of the strings that end a text, the last tokens of which are `end`, and its
+        length: the nearest place from `first` on that is not too far for so short a string. A string of `_LONGEST`
+        tokens may stand anywhere."""
+        found = list(self._ends(end))
         for size, ends in zip(range(len(found), 0, -1), reversed(found), strict=True):
-            ahead = int(np.searchsorted(ends, self._parted))
-            if ahead < len(ends) and ends[ahead] - self._parted <= _REACH**size:
+            ahead = int(np.searchsorted(ends, first))
+            if ahead < len(ends) and ends[ahead] - first <= _REACH**size:
                 return int(ends[ahead]), size
             if len(ends) and size == _LONGEST:
                 return int(ends[ahead - 1] if ahead else ends[0]), size
         return None, 0
 
-    def _ends(self) -> Iterator[NDArray[np.int64]]:
-        """Where the answer's last token, its last two, ... end in the prediction, ascending."""
-        text, order, token = self._text, self._order, self._recent[-1]
-        first, last = (np.searchsorted(text, token, side, sorter=order) for side in ("left", "right"))
+    def _ends(self, end: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+        """Where the last token of `end`, its last two, ... end in the text, ascending."""
+        tokens, order = self._tokens, self._order
+        first, last = (np.searchsorted(tokens, end[-1], side, sorter=order) for side in ("left", "right"))
         ends = order[first:last] + 1
         size = 1
-        while len(ends) and size < len(self._recent):
+        while len(ends) and size < len(end):
             yield ends
             size += 1
             ends = ends[ends >= size]
-            ends = ends[text[ends - size] == self._recent[-size]]
+            ends = ends[tokens[ends - size] == end[-size]]
         yield ends

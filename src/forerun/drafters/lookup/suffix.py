@@ -1,8 +1,9 @@
 """SuffixDecoding: drafts what followed the text's end where it occurred before, in this request or in earlier outputs.
 
 arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each running request over
-its prompt and output, and a bounded store of past outputs. Each step drafts from where the expected number of accepted
-tokens is largest. All nodes are deterministic.
+its prompt and output, and a bounded store of past outputs; and, ours, a `Follower`, which stays with a text that is
+copied with changes. Each step drafts from where the expected number of accepted tokens is largest. All nodes are
+deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from forerun.core.acceptance import Acceptance, Evidence, by_match
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
-from forerun.drafters.lookup.automaton import NONE, ROOT, Cursor, OutputStore, SuffixAutomaton
+from forerun.drafters.lookup.automaton import NONE, ROOT, SEPARATOR, Cursor, OutputStore, SuffixAutomaton
+from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
@@ -27,6 +29,7 @@ _WIDTH = 8  # Most of them that become nodes, the most frequent ones
 _BACKED_OFF = 4  # Ever shorter strings asked for the share of a continuation
 _UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts for
 _PACE = 64  # Tokens of past outputs indexed in a call at least, and two for each token that running requests gained
+_FOLLOWED = 4  # Shortest match, tokens, whose text is followed from then on
 _FULL_STORES = 4  # What the stores of all isolation domains may hold together, in full ones
 
 
@@ -38,9 +41,11 @@ class SuffixConfig:
     max_tree_depth: int = 24  # Longest string that is counted, tokens; beyond it the first occurrence is followed
     max_spec_factor: float = 2.0  # Tokens drafted for each token of the match
     max_spec_offset: float = 0.0  # Tokens drafted besides
-    min_token_prob: float = 0.1  # Least probability of a path by the counts: of its tokens' shares, multiplied, 0..1
+    min_token_prob: float = 0.1
+    """Least probability of a path, in 0..1: by the counts, of its tokens' shares, multiplied; followed, as learned."""
     min_match: int = 1  # Shortest match that is drafted from, tokens
     nodes: int | None = None  # Most nodes of a tree of several continuations, by their counts; None drafts a chain
+    follow_edits: bool = True  # Stay with a text that is copied, over changes, and make replacements again
     max_cached_requests: int = 10_000  # Past outputs kept of a domain (API key); 0: the request's own text only
     max_cached_tokens: int = 500_000  # Their tokens (150 bytes each); four times as many of all domains together
     cache_prompts: bool = False  # Keep the prompts of past requests too
@@ -59,7 +64,8 @@ class SuffixConfig:
 
 
 class SuffixDrafter(Drafter):
-    """Longest match in the request's own text and in past outputs; the draft of larger expected gain is taken."""
+    """Longest match in the request's own text and in past outputs, and the text that is followed; of these the draft of
+    largest expected gain is taken."""
 
     name = "suffix"
     Config = SuffixConfig
@@ -132,26 +138,59 @@ class SuffixDrafter(Drafter):
         kept = row.automaton.tokens[:length]
         row.automaton, row.drafted, row.cursors = SuffixAutomaton(self.config.max_tree_depth), None, []
         row.automaton.extend(kept)
+        row.follower = Follower()
 
     def _follow(self, row: _Row, tokens: Sequence[int]) -> None:
-        row.automaton.extend(tokens[len(row.automaton) :])
+        known = len(row.automaton)
+        row.automaton.extend(tokens[known:])
         generations = row.memory.store.generations
         if [cursor.automaton for cursor in row.cursors] != generations:
             row.cursors = [Cursor(generation) for generation in generations]
         for cursor in row.cursors:
             cursor.follow(tokens)
+        if self.config.follow_edits and known < len(tokens):
+            for at in range(max(known, row.prompt_length), len(tokens)):
+                row.follower.read(row.automaton.tokens, at)
+            _, automaton, state, matched = max(self._positions(row), key=itemgetter(3))
+            if matched >= _FOLLOWED and not row.follower.found:
+                row.follower.start(automaton.tokens, automaton.place(state), matched)
+
+    def _positions(self, row: _Row) -> list[tuple[str, SuffixAutomaton, int, int]]:
+        """The longest match in the request's own text and in each generation of past outputs: which text it is, its
+        automaton, state and length."""
+        found = [("request", row.automaton, *row.automaton.repeated())]
+        return found + [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
 
     def _best_draft(self, row: _Row, nodes: int, depth: int) -> Drafted | None:
         """The draft with most expected tokens, of the request's own text at equality; None without any match."""
-        config, drafts = self.config, list[tuple[Drafted, float]]()
-        positions = [("request", row.automaton, *row.automaton.repeated())]
-        positions += [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
-        for source, automaton, state, matched in positions:
-            wanted = int(config.max_spec_factor * matched + config.max_spec_offset + 1e-6)
-            length = min(config.num_speculative_tokens, wanted, depth)
-            if matched >= config.min_match and length > 0 and nodes > 0:
+        drafts = list[tuple[Drafted, float]]()
+        for source, automaton, state, matched in self._positions(row):
+            if (length := self._length(matched, depth)) and nodes > 0:
                 drafts.append(self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length))
+        if length := min(nodes, self._length(row.follower.agreed, depth)):
+            drafts.append(self._followed(row, length))
         return max(drafts, key=itemgetter(1), default=(None, 0.0))[0]
+
+    def _length(self, matched: int, most: int) -> int:
+        """Tokens of a path that is drafted from a match of so many."""
+        config = self.config
+        if matched < config.min_match:
+            return 0
+        wanted = int(config.max_spec_factor * matched + config.max_spec_offset + 1e-6)
+        return min(config.num_speculative_tokens, wanted, most)
+
+    def _followed(self, row: _Row, length: int) -> tuple[Drafted, float]:
+        """What comes next in the text that is followed, as far as that is likely enough, and the sum of its estimated
+        survival."""
+        drafted = Drafted(TokenTree(row.automaton.tokens[-1]), row.memory.acceptance)
+        parent, survival, expected = 0, 1.0, 0.0
+        for token, evidence in row.follower.draft(length):
+            if token == SEPARATOR or survival < self.config.min_token_prob:
+                break
+            parent = drafted.add(token, parent, evidence)
+            survival *= drafted.tree.confidence[parent]
+            expected += survival
+        return drafted, expected
 
     def _draft(
         self, row: _Row, automaton: SuffixAutomaton, position: _Position, source: str, nodes: int, depth: int
@@ -219,6 +258,7 @@ class _Row:
     prompt_length: int = 0
     drafted: Drafted | None = None
     cursors: list[Cursor] = field(default_factory=list)  # Where the text stands in each generation of the store
+    follower: Follower = field(default_factory=Follower)  # Where it stands in a text that it copies with changes
 
 
 def _share(automaton: SuffixAutomaton, state: int, token: int, ends: set[int]) -> float:

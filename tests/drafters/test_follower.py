@@ -1,0 +1,194 @@
+"""Following a text that is copied with changes: every kind of change, in the same sequence and in another one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from drafters.test_ngram import context, paths
+from drafters.test_suffix import answered, drafter, fed, propose
+from forerun.drafters.lookup.follower import Follower
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.types import Budget
+
+SOURCE = list(range(10, 60))
+START = SOURCE[:6]
+
+
+def follower(text: Sequence[int], source: Sequence[int] = SOURCE) -> Follower:
+    """That of a text that begins as its source does, token by token."""
+    made = Follower()
+    made.start(source, 0, 0)
+    for at in range(len(text)):
+        made.read(text, at)
+    return made
+
+
+def drafted(text: Sequence[int], source: Sequence[int] = SOURCE, most: int = 4) -> list[int]:
+    return [token for token, _ in follower(text, source).draft(most)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ([], [16, 17, 18, 19]),
+        ([99], [17, 18, 19, 20]),
+        ([99, 17], [18, 19, 20, 21]),
+        ([99, 98], [16, 17, 18, 19]),
+        ([99, 98, 97, 96, 16], [17, 18, 19, 20]),
+        ([99, 98, 19], [20, 21, 22, 23]),
+        ([20], [21, 22, 23, 24]),
+        ([20, 16], [17, 18, 19, 20]),
+        ([20, 99], [16, 17, 18, 19]),
+    ],
+    ids=["none", "replaced?", "replaced", "added?", "added", "two for three", "left out", "misled", "and added"],
+)
+def test_behind_a_change_the_source_goes_on(changed: list[int], expected: list[int]) -> None:
+    assert drafted([*START, *changed]) == expected
+
+
+def test_a_guess_is_known_as_one() -> None:
+    made = follower([*START, 99])
+    assert not made.found and made.changed and made.parted == 6
+    assert {evidence.key[0] for _, evidence in made.draft(3)} == {"guessed"}  # type: ignore[index]
+    made.read([*START, 99, 17], 7)
+    assert made.found and {evidence.key[0] for _, evidence in made.draft(3)} == {"followed"}  # type: ignore[index]
+
+
+def test_the_longest_agreement_is_believed_and_of_equal_ones_the_nearest() -> None:
+    source = [*START, 1, 2, 7, 3, 4, 7, 5, 7, 6]
+    assert drafted([*START, 9, 7], source) == [3, 4, 7, 5]
+    assert drafted([*START, 9, 4, 7], source) == [5, 7, 6]
+
+
+@pytest.mark.parametrize(("old", "new"), [([1], [9]), ([1, 2], [9]), ([1], [8, 9]), ([1, 2, 3], [7, 8, 9])])
+def test_a_replacement_is_made_again_wherever_it_was_made_once(old: list[int], new: list[int]) -> None:
+    source = [*START, *old, 20, 21, 22, 23, 24, *old, 30, 31, *old, 40]
+    text = [*START, *new, 20, 21, 22, 23]
+    assert drafted(text, source, 20) == [24, *new, 30, 31, *new, 40]
+    made = follower([*text, 24, new[0]], source)
+    assert [token for token, _ in made.draft(20)] == [*new[1:], 30, 31, *new, 40], "begun"
+
+
+def test_a_replacement_that_is_not_made_again_is_no_change() -> None:
+    source = [*START, 1, 20, 21, 22, 23, 24, 1, 2, 3, 4]
+    made = follower([*START, 9, 20, 21, 22, 23, 24, 1], source)
+    assert made.found and [token for token, _ in made.draft(9)] == [2, 3, 4]
+
+
+def test_a_replacement_that_goes_on_otherwise_is_left() -> None:
+    source = [*START, 1, 20, 21, 22, 23, 24, 1, 2, 3, 4]
+    made = follower([*START, 8, 9, 20, 21, 22, 23, 24, 8, 1, 2], source)
+    assert [token for token, _ in made.draft(9)] == [3, 4]
+
+
+def test_what_agrees_counts_and_each_change_halves_it() -> None:
+    assert follower(START).agreed == 12
+    made = follower([*START, 99])
+    assert made.agreed == 3
+    assert follower([*START, 99, 17, 18]).agreed == 7
+    assert follower([*START, *range(70, 75)]).agreed == 0
+
+
+def test_a_text_that_left_its_source_for_long_is_let_go() -> None:
+    assert follower([*START, *range(70, 86)]).place == 6
+    made = follower([*START, *range(70, 87)])
+    assert made.place is None and made.agreed == 0 and list(made.draft(9)) == []
+    made.read([1], 0)
+    assert made.place is None
+
+
+def test_nothing_is_drafted_behind_the_end() -> None:
+    assert drafted(SOURCE) == [] and drafted(SOURCE[:-1]) == [59]
+    assert drafted([*SOURCE, 10, 11]) == []
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["another", "the same"])
+@pytest.mark.parametrize("seed", range(20))
+def test_any_text_is_followed_without_leaving_the_source(seed: int, same: bool) -> None:
+    """Drafts are tokens of the source and of replacements; a text that is its own source is read only up to there."""
+    rng = random.Random(seed)
+    text = [rng.randrange(5) for _ in range(30)]
+    source = text if same else [rng.randrange(5) for _ in range(40)]
+    made = Follower()
+    for at in range(10, 30):
+        if made.place is None or rng.random() < 0.1:
+            made.start(source, rng.randrange(10), rng.randrange(4))
+        made.read(text, at)
+        assert made.place is None or 0 <= made.place <= len(source)
+        assert all(0 <= token < 5 for token, _ in made.draft(50))
+
+
+# --- as `suffix` uses it ----------------------------------------------------------------------------------------------
+
+OLD = [*range(1, 13), 50, *range(13, 18), 50, *range(18, 23)]
+ASKED = [*OLD, 90, 91]
+CHANGED = [*range(1, 13), 77]
+
+
+def following(*output: int, **options: bool) -> tuple[SuffixDrafter, list[int]]:
+    """`suffix` after an answer, token by token, to a prompt with a text in it; and the whole text."""
+    made, tokens = fed(ASKED, **{"follow_edits": True, "max_spec_factor": 2.0, **options}), [*ASKED]
+    for token in output:
+        tokens.append(token)
+        made.extend(context(tokens, 1, prompt=len(ASKED)))
+    return made, tokens
+
+
+def edited(*output: int, **options: bool) -> list[list[int]]:
+    """What `suffix` drafts then."""
+    return paths(propose(*following(*output, **options)))
+
+
+def test_suffix_goes_on_behind_what_the_text_has_never_held() -> None:
+    assert edited(*CHANGED, follow_edits=False) == []
+    assert edited(*CHANGED)[0][:4] == [13, 14, 15, 16]
+
+
+def test_suffix_makes_a_replacement_again() -> None:
+    output = [*CHANGED, 13, 14, 15, 16]
+    assert edited(*output)[0][:9] == [17, 77, 18, 19, 20, 21, 22, 90, 91]
+    assert edited(*output, follow_edits=False)[0][:2] == [17, 50]
+
+
+def test_suffix_follows_a_past_answer_and_stops_at_its_end() -> None:
+    made, tokens = drafter(follow_edits=True, max_spec_factor=2.0), [70]
+    answered(made, [60, 61], OLD)
+    answered(made, [62, 63], [20, 21, 22])
+    for token in CHANGED:
+        tokens.append(token)
+        made.extend(context(tokens, 1, prompt=1))
+    assert paths(propose(made, tokens))[0][:4] == [13, 14, 15, 16]
+    for token in range(13, 17):
+        tokens.append(token)
+        made.extend(context(tokens, 1, prompt=1))
+    assert paths(propose(made, tokens)) == [[17, 77, 18, 19, 20, 21, 22]], "and not what the next answer began with"
+
+
+def test_a_row_that_shrinks_is_followed_anew() -> None:
+    made, tokens = following(*CHANGED)
+    assert propose(made, tokens).size
+    made.truncate([0], [len(ASKED) + 1])
+    shorter = [*ASKED, 1, 88]
+    made.extend(context(shorter, 1, prompt=len(ASKED)))
+    assert propose(made, shorter).size == 0
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(2, 9), (9, 2), (0, 5), (5, 0)])
+def test_the_budget_is_kept(nodes: int, depth: int) -> None:
+    assert propose(*following(*CHANGED), Budget(nodes=[nodes], depth=[depth])).size == min(nodes, depth)
+
+
+def test_what_has_become_improbable_is_not_drafted() -> None:
+    made, tokens = following(*CHANGED)
+    before = propose(made, tokens).size
+    for _ in range(40):  # What is guessed behind this change is never right
+        propose(made, tokens)
+        made.extend(context([*tokens, 99], 1, prompt=len(ASKED)))
+        made.truncate([0], [0])
+        made.extend(context(ASKED, len(ASKED)))
+        for size in range(len(ASKED) + 1, len(tokens) + 1):
+            made.extend(context(tokens[:size], 1, prompt=len(ASKED)))
+    assert propose(made, tokens).size < before
