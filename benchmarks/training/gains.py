@@ -52,7 +52,10 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adaspec": ("distill", DRAFT),
     "layerskip": ("layerskip", ("training.learning_rate=3.0e-4", "objective={exit_scale: 1.0, curriculum: all}")),
     "eagle3": ("eagle3", HEAD),
-    "eagle3-decode": ("eagle3", (*HEAD, "objective.writer=target", "objective.reuse=2", "objective.prompt_tokens=64")),
+    "eagle3-decode": (
+        "eagle3",
+        (*HEAD, "objective.writer=target", "objective.reuse=4", "objective.at_once=64", "objective.prompt_tokens=64"),
+    ),
 }
 """Name of a run -> the kind that is trained, and what its recipe says besides `LOOP`."""
 

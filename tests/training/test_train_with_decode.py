@@ -116,6 +116,11 @@ def test_batches_are_seen_again_from_disk_by_any_number_of_processes(
         run_of(target, foreign, tmp_path, temperature=0.0, reuse=3).batches.batch(7, 0, 1)
 
 
+def test_how_many_windows_are_written_together_is_a_setting(target: Path, foreign: Path, tmp_path: Path) -> None:
+    writer = run_of(target, foreign, tmp_path, temperature=0.0, at_once=7).batches.writer
+    assert writer is not None and writer.together == 2, "of three rows each"
+
+
 def test_what_a_resumed_run_may_ask_for_stays_and_nothing_else(target: Path, foreign: Path, tmp_path: Path) -> None:
     batches = run_of(target, foreign, tmp_path, temperature=0.0, reuse=1).batches
 

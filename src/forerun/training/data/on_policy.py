@@ -28,7 +28,6 @@ from forerun.types import SamplingParams, Source
 from forerun.writing import written
 
 _WRITTEN = 2  # Stream of the seed; 0 and 1 pack and order the windows
-ROWS = 16  # Windows, of all processes, and answers of one process that are written at once
 
 
 class Writer:
@@ -62,7 +61,7 @@ class Writer:
         needed: Callable[[], int] = lambda: 0,
     ) -> None:
         self.settings, self.folder = settings, folder
-        self.together = max(1, ROWS // rows)  # Batches that are written at once
+        self.together = max(1, settings.at_once // rows)  # Batches that are written at once
         self._model, self._seed, self._length, self._refresh, self._needed = model, seed, length, refresh, needed
         # Drafts that are not drawn: what is written is then plain decoding's text, whatever drafts, and as much as that
         # pays; everywhere, where it is asked for what is rejected.
@@ -136,7 +135,7 @@ class Writer:
                 self._model,
                 tokenizer=False,
                 speculative_config=self._drafting,
-                max_num_seqs=ROWS,
+                max_num_seqs=self.settings.at_once,
                 max_model_len=min(self._length, context_length(text_config(self._model))),
                 enable_prefix_caching=False,
                 self_check=False,

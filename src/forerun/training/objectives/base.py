@@ -29,6 +29,9 @@ class ObjectiveSettings:
     """Share of the documents that `writer` writes anew; the others stay as they are."""
     reuse: Annotated[int, Field(ge=1)] = 1
     """How often a written batch is trained on before the next ones are written."""
+    at_once: Annotated[int, Field(ge=1)] = 16
+    """Windows, of all processes, that are written together: a pass over many answers costs little more than one over
+    few, and the memory of so many."""
     accepted: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the written tokens with an accepted draft, or none, that count; those with a rejected one all do."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
