@@ -54,7 +54,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle3": ("eagle3", HEAD),
     "eagle3-decode": (
         "eagle3",
-        (*HEAD, "objective.writer=target", "objective.reuse=4", "objective.at_once=64", "objective.prompt_tokens=64"),
+        (*HEAD, "objective.writer=target", "objective.reuse=2", "objective.at_once=64", "objective.prompt_tokens=64"),
     ),
 }
 """Name of a run -> the kind that is trained, and what its recipe says besides `LOOP`."""
