@@ -106,7 +106,7 @@ def _bodies(target: Path, count: int, rounds: int) -> list[list[dict[str, Any]]]
     for edit in sorted(edits(), key=lambda edit: -len(edit.answer)):
         ids = tokenizer.apply_chat_template(edit.messages, add_generation_prompt=True, return_dict=False)
         bodies.append({"model": scene.NAME, "prompt": list(ids), "max_tokens": 600, "temperature": 0})
-    measured = bodies[: count * rounds]
+    measured = bodies[:-1][: count * rounds]
     return [bodies[len(measured) :], *(measured[turn::rounds] for turn in range(rounds))]
 
 

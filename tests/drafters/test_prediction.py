@@ -14,7 +14,7 @@ import pytest
 from drafters.test_ngram import ROOMY, context, paths
 from engine.conftest import tiny_tokenizer
 from forerun.drafters.base import DrafterSetup
-from forerun.drafters.lookup.prediction import Places, PredictionConfig, PredictionDrafter
+from forerun.drafters.lookup.prediction import PredictionConfig, PredictionDrafter
 from forerun.errors import ArgumentError
 from forerun.types import Budget
 
@@ -52,10 +52,11 @@ def test_a_long_prediction_is_no_object_for_each_of_its_strings() -> None:
     """An index of them held the engine up for a quarter of a second where a file of 64,000 tokens was predicted."""
     text = [token % 997 * 31 % 101 for token in range(20_000)]
     before = len(gc.get_objects())
-    places = Places(text)
-    place, matched = places.of(text[7000:7004], 5)
+    made, tokens = drafter(), [*PROMPT, *text[:5], 300, *text[7000:7004]]
+    made.extend(replace(context(tokens, len(tokens), prompt=len(PROMPT)), predictions=[text]))
     assert len(gc.get_objects()) - before < 100
-    assert place is not None and matched == 4 and text[place - 4 : place] == text[7000:7004]
+    place = made._rows[0].follower.place
+    assert place is not None and text[place - 4 : place] == text[7000:7004]
 
 
 def test_an_answer_as_predicted_is_followed_to_the_end() -> None:
@@ -106,8 +107,8 @@ def test_a_common_token_far_away_is_no_place() -> None:
 
 
 def test_drafts_are_short_after_an_edit_and_grow_with_what_agrees() -> None:
-    lengths = [len(after([10, 11, 99, *range(13, 13 + agreed)])) for agreed in range(4)]
-    assert lengths == [2, 6, 10, 14]
+    lengths = [len(after([10, 11, 99, *range(13, 13 + agreed)])) for agreed in range(6)]
+    assert lengths == [2, 6, 10, 14, 16, 16]
     assert len(after([10, 11, 99, *range(13, 30)])) == 16
 
 

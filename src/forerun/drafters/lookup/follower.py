@@ -43,7 +43,7 @@ class Follower:
 
     def start(self, source: Sequence[int], place: int, matched: int) -> None:
         """The text goes on at this place of a source, before which so many tokens agree."""
-        self._source, self.place, self.found, self.parted = source, place, True, place
+        self._source, self.place, self.found = source, place, True
         self._matched, self._trust, self._missed, self._due = matched, 0, 0, ()
 
     def read(self, text: Sequence[int], at: int) -> None:

@@ -19,7 +19,7 @@ from forerun.types import Budget, DraftKind
 
 _LONGEST = 4  # Longest string searched for, tokens
 _REACH = 16  # A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere
-_TRUST = 2  # After an edit, tokens drafted for each token that agreed
+_FACTOR = 2  # After an edit, tokens drafted for each token that agreed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class PredictionDrafter(Drafter):
             self._read(row, tokens, context.prompt_lengths[index])
             length = min(budget.nodes[index], budget.depth[index], self.config.num_speculative_tokens)
             if row.follower.changed:
-                length = min(length, _TRUST * row.follower.agreed)
+                length = min(length, _FACTOR * row.follower.agreed)
             row.drafted = Drafted(trees[index], row.acceptance)
             for token, evidence in row.follower.draft(length):
                 parent = row.drafted.add(token, parent, evidence)

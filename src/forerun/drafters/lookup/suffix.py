@@ -151,9 +151,10 @@ class SuffixDrafter(Drafter):
         if self.config.follow_edits and known < len(tokens):
             for at in range(max(known, row.prompt_length), len(tokens)):
                 row.follower.read(row.automaton.tokens, at)
-            _, automaton, state, matched = max(self._positions(row), key=itemgetter(3))
-            if matched >= _FOLLOWED and not row.follower.found:
-                row.follower.start(automaton.tokens, automaton.place(state), matched)
+            if not row.follower.found:
+                _, automaton, state, matched = max(self._positions(row), key=itemgetter(3))
+                if matched >= _FOLLOWED:
+                    row.follower.start(automaton.tokens, automaton.place(state), matched)
 
     def _positions(self, row: _Row) -> list[tuple[str, SuffixAutomaton, int, int]]:
         """The longest match in the request's own text and in each generation of past outputs: which text it is, its
@@ -163,11 +164,11 @@ class SuffixDrafter(Drafter):
 
     def _best_draft(self, row: _Row, nodes: int, depth: int) -> Drafted | None:
         """The draft with most expected tokens, of the request's own text at equality; None without any match."""
-        drafts = list[tuple[Drafted, float]]()
+        drafts, most = list[tuple[Drafted, float]](), min(nodes, depth)
         for source, automaton, state, matched in self._positions(row):
-            if (length := self._length(matched, depth)) and nodes > 0:
+            if length := self._length(matched, most):
                 drafts.append(self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length))
-        if length := min(nodes, self._length(row.follower.agreed, depth)):
+        if length := self._length(row.follower.agreed, most):
             drafts.append(self._followed(row, length))
         return max(drafts, key=itemgetter(1), default=(None, 0.0))[0]
 
