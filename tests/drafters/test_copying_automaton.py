@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-from array import array
+import importlib.util
+import os
+import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numba
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.drafters.lookup.automaton import NONE, ROOT, SEPARATOR, SuffixAutomaton
+from forerun.core.acceptance import Acceptance, Evidence, Proposal, by_match
+from forerun.drafters.lookup import compiled
+from forerun.drafters.lookup.automaton import SuffixAutomaton
+from forerun.drafters.lookup.compiled import NONE, ROOT, SEPARATOR, Arrays
 
 TEXTS = st.lists(st.sampled_from([0, 1, 2, 7, SEPARATOR]), max_size=40) | st.lists(st.integers(0, 1), max_size=40)
 DEPTHS = st.integers(2, 9)
 
 
-def made(text: Sequence[int], depth: int) -> SuffixAutomaton:
+def made(text: Sequence[int], depth: int) -> Arrays:
+    """The automaton of a text, its ends marked."""
     automaton = SuffixAutomaton(depth)
     automaton.extend(text)
-    return automaton
+    compiled._mark_ends(automaton.arrays)
+    return automaton.arrays
 
 
-def found(automaton: SuffixAutomaton, string: Sequence[int]) -> int:
+def found(arrays: Arrays, string: Sequence[int]) -> int:
     """The state of a string, NONE if it does not occur."""
     state = ROOT
     for token in string:
-        state = automaton.step(state, token)
+        state = compiled.step(arrays, state, token)
         if state == NONE:
             break
     return state
+
+
+def count(arrays: Arrays, state: int) -> int:
+    return int(arrays.states[state, compiled.COUNT])
 
 
 def occurrences(text: Sequence[int], string: Sequence[int]) -> int:
@@ -45,45 +61,48 @@ def strings(text: Sequence[int]) -> set[tuple[int, ...]]:
 @settings(max_examples=150)
 @given(TEXTS, DEPTHS)
 def test_exactly_the_substrings_are_found_and_those_up_to_the_depth_are_counted(text: list[int], depth: int) -> None:
-    automaton, known = made(text, depth), strings(text)
+    arrays, known = made(text, depth), strings(text)
     for string in known:
-        state = found(automaton, string)
-        assert state != NONE and automaton.token(state) == string[-1]
+        state = found(arrays, string)
+        assert state != NONE and compiled.token_of(arrays, state) == string[-1]
         if len(string) <= depth:
-            assert automaton.count(state) == occurrences(text, string)
+            assert count(arrays, state) == occurrences(text, string)
         for token in (0, 1, 2, 7, 8):
-            assert (automaton.step(state, token) != NONE) == ((*string, token) in known)
-    assert automaton.count(ROOT) == len(text)
+            assert (compiled.step(arrays, state, token) != NONE) == ((*string, token) in known)
+    assert count(arrays, ROOT) == len(text)
 
 
 @settings(max_examples=150)
 @given(TEXTS, DEPTHS)
 def test_the_likeliest_token_is_the_most_frequent_and_of_equals_the_most_recent(text: list[int], depth: int) -> None:
-    automaton = made(text, depth)
+    arrays, ways = made(text, depth), np.empty(33, np.int32)
     for string in {(), *strings(text)}:
-        state, size = found(automaton, string), len(string)
-        likeliest = automaton.likeliest(state)
-        assert likeliest == NONE or automaton.step(state, automaton.token(likeliest)) == likeliest
-        assert automaton.counted(state) or size >= depth
-        if not automaton.counted(state):
+        state, size = found(arrays, string), len(string)
+        likeliest = arrays.states[state, compiled.BEST]
+        token = None if likeliest == NONE else compiled.token_of(arrays, likeliest)
+        assert token is None or compiled.step(arrays, state, token) == likeliest
+        assert compiled.counted(arrays, state) or size >= depth
+        if not compiled.counted(arrays, state):
             continue
         places = [end for end in range(size, len(text)) if tuple(text[end - size : end]) == string]
         followers = Counter(text[end] for end in places if text[end] != SEPARATOR)
         latest = {text[end]: end for end in places}
-        best = max(followers, key=lambda token: (followers[token], latest[token]), default=None)
-        assert (None if likeliest == NONE else automaton.token(likeliest)) == best
-        following = automaton.following(state, 99)
-        assert {automaton.token(target): automaton.count(target) for target in following} == followers
+        assert token == max(followers, key=lambda token: (followers[token], latest[token]), default=None)
+        if token is not None:
+            following = ways[: compiled._ways(arrays, state, True, ways)]
+            assert {compiled.token_of(arrays, way): count(arrays, way) for way in following} == followers
+            assert [count(arrays, way) for way in following] == sorted(followers.values(), reverse=True)
+            assert following[0] == likeliest
 
 
 @settings(max_examples=100)
 @given(TEXTS, DEPTHS)
 def test_the_ends_of_the_text_are_the_strings_that_once_go_on_with_nothing(text: list[int], depth: int) -> None:
-    automaton = made(text, depth)
-    ends = automaton.suffixes()
+    arrays = made(text, depth)
     for string in strings(text):
         if len(string) <= depth:
-            assert (found(automaton, string) in ends) == (tuple(text[-len(string) :]) == string)
+            state, end = found(arrays, string), tuple(text[-len(string) :]) == string
+            assert compiled.occurrences(arrays, state) == count(arrays, state) - end
 
 
 @settings(max_examples=150)
@@ -92,41 +111,114 @@ def test_the_longest_repeated_end_is_found_after_every_token(text: list[int], de
     automaton = SuffixAutomaton(depth)
     for size in range(1, len(text) + 1):
         automaton.extend(text[size - 1 : size])
-        state, matched = automaton.repeated()
+        state, matched = automaton.repeated
         sizes = [n for n in range(size) if occurrences(text[:size], text[size - n : size]) > 1]
-        assert matched == max(sizes) and state == found(automaton, text[size - matched : size])
+        assert matched == max(sizes) and state == found(automaton.arrays, text[size - matched : size])
 
 
 @settings(max_examples=100)
 @given(TEXTS, st.lists(st.sampled_from([0, 1, 2, 7, 8]), max_size=30))
 def test_another_text_is_followed_through_its_longest_match(text: list[int], other: list[int]) -> None:
-    automaton, known = made(text, 5), strings(text)
+    arrays, known = made(text, 5), strings(text)
     state, matched = ROOT, 0
     for end, token in enumerate(other, start=1):
-        state, matched = automaton.advance(state, matched, token)
+        state, matched = compiled.advance(arrays, state, matched, token)
         assert matched == max(n for n in range(end + 1) if n == 0 or tuple(other[end - n : end]) in known)
-        assert state == found(automaton, other[end - matched : end])
+        assert state == found(arrays, other[end - matched : end])
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 1000])
+def test_a_text_that_comes_in_pieces_is_the_same_and_keeps_to_its_room(tokens: int) -> None:
+    """Also where the arrays have grown in between: nothing in compiled code looks at their ends."""
+    rng = random.Random(tokens)
+    text = [rng.randrange(tokens) if rng.random() < 0.95 else SEPARATOR for _ in range(3000)]
+    whole, pieces = SuffixAutomaton(8), SuffixAutomaton(8)
+    whole.extend(text)
+    while len(pieces) < len(text):
+        pieces.extend(text[len(pieces) : len(pieces) + rng.randrange(1, 60)])
+        head, arrays = pieces.arrays.head, pieces.arrays
+        assert head[compiled.STATES] <= 2 * len(pieces) <= len(arrays.states)
+        assert head[compiled.USED] <= len(pieces) <= len(arrays.edges) <= len(arrays.slots) // 2
+    assert pieces.repeated == whole.repeated and (pieces.tokens == whole.tokens).all()
+    states, edges = (int(whole.arrays.head[place]) for place in (compiled.STATES, compiled.USED))
+    assert (pieces.arrays.head == whole.arrays.head).all()
+    assert (pieces.arrays.states[:states] == whole.arrays.states[:states]).all()
+    assert (pieces.arrays.edges[:edges] == whole.arrays.edges[:edges]).all()
 
 
 @pytest.mark.parametrize("text", [[3] * 3000, [1, 2] * 1500, list(range(3000))], ids=["one", "two", "all"])
 def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look-ups of transitions and links per token stay below fixed numbers, also for the nastiest texts."""
+    """Look-ups of transitions and links per token stay below fixed numbers, also for the nastiest texts. Counted in the
+    same functions as Python runs them."""
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    spec = importlib.util.spec_from_file_location("uncompiled", compiled.__file__)
+    assert spec is not None and spec.loader is not None
+    plain = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plain)
     calls = Counter[str]()
-    step = SuffixAutomaton.step
+    step = plain.step
 
-    def counting(self: SuffixAutomaton, state: int, token: int) -> int:
+    def counting(*args: Any) -> int:
         calls["step"] += 1
-        return step(self, state, token)
+        return int(step(*args))
 
-    class Links(array):  # type: ignore[type-arg]
+    class Links(np.ndarray):  # type: ignore[type-arg]
         def __getitem__(self, place: Any) -> Any:
-            calls["link"] += 1
+            calls["link"] += isinstance(place, tuple) and place[1] == compiled.LINK
             return super().__getitem__(place)
 
-    monkeypatch.setattr(SuffixAutomaton, "step", counting)
+    monkeypatch.setattr(plain, "step", counting)
     automaton = SuffixAutomaton(16)
-    automaton._link = Links("i", automaton._link)
     automaton.extend(text)
-    assert calls["step"] <= 6 * len(text)
+    memory, states = automaton.memory_bytes(), automaton.arrays.states.copy()
+    arrays = automaton.arrays._replace(states=automaton.arrays.states.view(Links))
+    plain.start(arrays, 16)
+    with np.errstate(over="ignore"):
+        plain.extend(arrays, np.array(text, np.int32))
+    used = int(arrays.head[compiled.STATES])
+    assert (np.asarray(arrays.states)[:used] == states[:used]).all(), "the compiled functions do the same"
+    assert len(text) <= calls["step"] <= 6 * len(text)
     assert len(text) <= calls["link"] <= 7 * 16 * len(text)
-    assert automaton.memory_bytes() <= 450 * len(text)
+    assert memory <= 150 * len(text)
+
+
+def test_evidence_and_estimates_are_those_of_every_drafter_that_copies() -> None:
+    counts, acceptance, keys = np.zeros((compiled.KEYS, 2)), Acceptance(), dict[int, Any]()
+    rng = random.Random(0)
+    for place, source in enumerate(compiled.SOURCES):
+        for matched in (*range(40), 1000):
+            for share in (0.0, 0.05, 0.1, 0.55, 0.999, 1.0):
+                known, (key, prior) = by_match(source, matched, share), compiled.evidence(place, matched, share)
+                assert keys.setdefault(key, known.key) == known.key and prior == known.prior
+                assert compiled.estimate(counts, key, prior) == acceptance.estimate(*known)
+                accepted = rng.random() < 0.5
+                acceptance.learn(known.key, accepted)
+                counts[key] += accepted, 1.0
+    assert len(keys) == len(set(keys.values())) and 0 <= min(keys) <= max(keys) < compiled.KEYS
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_learned_of_a_draft_is_what_every_drafter_learns(seed: int) -> None:
+    rng, acceptance, counts = random.Random(seed), Acceptance(), np.zeros((compiled.KEYS, 2))
+    for _ in range(20):
+        size = rng.randrange(1, 9)
+        nodes = np.zeros((size, compiled.NODE_COLUMNS), np.int32)
+        for node in range(1, size):
+            nodes[node] = rng.randrange(3), rng.randrange(node), rng.randrange(4)
+        tokens, parents, keys = nodes.T.tolist()
+        text = [rng.randrange(3) for _ in range(rng.randrange(5))]
+        proposal = Proposal(acceptance=acceptance, tokens=tokens, parents=[-1, *parents[1:]])
+        proposal.evidence.update({node: Evidence(keys[node], 0.5) for node in range(1, size)})
+        proposal.learn(text)
+        compiled.learn(nodes, np.array(text, np.int32), counts)
+    assert [tuple(counts[key]) for key in range(4)] == [acceptance.counts(key) for key in range(4)]
+
+
+def test_nothing_compiled_looks_beyond_an_array(tmp_path: Path) -> None:
+    """The tests of all that is compiled, with numba's checks, which are off in what users run."""
+    here = Path(__file__).parent
+    files = [str(here / f"test_{name}.py") for name in ("copying_automaton", "suffix", "follower", "prediction")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not beyond and not linear"]
+    checked = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([*command, *files], env=checked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from drafters.test_ngram import context, paths
 from drafters.test_suffix import answered, drafter, fed, propose
+from forerun.core.acceptance import Evidence, by_match
+from forerun.drafters.lookup import compiled
 from forerun.drafters.lookup.follower import Follower
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import Budget
@@ -17,17 +20,31 @@ SOURCE = list(range(10, 60))
 START = SOURCE[:6]
 
 
-def follower(text: Sequence[int], source: Sequence[int] = SOURCE) -> Follower:
+class Reader(Follower):
+    """A follower that keeps its source, and is shown lists."""
+
+    def __init__(self, source: Sequence[int]) -> None:
+        super().__init__()
+        self.source = np.array(source, np.int32)
+
+    def reads(self, text: Sequence[int], at: int, same: bool = False) -> None:
+        self.read(self.source, np.array(text, np.int32), at, at + 1, same=same)
+
+    def drafts(self, most: int) -> list[int]:
+        return self.ahead(self.source, most).tolist()
+
+
+def follower(text: Sequence[int], source: Sequence[int] = SOURCE) -> Reader:
     """That of a text that begins as its source does, token by token."""
-    made = Follower()
-    made.start(source, 0, 0)
+    made = Reader(source)
+    made.start(0, 0)
     for at in range(len(text)):
-        made.read(text, at)
+        made.reads(text, at)
     return made
 
 
 def drafted(text: Sequence[int], source: Sequence[int] = SOURCE, most: int = 4) -> list[int]:
-    return [token for token, _ in follower(text, source).draft(most)]
+    return follower(text, source).drafts(most)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +69,18 @@ def test_behind_a_change_the_source_goes_on(changed: list[int], expected: list[i
 def test_a_guess_is_known_as_one() -> None:
     made = follower([*START, 99])
     assert not made.found and made.changed and made.parted == 6
-    assert {evidence.key[0] for _, evidence in made.draft(3)} == {"guessed"}  # type: ignore[index]
-    made.read([*START, 99, 17], 7)
-    assert made.found and {evidence.key[0] for _, evidence in made.draft(3)} == {"followed"}  # type: ignore[index]
+    assert evidences(made) == [by_match("guessed", made.agreed + offset) for offset in range(3)]
+    made.reads([*START, 99, 17], 7)
+    assert made.found and evidences(made) == [by_match("followed", made.agreed + offset) for offset in range(3)]
+
+
+def evidences(made: Reader) -> list[Evidence]:
+    """What is known of the first three tokens of a draft."""
+    nodes, confidence = np.zeros((4, compiled.NODE_COLUMNS), np.int32), np.zeros(4)
+    size, _ = made.draft(made.source, np.zeros((compiled.KEYS, 2)), 0.0, nodes, confidence)
+    keys = {compiled.evidence(place, matched, 1.0)[0]: by_match(source, matched).key
+            for place, source in enumerate(compiled.SOURCES) for matched in range(50)}  # fmt: skip
+    return [Evidence(keys[int(nodes[node, compiled.NODE_KEY])], float(confidence[node])) for node in range(1, size)]
 
 
 def test_the_longest_agreement_is_believed_and_of_equal_ones_the_nearest() -> None:
@@ -69,19 +95,19 @@ def test_a_replacement_is_made_again_wherever_it_was_made_once(old: list[int], n
     text = [*START, *new, 20, 21, 22, 23]
     assert drafted(text, source, 20) == [24, *new, 30, 31, *new, 40]
     made = follower([*text, 24, new[0]], source)
-    assert [token for token, _ in made.draft(20)] == [*new[1:], 30, 31, *new, 40], "begun"
+    assert made.drafts(20) == [*new[1:], 30, 31, *new, 40], "begun"
 
 
 def test_a_replacement_that_is_not_made_again_is_no_change() -> None:
     source = [*START, 1, 20, 21, 22, 23, 24, 1, 2, 3, 4]
     made = follower([*START, 9, 20, 21, 22, 23, 24, 1], source)
-    assert made.found and [token for token, _ in made.draft(9)] == [2, 3, 4]
+    assert made.found and made.drafts(9) == [2, 3, 4]
 
 
 def test_a_replacement_that_goes_on_otherwise_is_left() -> None:
     source = [*START, 1, 20, 21, 22, 23, 24, 1, 2, 3, 4]
     made = follower([*START, 8, 9, 20, 21, 22, 23, 24, 8, 1, 2], source)
-    assert [token for token, _ in made.draft(9)] == [3, 4]
+    assert made.drafts(9) == [3, 4]
 
 
 def test_what_agrees_counts_and_each_change_halves_it() -> None:
@@ -95,8 +121,8 @@ def test_what_agrees_counts_and_each_change_halves_it() -> None:
 def test_a_text_that_left_its_source_for_long_is_let_go() -> None:
     assert follower([*START, *range(70, 86)]).place == 6
     made = follower([*START, *range(70, 87)])
-    assert made.place is None and made.agreed == 0 and list(made.draft(9)) == []
-    made.read([1], 0)
+    assert made.place is None and made.agreed == 0 and made.drafts(9) == []
+    made.reads([1], 0)
     assert made.place is None
 
 
@@ -112,13 +138,13 @@ def test_any_text_is_followed_without_leaving_the_source(seed: int, same: bool) 
     rng = random.Random(seed)
     text = [rng.randrange(5) for _ in range(30)]
     source = text if same else [rng.randrange(5) for _ in range(40)]
-    made = Follower()
+    made = Reader(source)
     for at in range(10, 30):
         if made.place is None or rng.random() < 0.1:
-            made.start(source, rng.randrange(10), rng.randrange(4))
-        made.read(text, at)
+            made.start(rng.randrange(10), rng.randrange(4))
+        made.reads(text, at, same)
         assert made.place is None or 0 <= made.place <= len(source)
-        assert all(0 <= token < 5 for token, _ in made.draft(50))
+        assert all(0 <= token < 5 for token in made.drafts(50))
 
 
 # --- as `suffix` uses it ----------------------------------------------------------------------------------------------

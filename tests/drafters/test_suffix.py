@@ -6,12 +6,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
 from forerun.core.tree import TokenTree
-from forerun.drafters.lookup.automaton import SEPARATOR
-from forerun.drafters.lookup.suffix import Cursor, OutputStore, SuffixConfig, SuffixDrafter
+from forerun.drafters.lookup.automaton import Cursor, OutputStore
+from forerun.drafters.lookup.compiled import SEPARATOR
+from forerun.drafters.lookup.suffix import SuffixConfig, SuffixDrafter
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.types import Budget
@@ -188,7 +190,6 @@ def test_the_store_stays_within_its_bounds_and_keeps_the_latest() -> None:
     for number in range(60):
         output = [1000 + number, *(rng.randrange(4) for _ in range(rng.randrange(1, 70))), 2000 + number]
         store.add(output)
-        store.digest(10_000)
         texts = [list(generation.tokens) for generation in store.generations]
         assert sum(map(len, texts)) <= 100
         assert sum(text.count(SEPARATOR) for text in texts) <= 10
@@ -196,27 +197,23 @@ def test_the_store_stays_within_its_bounds_and_keeps_the_latest() -> None:
     assert not any(2000 in text for text in texts)
 
 
-def test_a_long_output_is_read_in_pieces_in_which_it_can_be_met() -> None:
+def test_a_cursor_begins_anew_where_the_store_has_grown() -> None:
     store = OutputStore(depth=8, tokens=1000, requests=10)
-    store.add(range(100))
-    store.digest(40)
-    assert store.waiting == 60
+    store.add(range(40))
     cursor = Cursor(store.generations[0])
-    cursor.follow([30, 31])
+    cursor.follow(np.array([30, 31], np.int32))
     assert cursor.matched == 2
-    cursor.follow([30, 31, 50])
+    cursor.follow(np.array([30, 31, 50], np.int32))
     assert cursor.matched == 0
-    store.digest(1000)
-    assert store.waiting == 0
-    cursor.follow([30, 31, 50])
-    assert cursor.matched == 1
+    store.add([31, 50])
+    cursor.follow(np.array([30, 31, 50], np.int32))
+    assert cursor.matched == 2
 
 
-def test_what_waits_is_bounded_too() -> None:
+def test_of_an_output_longer_than_half_the_store_the_end_is_kept() -> None:
     store = OutputStore(depth=8, tokens=100, requests=10)
-    for _ in range(50):
-        store.add(range(30))
-    assert store.waiting <= 100
+    store.add(range(300))
+    assert store.generations[0].tokens.tolist() == [*range(251, 300), SEPARATOR] and store.held == 50
 
 
 def test_confidence_tells_what_was_copied_rightly_from_what_was_not() -> None:

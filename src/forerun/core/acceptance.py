@@ -14,8 +14,9 @@ from forerun.types import Drawn
 
 _NOTHING = (0.0, 0.0)
 BINS, _RANKS = 10, 4  # Of probabilities and shares; of siblings
-_COPIED = (0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9)
+COPIED = (0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9)
 """First guess that a copied token is accepted after 0, 1, ... 8, from 9, from 16 and from 32 matching tokens."""
+WEIGHT = 8.0  # Observations that a first guess is worth
 
 
 class Evidence(NamedTuple):
@@ -35,7 +36,7 @@ class Acceptance:
 
     __slots__ = ("_counts", "_memory", "_weight")
 
-    def __init__(self, *, weight: float = 8.0, memory: float = 1.0) -> None:
+    def __init__(self, *, weight: float = WEIGHT, memory: float = 1.0) -> None:
         self._weight, self._memory = weight, memory
         self._counts: dict[Hashable, tuple[float, float]] = {}
 
@@ -101,5 +102,10 @@ def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
 def by_match(source: str, matched: int, share: float = 1.0) -> Evidence:
     """Evidence of a token copied from `source`, before which `matched` tokens are the same here and there, those
     drafted above it included; of the positions with these tokens before, the `share` in 0..1 goes on with it."""
-    bucket = matched if matched <= 8 else 9 if matched < 16 else 10 if matched < 32 else 11
-    return Evidence((source, bucket, min(int(share * BINS), BINS - 1)), _COPIED[bucket] * share)
+    bucket = bucket_of(matched)
+    return Evidence((source, bucket, min(int(share * BINS), BINS - 1)), COPIED[bucket] * share)
+
+
+def bucket_of(matched: int) -> int:
+    """The place in `COPIED` of so many matching tokens."""
+    return matched if matched <= 8 else 9 if matched < 16 else 10 if matched < 32 else 11

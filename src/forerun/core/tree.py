@@ -202,7 +202,7 @@ class TokenTree:
     @property
     def sampled(self) -> bool:
         """Whether any node was sampled."""
-        return any(kind is not Drawn.DETERMINISTIC for kind in self.drawn)
+        return self.drawn.count(Drawn.DETERMINISTIC) < len(self.drawn)
 
     @property
     def prunable(self) -> bool:

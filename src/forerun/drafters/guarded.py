@@ -337,9 +337,9 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
     except Exception as broken:
         unreadable = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
         return Checked(TokenTree(root).seal(), broken if isinstance(broken, InvalidDraftError) else unreadable)
-    kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
     error = None
-    if len(kept) < sound.size:
+    if sound.size > most or max(sound.depths) > deepest:
+        kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
         asked = f"{most} nodes and {deepest} tokens on a path"
         error = InvalidDraftError(f"{sound.size} nodes, {max(sound.depths)} deep, exceed the budget of {asked}")
         sound = sound.only(kept)
@@ -367,10 +367,11 @@ def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
         raise InvalidDraftError(f"the tree's root holds token {made.tokens[0]}; the last committed token is {root}")
     made.parents[0], made.drawn[0], made.confidence[0] = -1, Drawn.DETERMINISTIC, 1.0
     _check_nodes(made, target.vocab_size)
-    pairs = zip(made.parents, made.drawn, strict=True)
-    sampled_below = sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
-    made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in sampled_below}
-    made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
+    if made.sampled:
+        pairs = zip(made.parents, made.drawn, strict=True)
+        sampled_below = sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
+        made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in sampled_below}
+        made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
     if tree.resume is not None:
         _check_resume(tree.resume, made, target)
         made.resume = tree.resume
@@ -378,12 +379,13 @@ def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
 
 
 def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
-    for node in range(1, len(tree.tokens)):
-        parent, token = tree.parents[node], tree.tokens[node]
+    depths = tree.depths
+    for node, parent in enumerate(tree.parents[1:], start=1):
         if not 0 <= parent < node:
             expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
             raise InvalidDraftError(f"node {node} has parent {parent}; {expected}")
-        tree.depths.append(tree.depths[parent] + 1)
+        depths.append(depths[parent] + 1)
+    for node, token in enumerate(tree.tokens[1:], start=1):
         if not 0 <= token < vocabulary:
             raise InvalidDraftError(f"node {node} holds token {token}, outside the vocabulary of {vocabulary}")
     for node in tree.probes:

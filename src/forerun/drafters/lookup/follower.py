@@ -1,5 +1,5 @@
 """Where a text that is copied with changes goes on in its source: behind a replaced, an added or a left-out run of
-tokens, and through a replacement that was made before.
+tokens, and through a replacement that was made before. What runs for every token is in `compiled`.
 
 Prompt lookup and suffix automata find the place to copy from by what stands before the end of the text, and just that
 is what an edit has changed. A follower keeps the place instead, like a finger on the original. What "speculative edits"
@@ -8,116 +8,64 @@ is what an edit has changed. A follower keeps the place instead, like a finger o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import numpy as np
 
-from forerun.core.acceptance import Evidence, by_match
-
-_REACH = 16  # So many tokens of the text are searched for in so many of the source, from where the texts parted
-_AGREED = 4  # Tokens in a row that agree end a change
-_LONGEST = 8  # Tokens, before and after, of a replacement that is remembered
-_TRUST = 16  # Most agreeing tokens that are counted; a token that does not agree halves the count
-
-
-class _Replacement(NamedTuple):
-    old: tuple[int, ...]
-    new: tuple[int, ...]
+from forerun.drafters.lookup import compiled
+from forerun.drafters.lookup.compiled import NONE, Floats, Ints
 
 
 class Follower:
-    """A text's place in its source. Both may grow, and they may be the same sequence."""
+    """A text's place in its source. Both may grow, and they may be the same sequence; whoever asks has both, as int32
+    arrays."""
 
     def __init__(self) -> None:
-        self.place: int | None = None  # Index in the source of the token that comes next; None: nowhere
-        self._source: Sequence[int] = ()
-        self.found = False  # It is where the text's last token stands; else it is a guess
-        self.changed = False  # The text has left the source before
-        self.parted = 0  # Index in the source where it last did
-        self._matched = 0  # Tokens before the place that agree, of late
-        self._trust = 0
-        self._began = 0  # Index in the text where the change began
-        self._missed = 0  # Tokens of the text in it that did not agree; 0: it has ended
-        self._replacements: dict[int, _Replacement] = {}  # By the first token of what is replaced
-        self._due: tuple[int, ...] = ()  # The rest of a replacement that is being made again
-        self._undone = 0  # The place if it is not
+        self._place = np.zeros(compiled.FOLLOWER, np.int32)
+        self._place[compiled.PLACE] = NONE
+        replacements = np.empty((compiled.REPLACEMENTS, compiled.REPLACEMENT_COLUMNS), np.int32)
+        self._all = compiled.Following(self._place, replacements)
 
-    def start(self, source: Sequence[int], place: int, matched: int) -> None:
-        """The text goes on at this place of a source, before which so many tokens agree."""
-        self._source, self.place, self.found = source, place, True
-        self._matched, self._trust, self._missed, self._due = matched, 0, 0, ()
+    @property
+    def place(self) -> int | None:
+        """Index in the source of the token that comes next; None: nowhere."""
+        place = int(self._place[compiled.PLACE])
+        return None if place == NONE else place
 
-    def read(self, text: Sequence[int], at: int) -> None:
-        """The text gained the token at this index; tokens are read in their order."""
-        if self.place is None:
-            return
-        token, end = text[at], at if text is self._source else len(self._source)
-        if self._due and self._due[0] != token:
-            self.place, self._due = self._undone, ()
-        if self._due:
-            self._due = self._due[1:]
-        elif (again := self._replacement(self.place, end)) is not None and again.new[0] == token:
-            self._undone, self._due = self.place, again.new[1:]
-            self.place += len(again.old)
-        elif self.place < end and self._source[self.place] == token:
-            self.place += 1
-        else:
-            self._part(text, at, end)
-            return
-        self._matched = self._matched + 1 if self.found else 1
-        self.found, self._trust = True, min(_TRUST, self._trust + 1)
-        self._settle(text, at)
+    @property
+    def found(self) -> bool:
+        """Whether the place is where the text's last token stands; else it is a guess, or there is none."""
+        return bool(self._place[compiled.FOUND])
+
+    @property
+    def changed(self) -> bool:
+        """Whether the text has left the source before."""
+        return bool(self._place[compiled.CHANGED])
+
+    @property
+    def parted(self) -> int:
+        """Index in the source where it last did."""
+        return int(self._place[compiled.PARTED])
 
     @property
     def agreed(self) -> int:
         """How much speaks for the place: tokens that agreed, of late and since the last change."""
-        return 0 if self.place is None else self._trust + self._matched
+        if self._place[compiled.PLACE] == NONE:
+            return 0
+        return int(self._place[compiled.TRUST] + self._place[compiled.MATCHED])
 
-    def draft(self, most: int) -> Iterator[tuple[int, Evidence]]:
-        """At most so many tokens that come next, and what is known of each."""
-        if self.place is None:
-            return
-        kind, agreed, end = "followed" if self.found else "guessed", self.agreed, len(self._source)
-        due, place = list(self._due), self.place
-        for offset in range(most):
-            if not due:
-                if place >= end:
-                    return
-                again = self._replacement(place, end)
-                due = [self._source[place]] if again is None else list(again.new)
-                place += 1 if again is None else len(again.old)
-            yield due.pop(0), by_match(kind, agreed + offset)
+    def start(self, place: int, matched: int) -> None:
+        """The text goes on at this place of its source, before which so many tokens agree."""
+        self._place[compiled.PLACE], self._place[compiled.FOUND], self._place[compiled.MATCHED] = place, 1, matched
+        self._place[[compiled.TRUST, compiled.MISSED, compiled.DUE]] = 0
 
-    def _part(self, text: Sequence[int], at: int, end: int) -> None:
-        """A token does not agree. Its nearest place ahead is taken before which most agrees; if there is none, it
-        replaced one token, or, after another one like it, was added."""
-        assert self.place is not None
-        if self._missed == 0:
-            self.parted, self._began, self.changed = self.place, at, True
-        first = self.parted
-        self._missed, self._trust, self._matched, self.found = self._missed + 1, self._trust // 2, 0, False
-        if self._missed > _REACH:
-            self.place = None
-            return
-        self.place = first + (self._missed == 1)
-        for place in range(first, min(end, first + _REACH)):
-            size = 0
-            while size <= min(place - first, at - self._began) and self._source[place - size] == text[at - size]:
-                size += 1
-            if size > self._matched:
-                self.found, self._matched, self.place = True, size, place + 1
-        self._settle(text, at)
+    def read(self, source: Ints, text: Ints, first: int, last: int, *, same: bool = False) -> None:
+        """The text gained the tokens ``first:last``; tokens are read in their order. `same`: it is its own source."""
+        compiled.read(self._all, source, text, first, last, same)
 
-    def _settle(self, text: Sequence[int], at: int) -> None:
-        """Behind a change that has ended: remember what replaced what."""
-        if self._missed and self._matched >= _AGREED:
-            assert self.place is not None
-            old = tuple(self._source[self.parted : self.place - self._matched])
-            new = tuple(text[self._began : at + 1 - self._matched])
-            if 0 < len(old) <= _LONGEST and 0 < len(new) <= _LONGEST:
-                self._replacements[old[0]] = _Replacement(old, new)
-            self._missed = 0
+    def ahead(self, source: Ints, most: int) -> Ints:
+        """At most so many tokens that come next."""
+        found = np.empty(max(0, most), np.int32)
+        return found[: compiled.ahead(self._all, source, found)]
 
-    def _replacement(self, place: int, end: int) -> _Replacement | None:
-        """What is to be made again at a place."""
-        known = self._replacements.get(self._source[place]) if self.found and place < end else None
-        return known if known and tuple(self._source[place : place + len(known.old)]) == known.old else None
+    def draft(self, source: Ints, counts: Floats, least: float, nodes: Ints, confidence: Floats) -> tuple[int, float]:
+        """`compiled.draft_ahead`."""
+        return compiled.draft_ahead(self._all, source, counts, least, nodes, confidence)

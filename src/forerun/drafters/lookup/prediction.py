@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.drafters.lookup.compiled import Ints
 from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -37,7 +38,7 @@ class PredictionConfig:
 class _Row:
     follower: Follower
     places: Places
-    read: int  # How many of the row's tokens the follower knows
+    text: Ints  # The row's tokens as far as they were read
     acceptance: Acceptance
     drafted: Drafted | None = None
 
@@ -63,12 +64,11 @@ class PredictionDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         for index, row_id in enumerate(context.rows):
             tokens = context.tokens[index]
-            known = max(len(tokens) - context.fresh[index], context.prompt_lengths[index])
-            if row_id in self._rows and self._rows[row_id].read > known:
+            if row_id in self._rows and len(self._rows[row_id].text) > len(tokens) - context.fresh[index]:
                 del self._rows[row_id]
             row = self._row(context, index)
             if row.drafted is not None:
-                row.drafted.learn(tokens[row.read :])
+                row.drafted.learn(tokens[len(row.text) :])
             self._read(row, tokens, context.prompt_lengths[index])
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
@@ -80,14 +80,15 @@ class PredictionDrafter(Drafter):
             if row.follower.changed:
                 length = min(length, _FACTOR * row.follower.agreed)
             row.drafted = Drafted(trees[index], row.acceptance)
-            for token, evidence in row.follower.draft(length):
-                parent = row.drafted.add(token, parent, evidence)
+            kind, agreed = "followed" if row.follower.found else "guessed", row.follower.agreed
+            for offset, token in enumerate(row.follower.ahead(row.places.text, length).tolist()):
+                parent = row.drafted.add(token, parent, by_match(kind, agreed + offset))
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """As `Drafter.truncate`; a row that shrinks, or serves another prompt, is aligned anew when it is next seen."""
         for row_id, length in zip(rows, lengths, strict=True):
-            if row_id in self._rows and length <= self._rows[row_id].read:
+            if row_id in self._rows and length <= len(self._rows[row_id].text):
                 del self._rows[row_id]
 
     def _row(self, context: DraftContext, index: int) -> _Row:
@@ -95,25 +96,26 @@ class PredictionDrafter(Drafter):
         if row_id not in self._rows:
             predicted = (context.predictions[index] if context.predictions else ()) or self._default
             follower = Follower()
-            follower.start(predicted, 0, 0)
+            follower.start(0, 0)
             self._rows[row_id] = _Row(
                 follower=follower,
                 places=Places(predicted),
-                read=context.prompt_lengths[index],
+                text=np.asarray(context.tokens[index][: context.prompt_lengths[index]], np.int32),
                 acceptance=self._estimates.of(context.salt(index)),
             )
         return self._rows[row_id]
 
     def _read(self, row: _Row, tokens: Sequence[int], prompt: int) -> None:
-        if row.read < len(tokens):
+        known = len(row.text)
+        if known < len(tokens):
             row.drafted = None
-        for at in range(row.read, len(tokens)):
-            row.follower.read(tokens, at)
+            row.text = np.append(row.text, np.asarray(tokens[known:], np.int32))
+        for at in range(max(known, prompt), len(tokens)):
+            row.follower.read(row.places.text, row.text, at, at + 1)
             if not row.follower.found:
                 place, matched = row.places.of(tokens[max(prompt, at + 1 - _LONGEST) : at + 1], row.follower.parted)
                 if place is not None:
-                    row.follower.start(row.places.text, place, matched)
-        row.read = max(row.read, len(tokens))
+                    row.follower.start(place, matched)
 
 
 def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequence[int]:
@@ -132,9 +134,8 @@ class Places:
     nobody up."""
 
     def __init__(self, text: Sequence[int]) -> None:
-        self.text = text
-        self._tokens = np.array(text, np.int64)
-        self._order = self._tokens.argsort(kind="stable")  # Places of the smallest token, then of the next
+        self.text: Ints = np.array(text, np.int32)
+        self._order = self.text.argsort(kind="stable")  # Places of the smallest token, then of the next
 
     def of(self, end: Sequence[int], first: int) -> tuple[int | None, int]:
         """The index behind the longest of the strings that end a text, the last tokens of which are `end`, and its
@@ -151,7 +152,7 @@ class Places:
 
     def _ends(self, end: Sequence[int]) -> Iterator[NDArray[np.int64]]:
         """Where the last token of `end`, its last two, ... end in the text, ascending."""
-        tokens, order = self._tokens, self._order
+        tokens, order = self.text, self._order
         first, last = (np.searchsorted(tokens, end[-1], side, sorter=order) for side in ("left", "right"))
         ends = order[first:last] + 1
         size = 1

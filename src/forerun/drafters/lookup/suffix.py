@@ -8,27 +8,22 @@ deterministic.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import NamedTuple
+from functools import cache
 
-from forerun.core.acceptance import Acceptance, Evidence, by_match
+import numpy as np
+
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
-from forerun.drafters.lookup.automaton import NONE, ROOT, SEPARATOR, Cursor, OutputStore, SuffixAutomaton
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.drafters.lookup import compiled
+from forerun.drafters.lookup.automaton import Cursor, OutputStore, SuffixAutomaton
+from forerun.drafters.lookup.compiled import NODE_PARENT, NODE_TOKEN, Floats, Ints, Limits, Match
 from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
-_SEEN = 32  # Most continuations of one string looked at for a tree: a frequent word has thousands
-_WIDTH = 8  # Most of them that become nodes, the most frequent ones
-_BACKED_OFF = 4  # Ever shorter strings asked for the share of a continuation
-_UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts for
-_PACE = 64  # Tokens of past outputs indexed in a call at least, and two for each token that running requests gained
 _FOLLOWED = 4  # Shortest match, tokens, whose text is followed from then on
 _FULL_STORES = 4  # What the stores of all isolation domains may hold together, in full ones
 
@@ -73,40 +68,30 @@ class SuffixDrafter(Drafter):
     def __init__(self, config: SuffixConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._rows: dict[int, _Row] = {}
-        depth, tokens, requests = config.max_tree_depth, config.max_cached_tokens, config.max_cached_requests
         self._memories = PerDomain(
-            lambda: _Memory(store=OutputStore(depth=depth, tokens=tokens, requests=requests)),
+            lambda: _memory(config),
             size=lambda memory: memory.store.held,
-            most_size=_FULL_STORES * tokens,
+            most_size=_FULL_STORES * config.max_cached_tokens,
         )
+        _compile()
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=self.config.nodes is None)
 
     def extend(self, context: DraftContext) -> None:
-        gained = Counter[str | None]()
-        for index, count in enumerate(context.fresh):
-            gained[context.salt(index)] += count
-        for salt, count in gained.items():
-            self._memories.of(salt).store.digest(_PACE // len(gained) + 2 * count)
         entries = zip(context.tokens, context.fresh, context.prompt_lengths, strict=True)
         for index, (tokens, fresh, prompt_length) in enumerate(entries):
             row = self._row(context, index)
             row.prompt_length = prompt_length
-            self._shrink(row, len(tokens) - fresh)
-            if row.drafted is not None:
-                row.drafted.learn(tokens[len(row.automaton) :])
-                row.drafted = None
-            self._follow(row, tokens)
+            row.shrink(len(tokens) - fresh)
+            row.read(tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        trees = context.trees()
+        trees = []
         for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
             row = self._row(context, index)
-            self._follow(row, tokens)
-            row.drafted = self._best_draft(row, nodes, depth)
-            if row.drafted is not None:
-                trees[index] = row.drafted.tree
+            row.read(tokens)
+            trees.append(row.draft(nodes, depth))
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -118,7 +103,7 @@ class SuffixDrafter(Drafter):
                 self._memories.trim()
                 del self._rows[row_id]
             elif row is not None:
-                self._shrink(row, length)
+                row.shrink(length)
 
     def memory_bytes(self) -> int:
         stores = sum(memory.store.memory_bytes() for memory in self._memories.all())
@@ -127,50 +112,98 @@ class SuffixDrafter(Drafter):
     def _row(self, context: DraftContext, index: int) -> _Row:
         row_id = context.rows[index]
         if row_id not in self._rows:
-            memory = self._memories.of(context.salt(index))
-            self._rows[row_id] = _Row(automaton=SuffixAutomaton(self.config.max_tree_depth), memory=memory)
+            self._rows[row_id] = _Row(self.config, self._memories.of(context.salt(index)))
         return self._rows[row_id]
 
-    def _shrink(self, row: _Row, length: int) -> None:
+
+@dataclass(kw_only=True, slots=True)
+class _Memory:
+    """What is known of an isolation domain."""
+
+    store: OutputStore
+    counts: Floats = field(default_factory=lambda: np.zeros((compiled.KEYS, 2)))
+    """(KEYS, 2) accepted and tried, of nodes by what was known of them."""
+
+
+def _memory(config: SuffixConfig) -> _Memory:
+    depth, tokens, requests = config.max_tree_depth, config.max_cached_tokens, config.max_cached_requests
+    return _Memory(store=OutputStore(depth=depth, tokens=tokens, requests=requests))
+
+
+class _Row:
+    """A running request's text."""
+
+    def __init__(self, config: SuffixConfig, memory: _Memory) -> None:
+        self.config, self.memory = config, memory
+        self.prompt_length = 0
+        self._begin([])
+
+    def _begin(self, tokens: Sequence[int] | Ints) -> None:
+        self.automaton = SuffixAutomaton(self.config.max_tree_depth)
+        self.automaton.extend(tokens)
+        self.drafted: Ints | None = None  # The nodes of the last draft
+        self.cursors: list[Cursor] = []  # Where the text stands in each generation of the store
+        self.follower, self.source = Follower(), self.automaton  # Where it stands in a text that it copies with changes
+        self._known = (0, 0)  # Tokens of the text and of the store when both were last looked at
+
+    def shrink(self, length: int) -> None:
         """An automaton cannot forget a token, so the shorter text gets a new one: linear, and rare."""
-        if len(row.automaton) <= length:
+        if len(self.automaton) > length:
+            self._begin(self.automaton.tokens[:length])
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take in what the text and the store have gained, and what became of the last draft."""
+        known, store = len(self.automaton), self.memory.store
+        if self._known == (now := (len(tokens), store.read)):
             return
-        kept = row.automaton.tokens[:length]
-        row.automaton, row.drafted, row.cursors = SuffixAutomaton(self.config.max_tree_depth), None, []
-        row.automaton.extend(kept)
-        row.follower = Follower()
+        self._known = now
+        if known < len(tokens):
+            new = np.asarray(tokens[known:], np.int32)
+            if self.drafted is not None:
+                compiled.learn(self.drafted, new, self.memory.counts)
+                self.drafted = None
+            self.automaton.extend(new)
+        text = self.automaton.tokens
+        if [cursor.automaton for cursor in self.cursors] != store.generations:
+            self.cursors = [Cursor(generation) for generation in store.generations]
+        for cursor in self.cursors:
+            cursor.follow(text)
+        if self.config.follow_edits and known < len(text):
+            first, same = max(known, self.prompt_length), self.source is self.automaton
+            self.follower.read(self.source.tokens, text, first, len(text), same=same)
+            if not self.follower.found:
+                automaton, match = max(self._matches(), key=lambda found: found[1].matched)
+                if match.matched >= _FOLLOWED:
+                    self.source = automaton
+                    self.follower.start(automaton.place(match.state), match.matched)
 
-    def _follow(self, row: _Row, tokens: Sequence[int]) -> None:
-        known = len(row.automaton)
-        row.automaton.extend(tokens[known:])
-        generations = row.memory.store.generations
-        if [cursor.automaton for cursor in row.cursors] != generations:
-            row.cursors = [Cursor(generation) for generation in generations]
-        for cursor in row.cursors:
-            cursor.follow(tokens)
-        if self.config.follow_edits and known < len(tokens):
-            for at in range(max(known, row.prompt_length), len(tokens)):
-                row.follower.read(row.automaton.tokens, at)
-            if not row.follower.found:
-                _, automaton, state, matched = max(self._positions(row), key=itemgetter(3))
-                if matched >= _FOLLOWED:
-                    row.follower.start(automaton.tokens, automaton.place(state), matched)
+    def _matches(self) -> list[tuple[SuffixAutomaton, Match]]:
+        """The longest match in the request's own text and in each generation of past outputs."""
+        found = [(self.automaton, Match(compiled.REQUEST, *self.automaton.repeated))]
+        return found + [
+            (cursor.automaton, Match(compiled.STORE, cursor.state, cursor.matched)) for cursor in self.cursors
+        ]
 
-    def _positions(self, row: _Row) -> list[tuple[str, SuffixAutomaton, int, int]]:
-        """The longest match in the request's own text and in each generation of past outputs: which text it is, its
-        automaton, state and length."""
-        found = [("request", row.automaton, *row.automaton.repeated())]
-        return found + [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
-
-    def _best_draft(self, row: _Row, nodes: int, depth: int) -> Drafted | None:
-        """The draft with most expected tokens, of the request's own text at equality; None without any match."""
-        drafts, most = list[tuple[Drafted, float]](), min(nodes, depth)
-        for source, automaton, state, matched in self._positions(row):
-            if length := self._length(matched, most):
-                drafts.append(self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length))
-        if length := self._length(row.follower.agreed, most):
-            drafts.append(self._followed(row, length))
-        return max(drafts, key=itemgetter(1), default=(None, 0.0))[0]
+    def draft(self, nodes: int, depth: int) -> TokenTree:
+        """The draft with most expected tokens, of the request's own text at equality; the root alone without any."""
+        config, counts, most = self.config, self.memory.counts, min(nodes, depth)
+        best, likely, expected = _NO_NODES, _NO_CHANCES, 0.0
+        for automaton, match in self._matches():
+            if length := self._length(match.matched, most):
+                limits = Limits(length, config.nodes is not None, config.min_token_prob)
+                room = 1 + (length if config.nodes is None else min(nodes, config.nodes))
+                made, chances = np.empty((room, compiled.NODE_COLUMNS), np.int32), np.empty(room)
+                size, gain = compiled.draft(automaton.arrays, match, limits, counts, made, chances)
+                if gain > expected:
+                    best, likely, expected = made[:size], chances[:size], gain
+        if length := self._length(self.follower.agreed, most):
+            made, chances = np.empty((1 + length, compiled.NODE_COLUMNS), np.int32), np.empty(1 + length)
+            size, gain = self.follower.draft(self.source.tokens, counts, config.min_token_prob, made, chances)
+            if gain > expected:
+                best, likely, expected = made[:size], chances[:size], gain
+        self.drafted = best
+        tokens, parents = best[1:, NODE_TOKEN].tolist(), best[1:, NODE_PARENT].tolist()
+        return TokenTree.of(int(self.automaton.tokens[-1]), tokens, parents, likely[1:].tolist())
 
     def _length(self, matched: int, most: int) -> int:
         """Tokens of a path that is drafted from a match of so many."""
@@ -180,102 +213,15 @@ class SuffixDrafter(Drafter):
         wanted = int(config.max_spec_factor * matched + config.max_spec_offset + 1e-6)
         return min(config.num_speculative_tokens, wanted, most)
 
-    def _followed(self, row: _Row, length: int) -> tuple[Drafted, float]:
-        """What comes next in the text that is followed, as far as that is likely enough, and the sum of its estimated
-        survival."""
-        drafted = Drafted(TokenTree(row.automaton.tokens[-1]), row.memory.acceptance)
-        parent, survival, expected = 0, 1.0, 0.0
-        for token, evidence in row.follower.draft(length):
-            if token == SEPARATOR or survival < self.config.min_token_prob:
-                break
-            parent = drafted.add(token, parent, evidence)
-            survival *= drafted.tree.confidence[parent]
-            expected += survival
-        return drafted, expected
 
-    def _draft(
-        self, row: _Row, automaton: SuffixAutomaton, position: _Position, source: str, nodes: int, depth: int
-    ) -> tuple[Drafted, float]:
-        """The `nodes` nodes of largest estimated survival below a position, and the sum of their survival."""
-        ends, acceptance = automaton.suffixes(), row.memory.acceptance
-        most = nodes if self.config.nodes is None else min(nodes, self.config.nodes)
-        drafted = Drafted(TokenTree(row.automaton.tokens[-1]), acceptance)
-        heap: list[tuple[float, int, int, int, int, Evidence, _Position]] = []
-        parent, level, survival, expected, serial = 0, 0, 1.0, 0.0, 0
-        while drafted.tree.size < most:
-            if level < depth:
-                for token, evidence, below in self._branches(automaton, position, source, ends):
-                    serial += 1
-                    reached = survival * acceptance.estimate(*evidence)
-                    heapq.heappush(heap, (-reached, serial, parent, level + 1, token, evidence, below))
-            if not heap:
-                break
-            negative, _, above, level, token, evidence, position = heapq.heappop(heap)
-            parent, survival = drafted.add(token, above, evidence), -negative
-            expected += survival
-        return drafted, expected
-
-    def _branches(
-        self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]
-    ) -> Iterator[tuple[int, Evidence, _Position]]:
-        """(token, evidence, where it leads) of each way on from a position, the most frequent first; one of a chain."""
-        state, matched, probability = position
-        while (likeliest := automaton.likeliest(state)) == NONE and state != ROOT:
-            state, matched = automaton.shorter(state)
-        if likeliest == NONE or matched == 0:
-            return
-        if not automaton.counted(state):
-            counts, total = {likeliest: 1}, 1
-        else:
-            total = automaton.count(state) - (state in ends)
-            states = [likeliest] if self.config.nodes is None else automaton.following(state, _SEEN)
-            counts = {following: automaton.count(following) for following in (likeliest, *states)}
-        for following, count in sorted(counts.items(), key=lambda item: -item[1])[:_WIDTH]:
-            chance = probability * count / total
-            if chance >= self.config.min_token_prob:
-                token = automaton.token(following)
-                evidence = by_match(source, matched, _share(automaton, state, token, ends))
-                yield token, evidence, _Position(following, matched + 1, chance)
+_NO_NODES, _NO_CHANCES = np.zeros((1, compiled.NODE_COLUMNS), np.int32), np.ones(1)
 
 
-class _Position(NamedTuple):
-    state: int
-    matched: int  # Tokens before it that are the same here and there
-    probability: float  # Of the path so far, by the counts
-
-
-@dataclass(kw_only=True, slots=True)
-class _Memory:
-    """What is known of an isolation domain."""
-
-    store: OutputStore
-    acceptance: Acceptance = field(default_factory=Acceptance)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    automaton: SuffixAutomaton
-    memory: _Memory
-    prompt_length: int = 0
-    drafted: Drafted | None = None
-    cursors: list[Cursor] = field(default_factory=list)  # Where the text stands in each generation of the store
-    follower: Follower = field(default_factory=Follower)  # Where it stands in a text that it copies with changes
-
-
-def _share(automaton: SuffixAutomaton, state: int, token: int, ends: set[int]) -> float:
-    """How often `token` follows the state's strings, blended with how often it follows ever shorter ones. A long string
-    that was met once says little by itself; the shorter ones tell whether it could have gone on otherwise."""
-    states = list[int]()
-    while state != ROOT and len(states) < _BACKED_OFF:
-        states.append(state)
-        state, _ = automaton.shorter(state)
-    share = 0.0
-    for state in reversed(states):
-        following = automaton.step(state, token)
-        if automaton.counted(state):
-            total = automaton.count(state) - (state in ends)
-            count = automaton.count(following)
-        else:
-            total, count = 1, int(following == automaton.likeliest(state))
-        share = (count + _UNSEEN * share) / (total + _UNSEEN)
-    return share
+@cache
+def _compile() -> None:
+    """Have everything compiled, or read from disk, before a request waits for it."""
+    row = _Row(SuffixConfig(), _memory(SuffixConfig()))
+    row.memory.store.add([1, 2, 3, 1, 2])
+    row.read([1, 2, 3, 1, 2])
+    row.draft(2, 2)
+    row.read([1, 2, 3, 1, 2, 3])
