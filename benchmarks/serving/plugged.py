@@ -1,99 +1,190 @@
-"""What asking for drafts costs inside vLLM, per step: forerun's plug-in beside vLLM's own `ngram`, on the same texts.
+"""What drafting costs the host inside vLLM: forerun's plug-in beside vLLM's own `ngram` and `suffix`, called as vLLM's
+model runner calls them, without a model.
 
-``PYTHONPATH=src:. .venv-vllm/bin/python benchmarks/serving/plugged.py`` after ``make test-vllm`` has made vLLM's
-environment. Rows are code of the shipped prompts, in tokens of the demo; each step adds what a step of a server adds.
-No model runs: this is the time that the processor spends while the device waits.
+``PYTHONPATH=src .venv-vllm/bin/python benchmarks/serving/plugged.py`` after ``make test-vllm`` has made vLLM's
+environment. The texts are known: the shipped edits with their right answers, and the shipped files. A row goes on by
+what was drafted rightly and one token, and when its text has ended the next one takes the row, as new requests do.
+Reading prompts is in the time. vLLM's `suffix` takes part where arctic-inference is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import scene  # noqa: F401 - finds `benchmarks`
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
-from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-from forerun.demo import prompts, resolve
+from benchmarks.suite.suite import this_machine
+from forerun.demo import edits, prompts, resolve
 from forerun.deploy.engines.vllm import VARIABLE
 from forerun.deploy.vllm import ForerunProposer
 
-TOKENS, LOWEST, HIGHEST = 5, 2, 4
-"""Of a draft; shortest and longest n-gram that is searched for."""
-GAINED = 3
-"""Tokens that a step adds to each row."""
-Propose = Callable[[list[list[int]], NDArray[np.int32], NDArray[np.int32]], Sequence[Sequence[int]]]
+OWN, GOAL = "vLLM ngram", 1.0
+Text = tuple[list[int], list[int]]  # Prompt and answer, token ids
+Ints = NDArray[np.int32]
+Propose = Callable[[list[str], list[list[int]], Ints, Ints, Ints], list[list[int]]]
+"""(request ids, sampled, tokens of each row, tokens of each prompt, all tokens) -> drafts."""
 
 
-def main() -> None:
-    """Measure, and print a JSON line for each number of rows and length, or all in one with ``--json``."""
+class Found(NamedTuple):
+    """Of one run through a workload."""
+
+    seconds: float  # Of proposing alone
+    steps: int
+    rows: int  # Drafts asked for
+    tokens: int  # That the rows gained
+
+
+def main() -> int:
+    """Measure, and print a table, or one JSON line with ``--json``."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
-    options.add_argument("--lengths", nargs="+", type=int, default=[500, 4000])
-    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--tokens", type=int, nargs="+", default=[5, 16], help="of a draft")
+    options.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    options.add_argument("--contexts", type=int, nargs="+", default=[300, 3000], help="tokens of the files' prompts")
+    options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--json", action="store_true")
     asked = options.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(resolve("demo"))
-    text = [token for one in prompts() for token in tokenizer.encode(one.text, add_special_tokens=False, verbose=False)]
-    found = []
-    for rows in asked.rows:
-        for length in asked.lengths:
-            found.append({"rows": rows, "length": length, **measured(text, rows, length, asked.steps)})
-            if not asked.json:
-                print(json.dumps(found[-1]))  # noqa: T201
+    results = []
+    for name, texts in _workloads(asked.contexts):
+        for batch in (one for one in asked.batches if 2 * one <= len(texts)):
+            for drafted in asked.tokens:
+                found: dict[str, list[Found]] = {}
+                for make in ARMS.values():
+                    _run(make, texts[:2], 1, drafted)  # Has everything compiled
+                for _ in range(asked.repeats):
+                    for arm, make in ARMS.items():
+                        found.setdefault(arm, []).append(_run(make, texts, batch, drafted))
+                for arm, runs in found.items():
+                    step = median(run.seconds / run.steps for run in runs)
+                    own = median(run.seconds / own.seconds * own.steps / run.steps
+                                 for run, own in zip(runs, found[OWN], strict=True))  # fmt: skip
+                    results.append({
+                        "workload": name, "batch": batch, "drafted": drafted, "arm": arm,
+                        "us_per_step": 1e6 * step, "us_per_row": 1e6 * step * runs[0].steps / runs[0].rows,
+                        "over_ngram": own, "tokens_per_step": runs[0].tokens / runs[0].rows,
+                    })  # fmt: skip
+                    if not asked.json:
+                        print(_line(results[-1]))  # noqa: T201
     if asked.json:
-        print(json.dumps(found))  # noqa: T201
+        print(json.dumps({"machine": str(this_machine()), "results": results}))  # noqa: T201
+    return 0
 
 
-def measured(text: list[int], rows: int, length: int, steps: int) -> dict[str, Any]:
-    """Median ms of a step by proposer, taking turns on the same growing rows, and the ratios to vLLM's own."""
-    size = length + steps * GAINED + TOKENS + 1
-    config = SimpleNamespace(
+def _line(result: dict[str, Any]) -> str:
+    shown = "{workload:12} batch {batch:2}  K = {drafted:2}  {arm:16} {us_per_step:7.0f} us a step, {us_per_row:5.1f} "
+    return (shown + "a row, {over_ngram:5.2f} x vLLM's ngram; {tokens_per_step:5.2f} tokens a step").format(**result)
+
+
+def _workloads(contexts: Sequence[int]) -> Iterator[tuple[str, list[Text]]]:
+    tokenizer = AutoTokenizer.from_pretrained(resolve("demo"))
+    asked = []
+    for edit in edits():
+        ids = tokenizer.apply_chat_template(edit.messages, add_generation_prompt=True, return_dict=False)
+        asked.append((list(ids), list(tokenizer.encode(edit.answer, add_special_tokens=False))))
+    yield "edits", asked
+    texts = [tokenizer.encode(one.text, add_special_tokens=False, verbose=False) for one in prompts()]
+    whole = [token for text in texts for token in text]
+    for context in contexts:
+        size = context + 150
+        starts = range(0, len(whole) - size, max(1, (len(whole) - size) // 130))
+        yield f"files, {context}", [(whole[at : at + context], whole[at + context : at + size]) for at in starts]
+
+
+def _run(make: Callable[[Any], Propose], texts: Sequence[Text], batch: int, drafted: int) -> Found:
+    """Answer the texts, so many at once, until there are fewer left."""
+    most = max(len(prompt) + len(answer) for prompt, answer in texts) + drafted + 1
+    propose = make(_config(drafted, batch, most))
+    table = np.zeros((batch, most), np.int32)
+    lengths, starts, ends = (np.zeros(batch, np.int32) for _ in range(3))
+    waiting, ids, gained = list(enumerate(texts)), [""] * batch, [[0]] * batch
+    seconds, steps, tokens = 0.0, 0, 0
+    while True:
+        for row in range(batch):
+            if lengths[row] >= ends[row]:
+                if not waiting:
+                    return Found(seconds, steps, steps * batch, tokens)
+                number, (prompt, answer) = waiting.pop(0)
+                starts[row], ends[row] = len(prompt), len(prompt) + len(answer)
+                table[row, : ends[row]] = [*prompt, *answer]
+                ids[row], lengths[row], gained[row] = str(number), len(prompt) + 1, [answer[0]]
+        began = time.perf_counter()
+        drafts = propose(ids, gained, lengths, starts, table)
+        seconds, steps = seconds + time.perf_counter() - began, steps + 1
+        for row, draft in enumerate(drafts):
+            known, end = int(lengths[row]), int(ends[row])
+            right = 0
+            while right < len(draft) and known + right < end and draft[right] == table[row, known + right]:
+                right += 1
+            lengths[row] = min(end, known + right + 1)
+            gained[row] = table[row, known : lengths[row]].tolist()
+            tokens += len(gained[row])
+
+
+def _config(drafted: int, rows: int, most: int) -> Any:
+    """What the proposers read of vLLM's configuration; all else are its defaults."""
+    return SimpleNamespace(
         speculative_config=SimpleNamespace(
-            num_speculative_tokens=TOKENS, prompt_lookup_min=LOWEST, prompt_lookup_max=HIGHEST
+            num_speculative_tokens=drafted, prompt_lookup_min=2, prompt_lookup_max=4,
+            suffix_decoding_max_tree_depth=24, suffix_decoding_max_cached_requests=10_000,
+            suffix_decoding_max_spec_factor=1.0, suffix_decoding_min_token_prob=0.1,
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=rows, async_scheduling=False),
-        model_config=SimpleNamespace(
-            max_model_len=size, get_vocab_size=lambda: 8192, tokenizer=str(resolve("demo")), skip_tokenizer_init=True
-        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=rows),
+        model_config=SimpleNamespace(max_model_len=most, get_vocab_size=lambda: 8192, skip_tokenizer_init=True),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-    )
-    own = NgramProposer(config)
-    arms: dict[str, Propose] = {"vllm ngram": lambda *state: own.propose(TOKENS, *state)}
-    for method in ("ngram", "suffix"):
-        given = {"method": method} | ({"prompt_lookup_min": LOWEST} if method == "ngram" else {})
-        os.environ[VARIABLE] = json.dumps(given)
-        arms[f"forerun {method}"] = ForerunProposer(config).propose
-    table = np.zeros((rows, size), np.int32)
-    for row in range(rows):
-        at = row * 997 % (len(text) - size)
-        table[row] = text[at : at + size]
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    drafted = dict.fromkeys(arms, 0)
-    for step in range(steps):
-        lengths = np.full(rows, length + step * GAINED, np.int32)
-        sampled = [table[row, lengths[row] - GAINED : lengths[row]].tolist() for row in range(rows)]
-        for name, propose in arms.items():
-            began = time.perf_counter()
-            drafts = propose(sampled, lengths, table)
-            times[name].append(1e3 * (time.perf_counter() - began))
-            drafted[name] += sum(map(len, drafts))
-    # The first step reads the prompts: once for each request, which vLLM's does again at every step.
-    found = {name: median(ms[1:]) for name, ms in times.items()}
-    result: dict[str, Any] = {f"{name}, ms": round(ms, 4) for name, ms in found.items()}
-    result |= {f"{name}, first step, ms": round(times[name][0], 3) for name in arms}
-    result |= {f"{name}, tokens": count for name, count in drafted.items()}
-    return result | {
-        f"{name} / vllm": round(ms / found["vllm ngram"], 3) for name, ms in found.items() if "vllm" not in name
-    }
+    )  # fmt: skip
+
+
+def _own_ngram(config: Any) -> Propose:
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    made, drafted = NgramProposer(config), config.speculative_config.num_speculative_tokens
+    return lambda ids, gained, lengths, starts, table: made.propose(drafted, gained, lengths, table)
+
+
+def _own_suffix(config: Any) -> Propose:
+    from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
+
+    made, drafted = SuffixDecodingProposer(config), config.speculative_config.num_speculative_tokens
+
+    def propose(ids: list[str], gained: list[list[int]], lengths: Ints, starts: Ints, table: Ints) -> list[list[int]]:
+        batch = SimpleNamespace(
+            req_ids=ids,
+            num_tokens_no_spec=lengths,
+            req_id_to_index={one: row for row, one in enumerate(ids)},
+            num_prompt_tokens=starts,
+            token_ids_cpu=table,
+        )
+        found: list[list[int]] = made.propose(drafted, batch, gained)
+        return found
+
+    return propose
+
+
+def _forerun(method: str) -> Callable[[Any], Propose]:
+    def make(config: Any) -> Propose:
+        os.environ[VARIABLE] = json.dumps({"method": method})
+        made = ForerunProposer(config)
+        return lambda ids, gained, lengths, starts, table: made.propose(gained, lengths, table)
+
+    return make
+
+
+ARMS: dict[str, Callable[[Any], Propose]] = {OWN: _own_ngram}
+if importlib.util.find_spec("arctic_inference"):
+    ARMS["vLLM suffix"] = _own_suffix
+ARMS |= {f"forerun {method}": _forerun(method) for method in ("suffix", "ngram")}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

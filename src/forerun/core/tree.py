@@ -220,6 +220,8 @@ class TokenTree:
 
     def best_path(self) -> tuple[int, ...]:
         """Nodes of the path below the root that is expected to be accepted furthest: the largest sum of survivals."""
+        if max(self.depths) == self.size:
+            return tuple(range(1, self.size + 1))
         survival, gains = self.survival(), [0.0] * len(self.tokens)
         for node in range(1, len(self.tokens)):
             gains[node] = gains[self.parents[node]] + survival[node]
@@ -228,6 +230,9 @@ class TokenTree:
 
 class _Sealed(TokenTree):
     """What `TokenTree.seal` makes of a tree; a class of its own, since a check in the other's would slow each tree."""
+
+    def seal(self) -> TokenTree:
+        return self
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"cannot set {name}: what is scored is read-only; change a `copy()` of the tree")

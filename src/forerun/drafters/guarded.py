@@ -371,7 +371,7 @@ def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
         pairs = zip(made.parents, made.drawn, strict=True)
         sampled_below = sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
         made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in sampled_below}
-        made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
+    made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
     if tree.resume is not None:
         _check_resume(tree.resume, made, target)
         made.resume = tree.resume

@@ -49,28 +49,38 @@ class Ranking:
         """Trees of one row, by who proposed them, as one of at most `most` nodes, or its best path (`chain`);
         AssertionError as `of`. The surest of those that hold a path says how likely it is, and `estimate` what that is
         worth: the surest of several is too sure, above all where the others hold something else or nothing."""
-        joined = TokenTree(next(iter(found.values())).tokens[0])
-        survival, holders = [1.0], [0]
-        for who, tree in found.items():
-            assert tree.prunable, "only deterministic nodes may be merged"
-            ids, alive = [0], tree.survival()
-            for node in range(1, tree.size + 1):
-                twin = joined.add(tree.tokens[node], ids[tree.parents[node]])
-                if twin == len(survival):
-                    survival.append(0.0)
-                    holders.append(0)
-                ids.append(twin)
-                survival[twin] = max(survival[twin], alive[node])
-                holders[twin] |= 1 << who
-        for node in range(1, joined.size + 1):
-            above = survival[joined.parents[node]]
-            joined.confidence[node] = survival[node] / above if above > 0 else 0.0
+        joined, survival, holders = _joined(found)
         best = list(joined.best_path()[:most]) if chain else sorted(_by_survival(survival)[:most])
-        return cls.of(joined.only(best).seal(), estimate, [0, *(holders[node] for node in best)])
+        kept = joined.only(best) if len(best) < joined.size else joined
+        return cls.of(kept.seal(), estimate, [0, *(holders[node] for node in best)])
 
     def held(self, who: int, nodes: int) -> float:
         """How much of what its best nodes bring, so many of them, one of those who proposed it holds."""
         return sum(self.survival[node] for node in self.order[:nodes] if self.holders[node] >> who & 1)
+
+
+def _joined(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[int]]:
+    """Trees as one, the survival of each node, and who proposed it."""
+    assert all(tree.prunable for tree in found.values()), "only deterministic nodes may be merged"
+    if len(found) == 1:
+        [(who, tree)] = found.items()
+        return tree, tree.survival(), [0, *[1 << who] * tree.size]
+    joined = TokenTree(next(iter(found.values())).tokens[0])
+    survival, holders = [1.0], [0]
+    for who, tree in found.items():
+        ids, alive = [0], tree.survival()
+        for node in range(1, tree.size + 1):
+            twin = joined.add(tree.tokens[node], ids[tree.parents[node]])
+            if twin == len(survival):
+                survival.append(0.0)
+                holders.append(0)
+            ids.append(twin)
+            survival[twin] = max(survival[twin], alive[node])
+            holders[twin] |= 1 << who
+    for node in range(1, joined.size + 1):
+        above = survival[joined.parents[node]]
+        joined.confidence[node] = survival[node] / above if above > 0 else 0.0
+    return joined, survival, holders
 
 
 def _by_survival(survival: Sequence[float]) -> list[int]:
