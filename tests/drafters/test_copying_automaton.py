@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -18,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.core.acceptance import Acceptance, Evidence, Proposal, by_match
-from forerun.drafters.lookup import compiled
 from forerun.drafters.lookup.automaton import SuffixAutomaton
-from forerun.drafters.lookup.compiled import NONE, ROOT, SEPARATOR, Arrays
+from forerun.drafters.lookup.compiled import suffixes
+from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR
+from forerun.drafters.lookup.compiled.suffixes import ROOT, Arrays
 
 TEXTS = st.lists(st.sampled_from([0, 1, 2, 7, SEPARATOR]), max_size=40) | st.lists(st.integers(0, 1), max_size=40)
 DEPTHS = st.integers(2, 9)
@@ -31,7 +27,7 @@ def made(text: Sequence[int], depth: int) -> Arrays:
     """The automaton of a text, its ends marked."""
     automaton = SuffixAutomaton(depth)
     automaton.extend(text)
-    compiled._mark_ends(automaton.arrays)
+    suffixes._mark_ends(automaton.arrays)
     return automaton.arrays
 
 
@@ -39,14 +35,14 @@ def found(arrays: Arrays, string: Sequence[int]) -> int:
     """The state of a string, NONE if it does not occur."""
     state = ROOT
     for token in string:
-        state = compiled.step(arrays, state, token)
+        state = suffixes.step(arrays, state, token)
         if state == NONE:
             break
     return state
 
 
 def count(arrays: Arrays, state: int) -> int:
-    return int(arrays.states[state, compiled.COUNT])
+    return int(arrays.states[state, suffixes.COUNT])
 
 
 def occurrences(text: Sequence[int], string: Sequence[int]) -> int:
@@ -64,11 +60,11 @@ def test_exactly_the_substrings_are_found_and_those_up_to_the_depth_are_counted(
     arrays, known = made(text, depth), strings(text)
     for string in known:
         state = found(arrays, string)
-        assert state != NONE and compiled.token_of(arrays, state) == string[-1]
+        assert state != NONE and suffixes.token_of(arrays, state) == string[-1]
         if len(string) <= depth:
             assert count(arrays, state) == occurrences(text, string)
         for token in (0, 1, 2, 7, 8):
-            assert (compiled.step(arrays, state, token) != NONE) == ((*string, token) in known)
+            assert (suffixes.step(arrays, state, token) != NONE) == ((*string, token) in known)
     assert count(arrays, ROOT) == len(text)
 
 
@@ -78,19 +74,19 @@ def test_the_likeliest_token_is_the_most_frequent_and_of_equals_the_most_recent(
     arrays, ways = made(text, depth), np.empty(33, np.int32)
     for string in {(), *strings(text)}:
         state, size = found(arrays, string), len(string)
-        likeliest = arrays.states[state, compiled.BEST]
-        token = None if likeliest == NONE else compiled.token_of(arrays, likeliest)
-        assert token is None or compiled.step(arrays, state, token) == likeliest
-        assert compiled.counted(arrays, state) or size >= depth
-        if not compiled.counted(arrays, state):
+        likeliest = arrays.states[state, suffixes.BEST]
+        token = None if likeliest == NONE else suffixes.token_of(arrays, likeliest)
+        assert token is None or suffixes.step(arrays, state, token) == likeliest
+        assert suffixes.counted(arrays, state) or size >= depth
+        if not suffixes.counted(arrays, state):
             continue
         places = [end for end in range(size, len(text)) if tuple(text[end - size : end]) == string]
         followers = Counter(text[end] for end in places if text[end] != SEPARATOR)
         latest = {text[end]: end for end in places}
         assert token == max(followers, key=lambda token: (followers[token], latest[token]), default=None)
         if token is not None:
-            following = ways[: compiled._ways(arrays, state, True, ways)]
-            assert {compiled.token_of(arrays, way): count(arrays, way) for way in following} == followers
+            following = ways[: suffixes._ways(arrays, state, True, ways)]
+            assert {suffixes.token_of(arrays, way): count(arrays, way) for way in following} == followers
             assert [count(arrays, way) for way in following] == sorted(followers.values(), reverse=True)
             assert following[0] == likeliest
 
@@ -102,7 +98,7 @@ def test_the_ends_of_the_text_are_the_strings_that_once_go_on_with_nothing(text:
     for string in strings(text):
         if len(string) <= depth:
             state, end = found(arrays, string), tuple(text[-len(string) :]) == string
-            assert compiled.occurrences(arrays, state) == count(arrays, state) - end
+            assert suffixes.occurrences(arrays, state) == count(arrays, state) - end
 
 
 @settings(max_examples=150)
@@ -122,7 +118,7 @@ def test_another_text_is_followed_through_its_longest_match(text: list[int], oth
     arrays, known = made(text, 5), strings(text)
     state, matched = ROOT, 0
     for end, token in enumerate(other, start=1):
-        state, matched = compiled.advance(arrays, state, matched, token)
+        state, matched = suffixes.advance(arrays, state, matched, token)
         assert matched == max(n for n in range(end + 1) if n == 0 or tuple(other[end - n : end]) in known)
         assert state == found(arrays, other[end - matched : end])
 
@@ -137,10 +133,10 @@ def test_a_text_that_comes_in_pieces_is_the_same_and_keeps_to_its_room(tokens: i
     while len(pieces) < len(text):
         pieces.extend(text[len(pieces) : len(pieces) + rng.randrange(1, 60)])
         head, arrays = pieces.arrays.head, pieces.arrays
-        assert head[compiled.STATES] <= 2 * len(pieces) <= len(arrays.states)
-        assert head[compiled.USED] <= len(pieces) <= len(arrays.edges) <= len(arrays.slots) // 2
+        assert head[suffixes.STATES] <= 2 * len(pieces) <= len(arrays.states)
+        assert head[suffixes.USED] <= len(pieces) <= len(arrays.edges) <= len(arrays.slots) // 2
     assert pieces.repeated == whole.repeated and (pieces.tokens == whole.tokens).all()
-    states, edges = (int(whole.arrays.head[place]) for place in (compiled.STATES, compiled.USED))
+    states, edges = (int(whole.arrays.head[place]) for place in (suffixes.STATES, suffixes.USED))
     assert (pieces.arrays.head == whole.arrays.head).all()
     assert (pieces.arrays.states[:states] == whole.arrays.states[:states]).all()
     assert (pieces.arrays.edges[:edges] == whole.arrays.edges[:edges]).all()
@@ -151,7 +147,7 @@ def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest
     """Look-ups of transitions and links per token stay below fixed numbers, also for the nastiest texts. Counted in the
     same functions as Python runs them."""
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    spec = importlib.util.spec_from_file_location("uncompiled", compiled.__file__)
+    spec = importlib.util.spec_from_file_location("uncompiled", suffixes.__file__)
     assert spec is not None and spec.loader is not None
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
@@ -164,7 +160,7 @@ def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest
 
     class Links(np.ndarray):  # type: ignore[type-arg]
         def __getitem__(self, place: Any) -> Any:
-            calls["link"] += isinstance(place, tuple) and place[1] == compiled.LINK
+            calls["link"] += isinstance(place, tuple) and place[1] == suffixes.LINK
             return super().__getitem__(place)
 
     monkeypatch.setattr(plain, "step", counting)
@@ -175,50 +171,8 @@ def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest
     plain.start(arrays, 16)
     with np.errstate(over="ignore"):
         plain.extend(arrays, np.array(text, np.int32))
-    used = int(arrays.head[compiled.STATES])
+    used = int(arrays.head[suffixes.STATES])
     assert (np.asarray(arrays.states)[:used] == states[:used]).all(), "the compiled functions do the same"
     assert len(text) <= calls["step"] <= 6 * len(text)
     assert len(text) <= calls["link"] <= 7 * 16 * len(text)
     assert memory <= 150 * len(text)
-
-
-def test_evidence_and_estimates_are_those_of_every_drafter_that_copies() -> None:
-    counts, acceptance, keys = np.zeros((compiled.KEYS, 2)), Acceptance(), dict[int, Any]()
-    rng = random.Random(0)
-    for place, source in enumerate(compiled.SOURCES):
-        for matched in (*range(40), 1000):
-            for share in (0.0, 0.05, 0.1, 0.55, 0.999, 1.0):
-                known, (key, prior) = by_match(source, matched, share), compiled.evidence(place, matched, share)
-                assert keys.setdefault(key, known.key) == known.key and prior == known.prior
-                assert compiled.estimate(counts, key, prior) == acceptance.estimate(*known)
-                accepted = rng.random() < 0.5
-                acceptance.learn(known.key, accepted)
-                counts[key] += accepted, 1.0
-    assert len(keys) == len(set(keys.values())) and 0 <= min(keys) <= max(keys) < compiled.KEYS
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_what_is_learned_of_a_draft_is_what_every_drafter_learns(seed: int) -> None:
-    rng, acceptance, counts = random.Random(seed), Acceptance(), np.zeros((compiled.KEYS, 2))
-    for _ in range(20):
-        size = rng.randrange(1, 9)
-        nodes = np.zeros((size, compiled.NODE_COLUMNS), np.int32)
-        for node in range(1, size):
-            nodes[node] = rng.randrange(3), rng.randrange(node), rng.randrange(4)
-        tokens, parents, keys = nodes.T.tolist()
-        text = [rng.randrange(3) for _ in range(rng.randrange(5))]
-        proposal = Proposal(acceptance=acceptance, tokens=tokens, parents=[-1, *parents[1:]])
-        proposal.evidence.update({node: Evidence(keys[node], 0.5) for node in range(1, size)})
-        proposal.learn(text)
-        compiled.learn(nodes, np.array(text, np.int32), counts)
-    assert [tuple(counts[key]) for key in range(4)] == [acceptance.counts(key) for key in range(4)]
-
-
-def test_nothing_compiled_looks_beyond_an_array(tmp_path: Path) -> None:
-    """The tests of all that is compiled, with numba's checks, which are off in what users run."""
-    here = Path(__file__).parent
-    files = [str(here / f"test_{name}.py") for name in ("copying_automaton", "suffix", "follower", "prediction")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not beyond and not linear"]
-    checked = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([*command, *files], env=checked, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]

@@ -11,7 +11,7 @@ import pytest
 from drafters.test_ngram import context, paths
 from drafters.test_suffix import answered, drafter, fed, propose
 from forerun.core.acceptance import Evidence, by_match
-from forerun.drafters.lookup import compiled
+from forerun.drafters.lookup.compiled import drafts
 from forerun.drafters.lookup.follower import Follower
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import Budget
@@ -76,11 +76,11 @@ def test_a_guess_is_known_as_one() -> None:
 
 def evidences(made: Reader) -> list[Evidence]:
     """What is known of the first three tokens of a draft."""
-    nodes, confidence = np.zeros((4, compiled.NODE_COLUMNS), np.int32), np.zeros(4)
-    size, _ = made.draft(made.source, np.zeros((compiled.KEYS, 2)), 0.0, nodes, confidence)
-    keys = {compiled.evidence(place, matched, 1.0)[0]: by_match(source, matched).key
-            for place, source in enumerate(compiled.SOURCES) for matched in range(50)}  # fmt: skip
-    return [Evidence(keys[int(nodes[node, compiled.NODE_KEY])], float(confidence[node])) for node in range(1, size)]
+    nodes, confidence = np.zeros((4, drafts.NODE_COLUMNS), np.int32), np.zeros(4)
+    size, _ = made.draft(made.source, np.zeros((drafts.KEYS, 2)), 0.0, nodes, confidence)
+    keys = {drafts.evidence(place, matched, 1.0)[0]: by_match(source, matched).key
+            for place, source in enumerate(drafts.SOURCES) for matched in range(50)}  # fmt: skip
+    return [Evidence(keys[int(nodes[node, drafts.NODE_KEY])], float(confidence[node])) for node in range(1, size)]
 
 
 def test_the_longest_agreement_is_believed_and_of_equal_ones_the_nearest() -> None:

@@ -101,6 +101,16 @@ def test_an_n_gram_that_was_met_too_rarely_is_not_copied_from(hits: int, expecte
     assert paths(propose(fed(text, **options), text)) == expected
 
 
+@pytest.mark.parametrize(("match", "expected"), [("last", 6), ("first", 5), ("most_frequent", 6)])
+def test_of_many_places_those_at_the_preferred_end_are_looked_at(match: str, expected: int) -> None:
+    """5 follows more often, but of the last 32 places less often than 6."""
+    text = [*[1, 5] * 40, *[1, 6] * 17, 1]
+    options = {"num_speculative_tokens": 1, "prompt_lookup_max": 1, "match": match}
+    assert paths(propose(fed(text, **options), text)) == [[expected]]
+    assert paths(propose(fed(text, min_hits=57, **options), text)) == [[expected]]
+    assert paths(propose(fed(text, min_hits=58, **options), text)) == []
+
+
 @pytest.mark.parametrize("text", [[4], [4, 4]])
 def test_a_history_shorter_than_the_n_gram_drafts_nothing(text: list[int]) -> None:
     assert propose(fed(text, prompt_lookup_min=3), text).size == 0

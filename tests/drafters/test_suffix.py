@@ -12,7 +12,7 @@ import pytest
 from drafters.test_ngram import ROOMY, context, paths
 from forerun.core.tree import TokenTree
 from forerun.drafters.lookup.automaton import Cursor, OutputStore
-from forerun.drafters.lookup.compiled import SEPARATOR
+from forerun.drafters.lookup.compiled.drafts import SEPARATOR
 from forerun.drafters.lookup.suffix import SuffixConfig, SuffixDrafter
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError

@@ -1,6 +1,6 @@
 """A suffix automaton over a growing text: every string that occurs in it, how often, and what followed. Blumer et al.
 1985, as in SAM-Decoding (arXiv 2411.10666), with the occurrence counts of SuffixDecoding (arXiv 2411.04975). What runs
-for every token is in `compiled`."""
+for every token is in `compiled.suffixes`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forerun.drafters.lookup import compiled
-from forerun.drafters.lookup.compiled import ROOT, SEPARATOR, Arrays, Ints
+from forerun.drafters.lookup.compiled import suffixes
+from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR, Ints
+from forerun.drafters.lookup.compiled.suffixes import ROOT, Arrays
 
 _LEAST_ROOM = 64  # Tokens
 _GROWTH = 1.5
@@ -27,7 +28,7 @@ class SuffixAutomaton:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.arrays = _made(_LEAST_ROOM)
-        compiled.start(self.arrays, depth)
+        suffixes.start(self.arrays, depth)
         self._size = 0
         self.repeated = ROOT, 0
         """State and length of the longest suffix of the text that occurs in it before its end too."""
@@ -48,13 +49,13 @@ class SuffixAutomaton:
             for old, new in zip(self.arrays[:-1], larger[:-1], strict=True):
                 new[: len(old)] = old
             self.arrays = larger
-            compiled.reindex(larger, 0)
-        self.repeated = compiled.extend(self.arrays, np.asarray(tokens, np.int32))
+            suffixes.reindex(larger, 0)
+        self.repeated = suffixes.extend(self.arrays, np.asarray(tokens, np.int32))
         self._size = needed
 
     def place(self, state: int) -> int:
         """Index in the text behind the first occurrence of the state's strings."""
-        return int(self.arrays.states[state, compiled.END])
+        return int(self.arrays.states[state, suffixes.END])
 
     def memory_bytes(self) -> int:
         """Bytes of the arrays."""
@@ -64,11 +65,11 @@ class SuffixAutomaton:
 def _made(room: int) -> Arrays:
     """Arrays for so many tokens, the index empty."""
     return Arrays(
-        head=np.zeros(compiled.HEAD, np.int32),
+        head=np.zeros(suffixes.HEAD, np.int32),
         tokens=np.empty(room, np.int32),
-        states=np.empty((2 * room, compiled.STATE_COLUMNS), np.int32),
-        edges=np.empty((room, compiled.EDGE_COLUMNS), np.int32),
-        slots=np.full(1 << (2 * room - 1).bit_length(), compiled.NONE, np.int32),
+        states=np.empty((2 * room, suffixes.STATE_COLUMNS), np.int32),
+        edges=np.empty((room, suffixes.EDGE_COLUMNS), np.int32),
+        slots=np.full(1 << (2 * room - 1).bit_length(), NONE, np.int32),
     )
 
 
@@ -87,7 +88,7 @@ class Cursor:
         if len(automaton) != self._size or not 0 <= len(text) - start <= automaton.depth:
             start = max(0, len(text) - automaton.depth)
             self.state, self.matched = ROOT, 0
-        self.state, self.matched = compiled.follow(automaton.arrays, text[start:], self.state, self.matched)
+        self.state, self.matched = suffixes.follow(automaton.arrays, text[start:], self.state, self.matched)
         self._read, self._size = len(text), len(automaton)
 
 

@@ -1,5 +1,6 @@
 """Where a text that is copied with changes goes on in its source: behind a replaced, an added or a left-out run of
-tokens, and through a replacement that was made before. What runs for every token is in `compiled`.
+tokens, and through a replacement that was made before. What runs for every token is in
+`compiled.following`.
 
 Prompt lookup and suffix automata find the place to copy from by what stands before the end of the text, and just that
 is what an edit has changed. A follower keeps the place instead, like a finger on the original. What "speculative edits"
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from forerun.drafters.lookup import compiled
-from forerun.drafters.lookup.compiled import NONE, Floats, Ints
+from forerun.drafters.lookup.compiled import following
+from forerun.drafters.lookup.compiled.drafts import NONE, Floats, Ints
 
 
 class Follower:
@@ -19,53 +20,53 @@ class Follower:
     arrays."""
 
     def __init__(self) -> None:
-        self._place = np.zeros(compiled.FOLLOWER, np.int32)
-        self._place[compiled.PLACE] = NONE
-        replacements = np.empty((compiled.REPLACEMENTS, compiled.REPLACEMENT_COLUMNS), np.int32)
-        self._all = compiled.Following(self._place, replacements)
+        self._place = np.zeros(following.FOLLOWER, np.int32)
+        self._place[following.PLACE] = NONE
+        replacements = np.empty((following.REPLACEMENTS, following.REPLACEMENT_COLUMNS), np.int32)
+        self._all = following.Following(self._place, replacements)
 
     @property
     def place(self) -> int | None:
         """Index in the source of the token that comes next; None: nowhere."""
-        place = int(self._place[compiled.PLACE])
+        place = int(self._place[following.PLACE])
         return None if place == NONE else place
 
     @property
     def found(self) -> bool:
         """Whether the place is where the text's last token stands; else it is a guess, or there is none."""
-        return bool(self._place[compiled.FOUND])
+        return bool(self._place[following.FOUND])
 
     @property
     def changed(self) -> bool:
         """Whether the text has left the source before."""
-        return bool(self._place[compiled.CHANGED])
+        return bool(self._place[following.CHANGED])
 
     @property
     def parted(self) -> int:
         """Index in the source where it last did."""
-        return int(self._place[compiled.PARTED])
+        return int(self._place[following.PARTED])
 
     @property
     def agreed(self) -> int:
         """How much speaks for the place: tokens that agreed, of late and since the last change."""
-        if self._place[compiled.PLACE] == NONE:
+        if self._place[following.PLACE] == NONE:
             return 0
-        return int(self._place[compiled.TRUST] + self._place[compiled.MATCHED])
+        return int(self._place[following.TRUST] + self._place[following.MATCHED])
 
     def start(self, place: int, matched: int) -> None:
         """The text goes on at this place of its source, before which so many tokens agree."""
-        self._place[compiled.PLACE], self._place[compiled.FOUND], self._place[compiled.MATCHED] = place, 1, matched
-        self._place[[compiled.TRUST, compiled.MISSED, compiled.DUE]] = 0
+        self._place[following.PLACE], self._place[following.FOUND], self._place[following.MATCHED] = place, 1, matched
+        self._place[[following.TRUST, following.MISSED, following.DUE]] = 0
 
     def read(self, source: Ints, text: Ints, first: int, last: int, *, same: bool = False) -> None:
         """The text gained the tokens ``first:last``; tokens are read in their order. `same`: it is its own source."""
-        compiled.read(self._all, source, text, first, last, same)
+        following.read(self._all, source, text, first, last, same)
 
     def ahead(self, source: Ints, most: int) -> Ints:
         """At most so many tokens that come next."""
         found = np.empty(max(0, most), np.int32)
-        return found[: compiled.ahead(self._all, source, found)]
+        return found[: following.ahead(self._all, source, found)]
 
     def draft(self, source: Ints, counts: Floats, least: float, nodes: Ints, confidence: Floats) -> tuple[int, float]:
-        """`compiled.draft_ahead`."""
-        return compiled.draft_ahead(self._all, source, counts, least, nodes, confidence)
+        """`following.draft_ahead`."""
+        return following.draft_ahead(self._all, source, counts, least, nodes, confidence)

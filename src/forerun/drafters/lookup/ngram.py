@@ -1,27 +1,36 @@
 """Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
 
 The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row knows where each
-n-gram ended last, and of each place the one before it, so a proposal costs a few dictionary look-ups. All nodes are
-deterministic.
+n-gram ended last, and of each place the one before it, so a proposal costs a few look-ups. All nodes are deterministic.
+What runs for every token is in `compiled.grams`.
 """
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
-from forerun.core.acceptance import Acceptance, by_match
+import numpy as np
+
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_choice, check_least
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain, check_choice, check_least
+from forerun.drafters.lookup.compiled import grams
+from forerun.drafters.lookup.compiled.drafts import (
+    KEYS,
+    NODE_COLUMNS,
+    NODE_PARENT,
+    NODE_TOKEN,
+    NONE,
+    Floats,
+    Ints,
+    learn,
+)  # fmt: skip
+from forerun.drafters.lookup.compiled.grams import Choice, Grams
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
-_SCANNED = 32  # Most earlier positions looked at for one n-gram, at the end that `match` prefers
 _MATCHES = ("last", "first", "most_frequent")
 
 
@@ -55,7 +64,8 @@ class NgramDrafter(Drafter):
     def __init__(self, config: NgramConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._rows: dict[int, _Row] = {}
-        self._estimates = PerDomain(Acceptance)
+        self._counts = PerDomain(lambda: np.zeros((KEYS, 2)))
+        _compile()
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=self.config.max_branches == 1)
@@ -63,21 +73,16 @@ class NgramDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             if row_id not in self._rows:
-                sizes = range(self.config.prompt_lookup_min, self.config.prompt_lookup_max + 1)
-                self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)), sizes=sizes)
+                self._rows[row_id] = _Row(self.config, self._counts.of(context.salt(index)))
             row = self._rows[row_id]
-            self._shrink(row, len(tokens) - fresh)
-            new = tokens[len(row.tokens) :]
-            if row.drafted is not None:
-                row.drafted.learn(new)
-                row.drafted = None
-            row.extend(new)
+            row.shrink(len(tokens) - fresh)
+            row.read(tokens[row.size :])
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees, limits = context.trees(), zip(context.rows, budget.nodes, budget.depth, strict=True)
         for index, (row_id, nodes, depth) in enumerate(limits):
             if (row := self._rows.get(row_id)) is not None:
-                self._grow(trees[index], row, nodes, depth)
+                trees[index] = row.draft(context.tokens[index][-1], nodes, depth)
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -85,131 +90,75 @@ class NgramDrafter(Drafter):
             if length == 0:
                 self._rows.pop(row_id, None)
             elif row_id in self._rows:
-                self._shrink(self._rows[row_id], length)
+                self._rows[row_id].shrink(length)
 
     def memory_bytes(self) -> int:
         return sum(row.memory_bytes() for row in self._rows.values())
 
-    def _shrink(self, row: _Row, length: int) -> None:
-        if len(row.tokens) > length:
-            row.drafted = None
-        while len(row.tokens) > length:
-            row.pop()
 
-    def _grow(self, tree: TokenTree, row: _Row, nodes: int, depth: int) -> None:
-        """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
-        row.drafted = drafted = Drafted(tree, row.acceptance)
-        length = min(self.config.num_speculative_tokens, depth)
-        branches = 0
-        for position, size in self._matches(row, length):
-            if branches == self.config.max_branches or tree.size >= nodes or length <= 0:
-                break
-            before, parent = tree.size, 0
-            for offset in range(length):
-                parent = drafted.add(row.copied(position, offset), parent, by_match("ngram", size + offset))
-                if tree.size >= nodes:
-                    break
-            branches += tree.size > before
-
-    def _matches(self, row: _Row, length: int) -> Iterator[tuple[int, int]]:
-        """(position, size of the n-gram) of earlier occurrences of the text's end, each position once."""
-        seen: set[int] = set()
-        for size in reversed(row.sizes):
-            for position in self._ordered(row, row.earlier(size), length):
-                if position not in seen:
-                    seen.add(position)
-                    yield position, size
-
-    def _ordered(self, row: _Row, earlier: Iterator[int], length: int) -> Iterator[int]:
-        """Which of these positions, given the most recent first, to copy from, and in which order."""
-        least = list(islice(earlier, self.config.min_hits))
-        if len(least) < self.config.min_hits:
-            return
-        every = chain(least, earlier)
-        if self.config.match == "last":
-            yield from islice(every, _SCANNED)
-        elif self.config.match == "first":
-            yield from reversed(deque(every, _SCANNED))
-        else:
-            recent = list(islice(every, _SCANNED))
-            while recent:
-                chosen = _most_frequent(row, recent, length)
-                yield chosen[0]
-                recent = [position for position in recent if position not in chosen]
+_LEAST_ROOM = 64  # Tokens
+_GROWTH = 1.5
 
 
-def _most_frequent(row: _Row, positions: list[int], length: int) -> list[int]:
-    """Those, most recent first, whose next token is the most frequent; of these again, for `length` tokens."""
-    for offset in range(length):
-        if len(positions) == 1:
-            break
-        votes: dict[int, list[int]] = {}
-        for position in positions:
-            votes.setdefault(row.copied(position, offset), []).append(position)
-        positions = max(votes.values(), key=len)
-    return positions
-
-
-_BITS = 32  # More than a token id has
-_NUMBERS_BYTES = 72  # Of an entry: an n-gram of four tokens, and a position
-
-
-@dataclass(kw_only=True, slots=True)
 class _Row:
-    """One row's text, and where its n-grams ended. A position is the index of the token behind an n-gram, at least 1.
+    """A running request's text, and where its n-grams ended."""
 
-    Numbers in one dictionary and a flat array, no object for each n-gram: the garbage collector has nothing to walk
-    through.
-    """
+    def __init__(self, config: NgramConfig, counts: Floats) -> None:
+        self.config, self.counts = config, counts  # Accepted and tried, of nodes by what was known of them
+        self.size = 0  # Tokens of the text
+        self.drafted: Ints | None = None  # The nodes of the last draft
+        self.text = self._made(_LEAST_ROOM)
 
-    acceptance: Acceptance
-    sizes: range  # Of n-grams, the shortest first
-    tokens: list[int] = field(default_factory=list)
-    drafted: Drafted | None = None
-    _newest: dict[int, int] = field(default_factory=dict)  # N-gram as a number -> its last position
-    _before: array[int] = field(default_factory=lambda: array("i"))
-    """By position and size: where the same n-gram ended before; 0 where it did not."""
+    def _made(self, room: int) -> Grams:
+        """Arrays for so many tokens, and none of them there."""
+        low, high = self.config.prompt_lookup_min, self.config.prompt_lookup_max
+        sizes = high + 1 - low
+        return Grams(
+            head=np.array((0, low), np.int32),
+            tokens=np.empty(room, np.int32),
+            before=np.empty((room, sizes), np.int32),
+            slots=np.full(1 << (2 * room * sizes - 1).bit_length(), NONE, np.int32),
+        )
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        newest, before = self._newest, self._before
-        for token in tokens:
-            self.tokens.append(token)
-            position = len(self.tokens)
-            for gram in self._grams():
-                before.append(newest.get(gram, 0))
-                newest[gram] = position
-            before.extend([0] * (position * len(self.sizes) - len(before)))
+    def shrink(self, length: int) -> None:
+        """Of a text that becomes shorter everything is read again: linear, and rare."""
+        if self.size > length:
+            kept = self.text.tokens[:length]
+            self.text, self.size, self.drafted = self._made(max(_LEAST_ROOM, length)), 0, None
+            self.read(kept)
 
-    def pop(self) -> None:
-        last = self._before[(len(self.tokens) - 1) * len(self.sizes) :]
-        for gram, before in zip(self._grams(), last, strict=False):
-            if before:
-                self._newest[gram] = before
-            else:
-                del self._newest[gram]
-        del self._before[-len(last) :]
-        self.tokens.pop()
+    def read(self, tokens: Sequence[int] | Ints) -> None:
+        """The text goes on with these tokens."""
+        new, room = np.asarray(tokens, np.int32), len(self.text.tokens)
+        if self.drafted is not None:
+            learn(self.drafted, new, self.counts)
+            self.drafted = None
+        known, self.size = self.size, self.size + len(new)
+        if self.size > room:
+            new = np.append(self.text.tokens[:known], new)
+            self.text = self._made(max(self.size, int(_GROWTH * room)))
+        grams.extend(self.text, new)
 
-    def earlier(self, size: int) -> Iterator[int]:
-        """Earlier positions of the n-gram of this size that ends the text, the most recent first."""
-        column, width, before = size - self.sizes.start, len(self.sizes), self._before
-        position = len(self.tokens)
-        while position and (position := before[(position - 1) * width + column]):
-            yield position
-
-    def copied(self, position: int, offset: int) -> int:
-        """The token at `offset` from `position`; a copy that reaches the end of the text goes on with itself."""
-        return self.tokens[position + offset % (len(self.tokens) - position)]
+    def draft(self, root: int, nodes: int, depth: int) -> TokenTree:
+        """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
+        config = self.config
+        length, branches = min(config.num_speculative_tokens, depth), config.max_branches
+        room = 1 + max(0, min(nodes, branches * length))
+        made, confidence = np.empty((room, NODE_COLUMNS), np.int32), np.empty(room)
+        choice = Choice(_MATCHES.index(config.match), config.min_hits, branches, length)
+        size = grams.draft(self.text, choice, self.counts, made, confidence)
+        self.drafted = made[:size]
+        tokens, parents = made[1:size, NODE_TOKEN].tolist(), made[1:size, NODE_PARENT].tolist()
+        return TokenTree.of(root, tokens, parents, confidence[1:size].tolist())
 
     def memory_bytes(self) -> int:
-        held = map(sys.getsizeof, (self.tokens, self._newest, self._before))
-        return sum(held) + _NUMBERS_BYTES * len(self._newest)
+        return sum(values.nbytes for values in self.text)
 
-    def _grams(self) -> Iterator[int]:
-        """The n-grams that end the text, the shortest first, as numbers; as far as it is long enough."""
-        gram = shift = 0
-        for token in reversed(self.tokens[-self.sizes[-1] :]):
-            gram |= (token + 1) << shift
-            shift += _BITS
-            if shift >= self.sizes.start * _BITS:
-                yield gram
+
+@cache
+def _compile() -> None:
+    """Have everything compiled, or read from disk, before a request waits for it."""
+    row = _Row(NgramConfig(), np.zeros((KEYS, 2)))
+    row.read([1, 2, 1])
+    row.draft(1, 2, 2)
+    row.read([2])

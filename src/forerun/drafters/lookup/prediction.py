@@ -13,7 +13,7 @@ from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
-from forerun.drafters.lookup.compiled import Ints
+from forerun.drafters.lookup.compiled.drafts import Ints
 from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind

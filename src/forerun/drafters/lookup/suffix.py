@@ -17,9 +17,20 @@ import numpy as np
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain, check_least
-from forerun.drafters.lookup import compiled
 from forerun.drafters.lookup.automaton import Cursor, OutputStore, SuffixAutomaton
-from forerun.drafters.lookup.compiled import NODE_PARENT, NODE_TOKEN, Floats, Ints, Limits, Match
+from forerun.drafters.lookup.compiled import suffixes
+from forerun.drafters.lookup.compiled.drafts import (
+    KEYS,
+    NODE_COLUMNS,
+    NODE_PARENT,
+    NODE_TOKEN,
+    REQUEST,
+    STORE,
+    Floats,
+    Ints,
+    learn,
+)  # fmt: skip
+from forerun.drafters.lookup.compiled.suffixes import Limits, Match
 from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -121,7 +132,7 @@ class _Memory:
     """What is known of an isolation domain."""
 
     store: OutputStore
-    counts: Floats = field(default_factory=lambda: np.zeros((compiled.KEYS, 2)))
+    counts: Floats = field(default_factory=lambda: np.zeros((KEYS, 2)))
     """(KEYS, 2) accepted and tried, of nodes by what was known of them."""
 
 
@@ -160,7 +171,7 @@ class _Row:
         if known < len(tokens):
             new = np.asarray(tokens[known:], np.int32)
             if self.drafted is not None:
-                compiled.learn(self.drafted, new, self.memory.counts)
+                learn(self.drafted, new, self.memory.counts)
                 self.drafted = None
             self.automaton.extend(new)
         text = self.automaton.tokens
@@ -179,10 +190,8 @@ class _Row:
 
     def _matches(self) -> list[tuple[SuffixAutomaton, Match]]:
         """The longest match in the request's own text and in each generation of past outputs."""
-        found = [(self.automaton, Match(compiled.REQUEST, *self.automaton.repeated))]
-        return found + [
-            (cursor.automaton, Match(compiled.STORE, cursor.state, cursor.matched)) for cursor in self.cursors
-        ]
+        found = [(self.automaton, Match(REQUEST, *self.automaton.repeated))]
+        return found + [(cursor.automaton, Match(STORE, cursor.state, cursor.matched)) for cursor in self.cursors]
 
     def draft(self, nodes: int, depth: int) -> TokenTree:
         """The draft with most expected tokens, of the request's own text at equality; the root alone without any."""
@@ -192,12 +201,12 @@ class _Row:
             if length := self._length(match.matched, most):
                 limits = Limits(length, config.nodes is not None, config.min_token_prob)
                 room = 1 + (length if config.nodes is None else min(nodes, config.nodes))
-                made, chances = np.empty((room, compiled.NODE_COLUMNS), np.int32), np.empty(room)
-                size, gain = compiled.draft(automaton.arrays, match, limits, counts, made, chances)
+                made, chances = np.empty((room, NODE_COLUMNS), np.int32), np.empty(room)
+                size, gain = suffixes.draft(automaton.arrays, match, limits, counts, made, chances)
                 if gain > expected:
                     best, likely, expected = made[:size], chances[:size], gain
         if length := self._length(self.follower.agreed, most):
-            made, chances = np.empty((1 + length, compiled.NODE_COLUMNS), np.int32), np.empty(1 + length)
+            made, chances = np.empty((1 + length, NODE_COLUMNS), np.int32), np.empty(1 + length)
             size, gain = self.follower.draft(self.source.tokens, counts, config.min_token_prob, made, chances)
             if gain > expected:
                 best, likely, expected = made[:size], chances[:size], gain
@@ -214,7 +223,7 @@ class _Row:
         return min(config.num_speculative_tokens, wanted, most)
 
 
-_NO_NODES, _NO_CHANCES = np.zeros((1, compiled.NODE_COLUMNS), np.int32), np.ones(1)
+_NO_NODES, _NO_CHANCES = np.zeros((1, NODE_COLUMNS), np.int32), np.ones(1)
 
 
 @cache

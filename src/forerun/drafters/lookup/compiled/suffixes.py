@@ -1,43 +1,25 @@
-"""What `suffix` does for every token, compiled: functions over arrays, so that a large batch costs the host little.
-
-Three things live here: a suffix automaton over a growing text, a follower of a text that is copied with changes, and
-the drafts made from either. `automaton`, `follower` and `suffix` own the arrays and say what they mean. numba compiles
-a function when it is first called and keeps the result on disk. It does not notice when a function of another file
-changes, so all that call one another are in this one; and it looks at no array's end, so the tests run all of it once
-with ``NUMBA_BOUNDSCHECK=1``.
-"""
+"""A suffix automaton over a growing text, and drafts from a match in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
-import numba
 import numpy as np
-from numpy.typing import NDArray
 
-from forerun.core.acceptance import BINS, COPIED, WEIGHT, bucket_of
+from forerun.drafters.lookup.compiled.drafts import (
+    NODE_KEY,
+    NODE_PARENT,
+    NODE_TOKEN,
+    NONE,
+    SEPARATOR,
+    Floats,
+    Ints,
+    compiled,
+    estimate,
+    evidence,
+)  # fmt: skip
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float64]
-
-SEPARATOR = -1  # Stands between two texts in one automaton; never drafted, never matched
 ROOT = 0  # The state of the empty string
-NONE = -1
-
-
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """numba's compiler; what it made is kept beside the source, or in the user's cache, where either can be written."""
-    try:
-        made: Callable[P, R] = numba.njit(cache=True)(function)
-    except RuntimeError:  # No folder to keep it in
-        made = numba.njit(function)
-    return made
-
-
-# --- a suffix automaton -----------------------------------------------------------------------------------------------
 
 # Columns of `states`
 LENGTH = 0  # Tokens of the state's longest string
@@ -263,49 +245,6 @@ def follow(text: Arrays, other: Ints, state: int, matched: int) -> tuple[int, in
     return state, matched
 
 
-# --- what is known of a drafted token ---------------------------------------------------------------------------------
-
-SOURCES = ("request", "store", "followed", "guessed")  # Where a token was copied from: the text itself, an earlier
-# answer, the place that a follower has found or guessed
-REQUEST, STORE, FOLLOWED, GUESSED = range(len(SOURCES))
-KEYS = len(SOURCES) * len(COPIED) * BINS
-NODE_TOKEN, NODE_PARENT, NODE_KEY = 0, 1, 2  # Columns of a draft's nodes, the root first
-NODE_COLUMNS = 3
-
-_bucket = compiled(bucket_of)
-
-
-@compiled
-def evidence(source: int, matched: int, share: float) -> tuple[int, float]:
-    """`forerun.core.acceptance.by_match` with a number below KEYS for a key: (key, prior)."""
-    bucket = _bucket(matched)
-    key = (source * len(COPIED) + bucket) * BINS + min(int(share * BINS), BINS - 1)
-    return key, COPIED[bucket] * share
-
-
-@compiled
-def estimate(counts: Floats, key: int, prior: float) -> float:
-    """`forerun.core.acceptance.Acceptance.estimate` on (KEYS, 2) counts: accepted, tried."""
-    return float((counts[key, 0] + WEIGHT * prior) / (counts[key, 1] + WEIGHT))
-
-
-@compiled
-def learn(nodes: Ints, text: Ints, counts: Floats) -> None:
-    """Count for every node of a draft whose parent the text holds whether it holds the node, too: the draft against
-    what followed its root."""
-    depths = np.full(len(nodes), NONE, np.int64)
-    depths[0] = 0
-    for node in range(1, len(nodes)):
-        depth = depths[nodes[node, NODE_PARENT]]
-        if depth == NONE or depth >= len(text):
-            continue
-        key = nodes[node, NODE_KEY]
-        counts[key, 1] += 1.0
-        if text[depth] == nodes[node, NODE_TOKEN]:
-            depths[node] = depth + 1
-            counts[key, 0] += 1.0
-
-
 # --- drafts from a match ----------------------------------------------------------------------------------------------
 
 
@@ -433,173 +372,6 @@ def draft(
         node, level, state, matched = size, offers[taken, 1], offers[taken, 4], offers[taken, 5]
         survival, chance = chances[taken, 0], chances[taken, 2]
         chances[taken, 0] = -1.0  # Taken
-        expected += survival
-        size += 1
-    return size, expected
-
-
-# --- a follower -------------------------------------------------------------------------------------------------------
-
-# Places in a follower's `place`
-PLACE = 0  # Index in the source of the token that comes next; NONE: nowhere
-FOUND = 1  # 1: it is where the text's last token stands; else it is a guess
-CHANGED = 2  # 1: the text has left the source before
-PARTED = 3  # Index in the source where it last did
-MATCHED = 4  # Tokens before the place that agree, of late
-TRUST = 5  # Tokens that agreed, at most _TRUST; one that does not agree halves it
-BEGAN = 6  # Index in the text where the change began
-MISSED = 7  # Tokens of the text in it that did not agree; 0: it has ended
-UNDONE = 8  # The place if the replacement that is being made again is not
-KNOWN = 9  # Replacements ever remembered
-DUE = 10  # How many tokens of a replacement that is being made again are to come; these are the last of _DUE
-_DUE = 11
-
-_REACH = 16  # So many tokens of the text are searched for in so many of the source, from where the texts parted
-_AGREED = 4  # Tokens in a row that agree end a change
-_LONGEST = 8  # Tokens, before and after, of a replacement that is remembered
-_TRUST = 16
-FOLLOWER = _DUE + _LONGEST
-# Columns of a follower's `replacements`
-_OLD_SIZE, _NEW_SIZE, _OLD = 0, 1, 2
-_NEW = _OLD + _LONGEST
-REPLACEMENT_COLUMNS = _NEW + _LONGEST
-REPLACEMENTS = 64  # Most that are remembered, by the first token of what is replaced; then the oldest goes
-
-
-class Following(NamedTuple):
-    """A follower's state; all zeros, PLACE apart, at the start."""
-
-    place: Ints  # (FOLLOWER,)
-    replacements: Ints  # (REPLACEMENTS, REPLACEMENT_COLUMNS)
-
-
-@compiled
-def _replacement(follower: Following, source: Ints, at: int, end: int) -> int:
-    """The replacement that is to be made again at an index of the source; NONE if there is none."""
-    place, replacements = follower.place, follower.replacements
-    if place[FOUND] == 0 or at >= end:
-        return NONE
-    for known in range(min(place[KNOWN], len(replacements))):
-        size = replacements[known, _OLD_SIZE]
-        if replacements[known, _OLD] == source[at]:
-            if at + size > len(source):
-                return NONE
-            for offset in range(size):
-                if replacements[known, _OLD + offset] != source[at + offset]:
-                    return NONE
-            return known
-    return NONE
-
-
-@compiled
-def _settle(follower: Following, source: Ints, text: Ints, at: int) -> None:
-    """Behind a change that has ended: remember what replaced what."""
-    place, replacements = follower.place, follower.replacements
-    if place[MISSED] == 0 or place[MATCHED] < _AGREED:
-        return
-    first, began = place[PARTED], place[BEGAN]
-    old, new = place[PLACE] - place[MATCHED] - first, at + 1 - place[MATCHED] - began
-    if 0 < old <= _LONGEST and 0 < new <= _LONGEST:
-        known = place[KNOWN] % len(replacements)
-        for other in range(min(place[KNOWN], len(replacements))):
-            if replacements[other, _OLD] == source[first]:
-                known = other
-                break
-        else:
-            place[KNOWN] += 1
-        replacements[known, _OLD_SIZE], replacements[known, _NEW_SIZE] = old, new
-        replacements[known, _OLD : _OLD + old] = source[first : first + old]
-        replacements[known, _NEW : _NEW + new] = text[began : began + new]
-    place[MISSED] = 0
-
-
-@compiled
-def _part(follower: Following, source: Ints, text: Ints, at: int, end: int) -> None:
-    """A token does not agree. Its nearest place ahead is taken before which most agrees; if there is none, it replaced
-    one token, or, after another one like it, was added."""
-    place = follower.place
-    if place[MISSED] == 0:
-        place[PARTED], place[BEGAN], place[CHANGED] = place[PLACE], at, 1
-    first = place[PARTED]
-    place[MISSED], place[TRUST], place[MATCHED], place[FOUND] = place[MISSED] + 1, place[TRUST] // 2, 0, 0
-    if place[MISSED] > _REACH:
-        place[PLACE] = NONE
-        return
-    place[PLACE] = first + int(place[MISSED] == 1)
-    for other in range(first, min(end, first + _REACH)):
-        size = 0
-        while size <= min(other - first, at - place[BEGAN]) and source[other - size] == text[at - size]:
-            size += 1
-        if size > place[MATCHED]:
-            place[FOUND], place[MATCHED], place[PLACE] = 1, size, other + 1
-
-
-@compiled
-def read(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> None:
-    """The text gained the tokens ``first:last``; `same`: the text is its own source."""
-    place, replacements = follower.place, follower.replacements
-    for at in range(first, last):
-        if place[PLACE] == NONE:
-            return
-        token, end = text[at], at if same else len(source)
-        if place[DUE] > 0 and place[FOLLOWER - place[DUE]] != token:
-            place[PLACE], place[DUE] = place[UNDONE], 0
-        again = NONE if place[DUE] > 0 else _replacement(follower, source, place[PLACE], end)
-        if place[DUE] > 0:
-            place[DUE] -= 1
-        elif again != NONE and replacements[again, _NEW] == token:
-            place[UNDONE], place[DUE] = place[PLACE], replacements[again, _NEW_SIZE] - 1
-            for offset in range(1, replacements[again, _NEW_SIZE]):
-                place[FOLLOWER - replacements[again, _NEW_SIZE] + offset] = replacements[again, _NEW + offset]
-            place[PLACE] += replacements[again, _OLD_SIZE]
-        elif place[PLACE] < end and source[place[PLACE]] == token:
-            place[PLACE] += 1
-        else:
-            _part(follower, source, text, at, end)
-            _settle(follower, source, text, at)
-            continue
-        place[MATCHED] = place[MATCHED] + 1 if place[FOUND] else 1
-        place[FOUND], place[TRUST] = 1, min(_TRUST, place[TRUST] + 1)
-        _settle(follower, source, text, at)
-
-
-@compiled
-def ahead(follower: Following, source: Ints, found: Ints) -> int:
-    """Fill `found` with the tokens that come next; how many there are."""
-    place, replacements = follower.place, follower.replacements
-    at, size = place[PLACE], 0
-    if at == NONE:
-        return 0
-    for due in range(place[DUE]):
-        if size < len(found):
-            found[size], size = place[FOLLOWER - place[DUE] + due], size + 1
-    while size < len(found) and at < len(source):
-        again = _replacement(follower, source, at, len(source))
-        if again == NONE:
-            found[size], size, at = source[at], size + 1, at + 1
-        else:
-            at += replacements[again, _OLD_SIZE]
-            for offset in range(replacements[again, _NEW_SIZE]):
-                if size < len(found):
-                    found[size], size = replacements[again, _NEW + offset], size + 1
-    return size
-
-
-@compiled
-def draft_ahead(
-    follower: Following, source: Ints, counts: Floats, least: float, nodes: Ints, confidence: Floats
-) -> tuple[int, float]:
-    """As `draft`, of a followed text: a chain, as far as it survives with a probability of at least `least`."""
-    place, found = follower.place, np.empty(len(nodes) - 1, np.int32)
-    kind = FOLLOWED if place[FOUND] else GUESSED
-    survival, expected, size = 1.0, 0.0, 1
-    for offset in range(ahead(follower, source, found)):
-        if found[offset] == SEPARATOR or survival < least:
-            break
-        key, prior = evidence(kind, place[TRUST] + place[MATCHED] + offset, 1.0)
-        confidence[size] = estimate(counts, key, prior)
-        nodes[size, NODE_TOKEN], nodes[size, NODE_PARENT], nodes[size, NODE_KEY] = found[offset], size - 1, key
-        survival *= confidence[size]
         expected += survival
         size += 1
     return size, expected

@@ -1,0 +1,84 @@
+"""What is known of a copied token, and what becomes of it; and the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.core import acceptance
+from forerun.core.acceptance import BINS, COPIED, WEIGHT, bucket_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+SEPARATOR = -1  # Stands between two texts in one automaton; never drafted, never matched
+NONE = -1
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """numba's compiler; what it made is kept beside the source, or in the user's cache, where either can be written."""
+    try:
+        made: Callable[P, R] = numba.njit(cache=True)(function)
+    except RuntimeError:  # No folder to keep it in
+        made = numba.njit(function)
+    return made
+
+
+def _forget_stale(folder: Path, *others: Path) -> None:
+    """Have everything in a folder compiled anew where a file of it or another has changed: numba looks at a function's
+    own file alone, not at those of the functions that it calls."""
+    newest = max(source.stat().st_mtime for source in (*folder.glob("*.py"), *others))
+    for kept in folder.glob("__pycache__/*.nb?"):
+        if kept.stat().st_mtime < newest:
+            kept.unlink(missing_ok=True)
+
+
+_forget_stale(Path(__file__).parent, Path(acceptance.__file__))
+
+SOURCES = ("request", "store", "followed", "guessed", "ngram")
+"""Where a token was copied from, as `by_match` names it: by the longest match in the text itself or in an earlier
+answer, the place that a follower has found or guessed, the place of an n-gram."""
+REQUEST, STORE, FOLLOWED, GUESSED, NGRAM = range(len(SOURCES))
+KEYS = len(SOURCES) * len(COPIED) * BINS
+NODE_TOKEN, NODE_PARENT, NODE_KEY = 0, 1, 2  # Columns of a draft's nodes, the root first
+NODE_COLUMNS = 3
+
+_bucket = compiled(bucket_of)
+
+
+@compiled
+def evidence(source: int, matched: int, share: float) -> tuple[int, float]:
+    """`forerun.core.acceptance.by_match` with a number below KEYS for a key: (key, prior)."""
+    bucket = _bucket(matched)
+    key = (source * len(COPIED) + bucket) * BINS + min(int(share * BINS), BINS - 1)
+    return key, COPIED[bucket] * share
+
+
+@compiled
+def estimate(counts: Floats, key: int, prior: float) -> float:
+    """`forerun.core.acceptance.Acceptance.estimate` on (KEYS, 2) counts: accepted, tried."""
+    return float((counts[key, 0] + WEIGHT * prior) / (counts[key, 1] + WEIGHT))
+
+
+@compiled
+def learn(nodes: Ints, text: Ints, counts: Floats) -> None:
+    """Count for every node of a draft whose parent the text holds whether it holds the node, too: the draft against
+    what followed its root."""
+    depths = np.full(len(nodes), NONE, np.int64)
+    depths[0] = 0
+    for node in range(1, len(nodes)):
+        depth = depths[nodes[node, NODE_PARENT]]
+        if depth == NONE or depth >= len(text):
+            continue
+        key = nodes[node, NODE_KEY]
+        counts[key, 1] += 1.0
+        if text[depth] == nodes[node, NODE_TOKEN]:
+            depths[node] = depth + 1
+            counts[key, 0] += 1.0

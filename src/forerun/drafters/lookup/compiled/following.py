@@ -1,0 +1,186 @@
+"""A follower: a text's place in the source that it copies with changes, and drafts from there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from forerun.drafters.lookup.compiled.drafts import (
+    FOLLOWED,
+    GUESSED,
+    NODE_KEY,
+    NODE_PARENT,
+    NODE_TOKEN,
+    NONE,
+    SEPARATOR,
+    Floats,
+    Ints,
+    compiled,
+    estimate,
+    evidence,
+)  # fmt: skip
+
+# Places in a follower's `place`
+PLACE = 0  # Index in the source of the token that comes next; NONE: nowhere
+FOUND = 1  # 1: it is where the text's last token stands; else it is a guess
+CHANGED = 2  # 1: the text has left the source before
+PARTED = 3  # Index in the source where it last did
+MATCHED = 4  # Tokens before the place that agree, of late
+TRUST = 5  # Tokens that agreed, at most _TRUST; one that does not agree halves it
+BEGAN = 6  # Index in the text where the change began
+MISSED = 7  # Tokens of the text in it that did not agree; 0: it has ended
+UNDONE = 8  # The place if the replacement that is being made again is not
+KNOWN = 9  # Replacements ever remembered
+DUE = 10  # How many tokens of a replacement that is being made again are to come; these are the last of _DUE
+_DUE = 11
+
+_REACH = 16  # So many tokens of the text are searched for in so many of the source, from where the texts parted
+_AGREED = 4  # Tokens in a row that agree end a change
+_LONGEST = 8  # Tokens, before and after, of a replacement that is remembered
+_TRUST = 16
+FOLLOWER = _DUE + _LONGEST
+# Columns of a follower's `replacements`
+_OLD_SIZE, _NEW_SIZE, _OLD = 0, 1, 2
+_NEW = _OLD + _LONGEST
+REPLACEMENT_COLUMNS = _NEW + _LONGEST
+REPLACEMENTS = 64  # Most that are remembered, by the first token of what is replaced; then the oldest goes
+
+
+class Following(NamedTuple):
+    """A follower's state; all zeros, PLACE apart, at the start."""
+
+    place: Ints  # (FOLLOWER,)
+    replacements: Ints  # (REPLACEMENTS, REPLACEMENT_COLUMNS)
+
+
+@compiled
+def _replacement(follower: Following, source: Ints, at: int, end: int) -> int:
+    """The replacement that is to be made again at an index of the source; NONE if there is none."""
+    place, replacements = follower.place, follower.replacements
+    if place[FOUND] == 0 or at >= end:
+        return NONE
+    for known in range(min(place[KNOWN], len(replacements))):
+        size = replacements[known, _OLD_SIZE]
+        if replacements[known, _OLD] == source[at]:
+            if at + size > len(source):
+                return NONE
+            for offset in range(size):
+                if replacements[known, _OLD + offset] != source[at + offset]:
+                    return NONE
+            return known
+    return NONE
+
+
+@compiled
+def _settle(follower: Following, source: Ints, text: Ints, at: int) -> None:
+    """Behind a change that has ended: remember what replaced what."""
+    place, replacements = follower.place, follower.replacements
+    if place[MISSED] == 0 or place[MATCHED] < _AGREED:
+        return
+    first, began = place[PARTED], place[BEGAN]
+    old, new = place[PLACE] - place[MATCHED] - first, at + 1 - place[MATCHED] - began
+    if 0 < old <= _LONGEST and 0 < new <= _LONGEST:
+        known = place[KNOWN] % len(replacements)
+        for other in range(min(place[KNOWN], len(replacements))):
+            if replacements[other, _OLD] == source[first]:
+                known = other
+                break
+        else:
+            place[KNOWN] += 1
+        replacements[known, _OLD_SIZE], replacements[known, _NEW_SIZE] = old, new
+        replacements[known, _OLD : _OLD + old] = source[first : first + old]
+        replacements[known, _NEW : _NEW + new] = text[began : began + new]
+    place[MISSED] = 0
+
+
+@compiled
+def _part(follower: Following, source: Ints, text: Ints, at: int, end: int) -> None:
+    """A token does not agree. Its nearest place ahead is taken before which most agrees; if there is none, it replaced
+    one token, or, after another one like it, was added."""
+    place = follower.place
+    if place[MISSED] == 0:
+        place[PARTED], place[BEGAN], place[CHANGED] = place[PLACE], at, 1
+    first = place[PARTED]
+    place[MISSED], place[TRUST], place[MATCHED], place[FOUND] = place[MISSED] + 1, place[TRUST] // 2, 0, 0
+    if place[MISSED] > _REACH:
+        place[PLACE] = NONE
+        return
+    place[PLACE] = first + int(place[MISSED] == 1)
+    for other in range(first, min(end, first + _REACH)):
+        size = 0
+        while size <= min(other - first, at - place[BEGAN]) and source[other - size] == text[at - size]:
+            size += 1
+        if size > place[MATCHED]:
+            place[FOUND], place[MATCHED], place[PLACE] = 1, size, other + 1
+
+
+@compiled
+def read(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> None:
+    """The text gained the tokens ``first:last``; `same`: the text is its own source."""
+    place, replacements = follower.place, follower.replacements
+    for at in range(first, last):
+        if place[PLACE] == NONE:
+            return
+        token, end = text[at], at if same else len(source)
+        if place[DUE] > 0 and place[FOLLOWER - place[DUE]] != token:
+            place[PLACE], place[DUE] = place[UNDONE], 0
+        again = NONE if place[DUE] > 0 else _replacement(follower, source, place[PLACE], end)
+        if place[DUE] > 0:
+            place[DUE] -= 1
+        elif again != NONE and replacements[again, _NEW] == token:
+            place[UNDONE], place[DUE] = place[PLACE], replacements[again, _NEW_SIZE] - 1
+            for offset in range(1, replacements[again, _NEW_SIZE]):
+                place[FOLLOWER - replacements[again, _NEW_SIZE] + offset] = replacements[again, _NEW + offset]
+            place[PLACE] += replacements[again, _OLD_SIZE]
+        elif place[PLACE] < end and source[place[PLACE]] == token:
+            place[PLACE] += 1
+        else:
+            _part(follower, source, text, at, end)
+            _settle(follower, source, text, at)
+            continue
+        place[MATCHED] = place[MATCHED] + 1 if place[FOUND] else 1
+        place[FOUND], place[TRUST] = 1, min(_TRUST, place[TRUST] + 1)
+        _settle(follower, source, text, at)
+
+
+@compiled
+def ahead(follower: Following, source: Ints, found: Ints) -> int:
+    """Fill `found` with the tokens that come next; how many there are."""
+    place, replacements = follower.place, follower.replacements
+    at, size = place[PLACE], 0
+    if at == NONE:
+        return 0
+    for due in range(place[DUE]):
+        if size < len(found):
+            found[size], size = place[FOLLOWER - place[DUE] + due], size + 1
+    while size < len(found) and at < len(source):
+        again = _replacement(follower, source, at, len(source))
+        if again == NONE:
+            found[size], size, at = source[at], size + 1, at + 1
+        else:
+            at += replacements[again, _OLD_SIZE]
+            for offset in range(replacements[again, _NEW_SIZE]):
+                if size < len(found):
+                    found[size], size = replacements[again, _NEW + offset], size + 1
+    return size
+
+
+@compiled
+def draft_ahead(
+    follower: Following, source: Ints, counts: Floats, least: float, nodes: Ints, confidence: Floats
+) -> tuple[int, float]:
+    """As `draft`, of a followed text: a chain, as far as it survives with a probability of at least `least`."""
+    place, found = follower.place, np.empty(len(nodes) - 1, np.int32)
+    kind = FOLLOWED if place[FOUND] else GUESSED
+    survival, expected, size = 1.0, 0.0, 1
+    for offset in range(ahead(follower, source, found)):
+        if found[offset] == SEPARATOR or survival < least:
+            break
+        key, prior = evidence(kind, place[TRUST] + place[MATCHED] + offset, 1.0)
+        confidence[size] = estimate(counts, key, prior)
+        nodes[size, NODE_TOKEN], nodes[size, NODE_PARENT], nodes[size, NODE_KEY] = found[offset], size - 1, key
+        survival *= confidence[size]
+        expected += survival
+        size += 1
+    return size, expected
