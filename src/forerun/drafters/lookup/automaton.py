@@ -13,7 +13,7 @@ from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR, Ints
 from forerun.drafters.lookup.compiled.suffixes import ROOT, Arrays
 
 _LEAST_ROOM = 64  # Tokens
-_GROWTH = 1.5
+_GROWTH = 1.5  # Room is made for so many times what is needed
 
 
 class SuffixAutomaton:
@@ -43,9 +43,9 @@ class SuffixAutomaton:
 
     def extend(self, tokens: Sequence[int] | Ints) -> None:
         """Append tokens to the text."""
-        needed, room = self._size + len(tokens), len(self.arrays.tokens)
-        if needed > room:
-            larger = _made(max(needed, int(_GROWTH * room)))
+        needed = self._size + len(tokens)
+        if needed > len(self.arrays.tokens):
+            larger = _made(int(_GROWTH * needed))
             for old, new in zip(self.arrays[:-1], larger[:-1], strict=True):
                 new[: len(old)] = old
             self.arrays = larger

@@ -97,7 +97,7 @@ class NgramDrafter(Drafter):
 
 
 _LEAST_ROOM = 64  # Tokens
-_GROWTH = 1.5
+_GROWTH = 1.5  # Room is made for so many times what is needed
 
 
 class _Row:
@@ -129,14 +129,14 @@ class _Row:
 
     def read(self, tokens: Sequence[int] | Ints) -> None:
         """The text goes on with these tokens."""
-        new, room = np.asarray(tokens, np.int32), len(self.text.tokens)
+        new = np.asarray(tokens, np.int32)
         if self.drafted is not None:
             learn(self.drafted, new, self.counts)
             self.drafted = None
         known, self.size = self.size, self.size + len(new)
-        if self.size > room:
+        if self.size > len(self.text.tokens):
             new = np.append(self.text.tokens[:known], new)
-            self.text = self._made(max(self.size, int(_GROWTH * room)))
+            self.text = self._made(int(_GROWTH * self.size))
         grams.extend(self.text, new)
 
     def draft(self, root: int, nodes: int, depth: int) -> TokenTree:
