@@ -1,10 +1,10 @@
 """What drafting costs the host inside vLLM: forerun's plug-in beside vLLM's own `ngram` and `suffix`, called as vLLM's
 model runner calls them, without a model.
 
-``PYTHONPATH=src .venv-vllm/bin/python benchmarks/serving/plugged.py`` after ``make test-vllm`` has made vLLM's
-environment. The texts are known: the shipped edits with their right answers, and the shipped files. A row goes on by
-what was drafted rightly and one token, and when its text has ended the next one takes the row, as new requests do.
-Reading prompts is in the time. vLLM's `suffix` takes part where arctic-inference is installed.
+``python benchmarks/serving/plugged.py`` after ``make test-vllm`` has made vLLM's environment, in which it goes on. The
+texts are known: the shipped edits with their right answers, and the shipped files. A row goes on by what was drafted
+rightly and one token, and when its text has ended the next one takes the row, as new requests do. Reading prompts is in
+the time. vLLM's `suffix` takes part where arctic-inference is installed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import scene  # noqa: F401 - finds `benchmarks`
+import scene
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
@@ -54,7 +55,11 @@ def main() -> int:
     options.add_argument("--contexts", type=int, nargs="+", default=[300, 3000], help="tokens of the files' prompts")
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--json", action="store_true")
+    options.add_argument("--vllm", type=Path, default=scene.ROOT / ".venv-vllm/bin/python")
     asked = options.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        os.environ["PYTHONPATH"] = str(scene.ROOT / "src")
+        os.execv(asked.vllm, [str(asked.vllm), *sys.argv])
     results = []
     for name, texts in _workloads(asked.contexts):
         for batch in (one for one in asked.batches if 2 * one <= len(texts)):

@@ -72,7 +72,9 @@ def test_without_a_folder_that_can_be_written_all_is_compiled_in_memory(monkeypa
 
 
 @pytest.mark.parametrize("changed", ["called.py", "../other.py", None])
-def test_a_changed_source_makes_all_of_its_folder_stale(tmp_path: Path, changed: str | None) -> None:
+def test_a_changed_source_makes_all_of_its_folder_stale(
+    tmp_path: Path, changed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, other = tmp_path / "folder", tmp_path / "other.py"
     kept = folder / "__pycache__" / "calls.f-1.py311.1.nbc"
     kept.parent.mkdir(parents=True)
@@ -81,5 +83,13 @@ def test_a_changed_source_makes_all_of_its_folder_stale(tmp_path: Path, changed:
         os.utime(file, (1000, 1000))
     if changed:
         os.utime(folder / changed, (2000, 2000))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        drafts._forget_stale(folder, other)
+        assert kept.exists(), "it belongs to somebody else"
     drafts._forget_stale(folder, other)
     assert kept.exists() == (changed is None)
+
+
+def refused(path: Path) -> None:
+    raise PermissionError(path)

@@ -22,7 +22,7 @@ class SuffixAutomaton:
     A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
     strings of at most `depth` >= 2 tokens. Flat arrays of 32 bits hold states and transitions; the token of a state's
     transition along its first occurrence is read from the text, so that only branchings need an entry of their own: 92
-    to 190 bytes per token, and as much again while the arrays grow.
+    to 190 bytes per token, and while the arrays grow twice that.
     """
 
     def __init__(self, depth: int) -> None:

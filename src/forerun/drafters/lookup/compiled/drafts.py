@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -36,8 +37,9 @@ def _forget_stale(folder: Path, *others: Path) -> None:
     own file alone, not at those of the functions that it calls."""
     newest = max(source.stat().st_mtime for source in (*folder.glob("*.py"), *others))
     for kept in folder.glob("__pycache__/*.nb?"):
-        if kept.stat().st_mtime < newest:
-            kept.unlink(missing_ok=True)
+        with suppress(OSError):  # Another process was faster, or they belong to somebody else
+            if kept.stat().st_mtime < newest:
+                kept.unlink()
 
 
 _forget_stale(Path(__file__).parent, Path(acceptance.__file__))
