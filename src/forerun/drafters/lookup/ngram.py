@@ -26,7 +26,7 @@ from forerun.drafters.lookup.compiled.drafts import (
     Floats,
     Ints,
     learn,
-)  # fmt: skip
+)
 from forerun.drafters.lookup.compiled.grams import Choice, Grams
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind

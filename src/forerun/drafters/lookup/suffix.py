@@ -29,7 +29,7 @@ from forerun.drafters.lookup.compiled.drafts import (
     Floats,
     Ints,
     learn,
-)  # fmt: skip
+)
 from forerun.drafters.lookup.compiled.suffixes import Limits, Match
 from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError

@@ -19,7 +19,7 @@ from forerun.drafters.lookup.compiled.drafts import (
     compiled,
     estimate,
     evidence,
-)  # fmt: skip
+)
 
 # Places in a follower's `place`
 PLACE = 0  # Index in the source of the token that comes next; NONE: nowhere

@@ -17,7 +17,7 @@ from forerun.drafters.lookup.compiled.drafts import (
     compiled,
     estimate,
     evidence,
-)  # fmt: skip
+)
 
 # Places in `head`
 SIZE = 0  # Tokens of the text

@@ -17,7 +17,7 @@ from forerun.drafters.lookup.compiled.drafts import (
     compiled,
     estimate,
     evidence,
-)  # fmt: skip
+)
 
 ROOT = 0  # The state of the empty string
 
