@@ -31,7 +31,7 @@ from forerun.demo import edits, prompts, resolve
 from forerun.deploy.engines.vllm import VARIABLE
 from forerun.deploy.vllm import ForerunProposer
 
-OWN, GOAL = "vLLM ngram", 1.0
+OWN = "vLLM ngram"
 Text = tuple[list[int], list[int]]  # Prompt and answer, token ids
 Ints = NDArray[np.int32]
 Propose = Callable[[list[str], list[list[int]], Ints, Ints, Ints], list[list[int]]]
@@ -60,13 +60,13 @@ def main() -> int:
     if importlib.util.find_spec("vllm") is None:
         os.environ["PYTHONPATH"] = str(scene.ROOT / "src")
         os.execv(asked.vllm, [str(asked.vllm), *sys.argv])
-    results = []
-    for name, texts in _workloads(asked.contexts):
+    results, workloads = [], list(_workloads(asked.contexts))
+    for make in ARMS.values():
+        _run(make, workloads[0][1][:2], 1, asked.tokens[0])  # Has everything compiled
+    for name, texts in workloads:
         for batch in (one for one in asked.batches if 2 * one <= len(texts)):
             for drafted in asked.tokens:
                 found: dict[str, list[Found]] = {}
-                for make in ARMS.values():
-                    _run(make, texts[:2], 1, drafted)  # Has everything compiled
                 for _ in range(asked.repeats):
                     for arm, make in ARMS.items():
                         found.setdefault(arm, []).append(_run(make, texts, batch, drafted))

@@ -31,7 +31,9 @@ class Reader(Follower):
         self.read(self.source, np.array(text, np.int32), at, at + 1, same=same)
 
     def drafts(self, most: int) -> list[int]:
-        return self.ahead(self.source, most).tolist()
+        made = drafts.Draft.of(most)
+        size, _ = self.draft(self.source, drafts.unseen(), 0.0, made)
+        return made.first(size).tree(0).tokens[1:]
 
 
 def follower(text: Sequence[int], source: Sequence[int] = SOURCE) -> Reader:
@@ -76,8 +78,8 @@ def test_a_guess_is_known_as_one() -> None:
 
 def evidences(made: Reader) -> list[Evidence]:
     """What is known of the first three tokens of a draft."""
-    nodes, confidence = np.zeros((4, drafts.NODE_COLUMNS), np.int32), np.zeros(4)
-    size, _ = made.draft(made.source, np.zeros((drafts.KEYS, 2)), 0.0, nodes, confidence)
+    (nodes, confidence) = found = drafts.Draft.of(3)
+    size, _ = made.draft(made.source, drafts.unseen(), 0.0, found)
     keys = {drafts.evidence(place, matched, 1.0)[0]: by_match(source, matched).key
             for place, source in enumerate(drafts.SOURCES) for matched in range(50)}  # fmt: skip
     return [Evidence(keys[int(nodes[node, drafts.NODE_KEY])], float(confidence[node])) for node in range(1, size)]

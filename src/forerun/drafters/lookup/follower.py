@@ -1,6 +1,5 @@
 """Where a text that is copied with changes goes on in its source: behind a replaced, an added or a left-out run of
-tokens, and through a replacement that was made before. What runs for every token is in
-`compiled.following`.
+tokens, and through a replacement that was made before. What runs for every token is in `compiled.following`.
 
 Prompt lookup and suffix automata find the place to copy from by what stands before the end of the text, and just that
 is what an edit has changed. A follower keeps the place instead, like a finger on the original. What "speculative edits"
@@ -12,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from forerun.drafters.lookup.compiled import following
-from forerun.drafters.lookup.compiled.drafts import NONE, Floats, Ints
+from forerun.drafters.lookup.compiled.drafts import NONE, Draft, Floats, Ints
 
 
 class Follower:
@@ -62,11 +61,6 @@ class Follower:
         """The text gained the tokens ``first:last``; tokens are read in their order. `same`: it is its own source."""
         following.read(self._all, source, text, first, last, same)
 
-    def ahead(self, source: Ints, most: int) -> Ints:
-        """At most so many tokens that come next."""
-        found = np.empty(max(0, most), np.int32)
-        return found[: following.ahead(self._all, source, found)]
-
-    def draft(self, source: Ints, counts: Floats, least: float, nodes: Ints, confidence: Floats) -> tuple[int, float]:
-        """`following.draft_ahead`."""
-        return following.draft_ahead(self._all, source, counts, least, nodes, confidence)
+    def draft(self, source: Ints, counts: Floats, least: float, made: Draft) -> tuple[int, float]:
+        """`following.draft`."""
+        return following.draft(self._all, source, counts, least, made)

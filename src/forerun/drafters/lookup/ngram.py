@@ -17,16 +17,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain, check_choice, check_least
 from forerun.drafters.lookup.compiled import grams
-from forerun.drafters.lookup.compiled.drafts import (
-    KEYS,
-    NODE_COLUMNS,
-    NODE_PARENT,
-    NODE_TOKEN,
-    NONE,
-    Floats,
-    Ints,
-    learn,
-)
+from forerun.drafters.lookup.compiled.drafts import NONE, Draft, Floats, Ints, learn, unseen
 from forerun.drafters.lookup.compiled.grams import Choice, Grams
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -64,7 +55,7 @@ class NgramDrafter(Drafter):
     def __init__(self, config: NgramConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._rows: dict[int, _Row] = {}
-        self._counts = PerDomain(lambda: np.zeros((KEYS, 2)))
+        self._counts = PerDomain(unseen)
         _compile()
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -143,13 +134,11 @@ class _Row:
         """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
         config = self.config
         length, branches = min(config.num_speculative_tokens, depth), config.max_branches
-        room = 1 + max(0, min(nodes, branches * length))
-        made, confidence = np.empty((room, NODE_COLUMNS), np.int32), np.empty(room)
+        made = Draft.of(max(0, min(nodes, branches * length)))
         choice = Choice(_MATCHES.index(config.match), config.min_hits, branches, length)
-        size = grams.draft(self.text, choice, self.counts, made, confidence)
-        self.drafted = made[:size]
-        tokens, parents = made[1:size, NODE_TOKEN].tolist(), made[1:size, NODE_PARENT].tolist()
-        return TokenTree.of(root, tokens, parents, confidence[1:size].tolist())
+        drafted = made.first(grams.draft(self.text, choice, self.counts, made))
+        self.drafted = drafted.nodes
+        return drafted.tree(root)
 
     def memory_bytes(self) -> int:
         return sum(values.nbytes for values in self.text)
@@ -158,7 +147,7 @@ class _Row:
 @cache
 def _compile() -> None:
     """Have everything compiled, or read from disk, before a request waits for it."""
-    row = _Row(NgramConfig(), np.zeros((KEYS, 2)))
+    row = _Row(NgramConfig(), unseen())
     row.read([1, 2, 1])
     row.draft(1, 2, 2)
     row.read([2])

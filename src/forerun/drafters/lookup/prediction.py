@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.acceptance import Acceptance, by_match
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
-from forerun.drafters.lookup.compiled.drafts import Ints
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.drafters.lookup.compiled.drafts import Draft, Floats, Ints, learn, unseen
 from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -39,8 +38,8 @@ class _Row:
     follower: Follower
     places: Places
     text: Ints  # The row's tokens as far as they were read
-    acceptance: Acceptance
-    drafted: Drafted | None = None
+    counts: Floats  # Accepted and tried, of nodes by what was known of them
+    drafted: Ints | None = None  # The nodes of the last draft
 
 
 class PredictionDrafter(Drafter):
@@ -56,7 +55,7 @@ class PredictionDrafter(Drafter):
         self.config = config
         self._default = _token_ids(config.text, setup)
         self._rows: dict[int, _Row] = {}
-        self._estimates = PerDomain(Acceptance)
+        self._counts = PerDomain(unseen)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=True)
@@ -68,21 +67,21 @@ class PredictionDrafter(Drafter):
                 del self._rows[row_id]
             row = self._row(context, index)
             if row.drafted is not None:
-                row.drafted.learn(tokens[len(row.text) :])
+                learn(row.drafted, np.asarray(tokens[len(row.text) :], np.int32), row.counts)
             self._read(row, tokens, context.prompt_lengths[index])
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        trees = context.trees()
+        trees = []
         for index, tokens in enumerate(context.tokens):
-            row, parent = self._row(context, index), 0
+            row = self._row(context, index)
             self._read(row, tokens, context.prompt_lengths[index])
             length = min(budget.nodes[index], budget.depth[index], self.config.num_speculative_tokens)
             if row.follower.changed:
                 length = min(length, _FACTOR * row.follower.agreed)
-            row.drafted = Drafted(trees[index], row.acceptance)
-            kind, agreed = "followed" if row.follower.found else "guessed", row.follower.agreed
-            for offset, token in enumerate(row.follower.ahead(row.places.text, length).tolist()):
-                parent = row.drafted.add(token, parent, by_match(kind, agreed + offset))
+            made = Draft.of(max(0, length))
+            drafted = made.first(row.follower.draft(row.places.text, row.counts, 0.0, made)[0])
+            row.drafted = drafted.nodes
+            trees.append(drafted.tree(tokens[-1]))
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -101,7 +100,7 @@ class PredictionDrafter(Drafter):
                 follower=follower,
                 places=Places(predicted),
                 text=np.asarray(context.tokens[index][: context.prompt_lengths[index]], np.int32),
-                acceptance=self._estimates.of(context.salt(index)),
+                counts=self._counts.of(context.salt(index)),
             )
         return self._rows[row_id]
 

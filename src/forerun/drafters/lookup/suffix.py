@@ -8,7 +8,7 @@ deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -19,17 +19,7 @@ from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.automaton import Cursor, OutputStore, SuffixAutomaton
 from forerun.drafters.lookup.compiled import suffixes
-from forerun.drafters.lookup.compiled.drafts import (
-    KEYS,
-    NODE_COLUMNS,
-    NODE_PARENT,
-    NODE_TOKEN,
-    REQUEST,
-    STORE,
-    Floats,
-    Ints,
-    learn,
-)
+from forerun.drafters.lookup.compiled.drafts import REQUEST, STORE, Draft, Floats, Ints, learn, unseen
 from forerun.drafters.lookup.compiled.suffixes import Limits, Match
 from forerun.drafters.lookup.follower import Follower
 from forerun.errors import ArgumentError
@@ -132,8 +122,7 @@ class _Memory:
     """What is known of an isolation domain."""
 
     store: OutputStore
-    counts: Floats = field(default_factory=lambda: np.zeros((KEYS, 2)))
-    """(KEYS, 2) accepted and tried, of nodes by what was known of them."""
+    counts: Floats = field(default_factory=unseen)
 
 
 def _memory(config: SuffixConfig) -> _Memory:
@@ -195,24 +184,24 @@ class _Row:
 
     def draft(self, nodes: int, depth: int) -> TokenTree:
         """The draft with most expected tokens, of the request's own text at equality; the root alone without any."""
-        config, counts, most = self.config, self.memory.counts, min(nodes, depth)
-        best, likely, expected = _NO_NODES, _NO_CHANCES, 0.0
+        best, expected = _NOTHING, 0.0
+        for made, (size, gain) in self._drafts(nodes, min(nodes, depth)):
+            if gain > expected:
+                best, expected = made.first(size), gain
+        self.drafted = best.nodes
+        return best.tree(int(self.automaton.tokens[-1]))
+
+    def _drafts(self, nodes: int, most: int) -> Iterator[tuple[Draft, tuple[int, float]]]:
+        """Of each match and of the text that is followed: a draft, how many nodes it has, and what these are worth."""
+        config, counts = self.config, self.memory.counts
         for automaton, match in self._matches():
             if length := self._length(match.matched, most):
                 limits = Limits(length, config.nodes is not None, config.min_token_prob)
-                room = 1 + (length if config.nodes is None else min(nodes, config.nodes))
-                made, chances = np.empty((room, NODE_COLUMNS), np.int32), np.empty(room)
-                size, gain = suffixes.draft(automaton.arrays, match, limits, counts, made, chances)
-                if gain > expected:
-                    best, likely, expected = made[:size], chances[:size], gain
+                made = Draft.of(length if config.nodes is None else min(nodes, config.nodes))
+                yield made, suffixes.draft(automaton.arrays, match, limits, counts, made)
         if length := self._length(self.follower.agreed, most):
-            made, chances = np.empty((1 + length, NODE_COLUMNS), np.int32), np.empty(1 + length)
-            size, gain = self.follower.draft(self.source.tokens, counts, config.min_token_prob, made, chances)
-            if gain > expected:
-                best, likely, expected = made[:size], chances[:size], gain
-        self.drafted = best
-        tokens, parents = best[1:, NODE_TOKEN].tolist(), best[1:, NODE_PARENT].tolist()
-        return TokenTree.of(int(self.automaton.tokens[-1]), tokens, parents, likely[1:].tolist())
+            made = Draft.of(length)
+            yield made, self.follower.draft(self.source.tokens, counts, config.min_token_prob, made)
 
     def _length(self, matched: int, most: int) -> int:
         """Tokens of a path that is drafted from a match of so many."""
@@ -223,7 +212,7 @@ class _Row:
         return min(config.num_speculative_tokens, wanted, most)
 
 
-_NO_NODES, _NO_CHANCES = np.zeros((1, NODE_COLUMNS), np.int32), np.ones(1)
+_NOTHING = Draft.of(0)
 
 
 @cache

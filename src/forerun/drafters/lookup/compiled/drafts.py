@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numba
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from forerun.core import acceptance
 from forerun.core.acceptance import BINS, COPIED, WEIGHT, bucket_of
+from forerun.core.tree import TokenTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,6 +53,33 @@ KEYS = len(SOURCES) * len(COPIED) * BINS
 NODE_TOKEN, NODE_PARENT, NODE_KEY = 0, 1, 2  # Columns of a draft's nodes, the root first
 NODE_COLUMNS = 3
 
+
+class Draft(NamedTuple):
+    """Nodes drafted for a row, the root first: room for them, which compiled code fills."""
+
+    nodes: Ints  # (N, NODE_COLUMNS), the root's row unused
+    confidence: Floats  # (N,)
+
+    @classmethod
+    def of(cls, most: int) -> Draft:
+        """Room for so many nodes besides the root."""
+        return cls(np.empty((1 + most, NODE_COLUMNS), np.int32), np.empty(1 + most))
+
+    def first(self, size: int) -> Draft:
+        """The first so many nodes, the root included."""
+        return Draft(self.nodes[:size], self.confidence[:size])
+
+    def tree(self, root: int) -> TokenTree:
+        """As a tree below this token."""
+        tokens, parents = self.nodes[1:, NODE_TOKEN].tolist(), self.nodes[1:, NODE_PARENT].tolist()
+        return TokenTree.of(root, tokens, parents, self.confidence[1:].tolist())
+
+
+def unseen() -> Floats:
+    """(KEYS, 2) accepted and tried, of nodes by what was known of them: nothing yet."""
+    return np.zeros((KEYS, 2))
+
+
 _bucket = compiled(bucket_of)
 
 
@@ -67,6 +95,20 @@ def evidence(source: int, matched: int, share: float) -> tuple[int, float]:
 def estimate(counts: Floats, key: int, prior: float) -> float:
     """`forerun.core.acceptance.Acceptance.estimate` on (KEYS, 2) counts: accepted, tried."""
     return float((counts[key, 0] + WEIGHT * prior) / (counts[key, 1] + WEIGHT))
+
+
+@compiled
+def likelihood(counts: Floats, source: int, matched: int, share: float) -> tuple[int, float]:
+    """The key of `evidence`, and how likely such a node is accepted."""
+    key, prior = evidence(source, matched, share)
+    return key, estimate(counts, key, prior)
+
+
+@compiled
+def put(draft: Draft, node: int, token: int, parent: int, key: int, likely: float) -> None:
+    """Write a node."""
+    draft.nodes[node, NODE_TOKEN], draft.nodes[node, NODE_PARENT], draft.nodes[node, NODE_KEY] = token, parent, key
+    draft.confidence[node] = likely
 
 
 @compiled

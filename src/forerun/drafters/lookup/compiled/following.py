@@ -9,16 +9,14 @@ import numpy as np
 from forerun.drafters.lookup.compiled.drafts import (
     FOLLOWED,
     GUESSED,
-    NODE_KEY,
-    NODE_PARENT,
-    NODE_TOKEN,
     NONE,
     SEPARATOR,
+    Draft,
     Floats,
     Ints,
     compiled,
-    estimate,
-    evidence,
+    likelihood,
+    put,
 )
 
 # Places in a follower's `place`
@@ -145,7 +143,7 @@ def read(follower: Following, source: Ints, text: Ints, first: int, last: int, s
 
 
 @compiled
-def ahead(follower: Following, source: Ints, found: Ints) -> int:
+def _ahead(follower: Following, source: Ints, found: Ints) -> int:
     """Fill `found` with the tokens that come next; how many there are."""
     place, replacements = follower.place, follower.replacements
     at, size = place[PLACE], 0
@@ -167,20 +165,18 @@ def ahead(follower: Following, source: Ints, found: Ints) -> int:
 
 
 @compiled
-def draft_ahead(
-    follower: Following, source: Ints, counts: Floats, least: float, nodes: Ints, confidence: Floats
-) -> tuple[int, float]:
-    """As `draft`, of a followed text: a chain, as far as it survives with a probability of at least `least`."""
-    place, found = follower.place, np.empty(len(nodes) - 1, np.int32)
+def draft(follower: Following, source: Ints, counts: Floats, least: float, made: Draft) -> tuple[int, float]:
+    """Fill `made` with what comes next in the source, a chain, as far as it survives with a probability of at least
+    `least`: how many nodes, the root included, and the sum of their survival."""
+    place, found = follower.place, np.empty(len(made.nodes) - 1, np.int32)
     kind = FOLLOWED if place[FOUND] else GUESSED
     survival, expected, size = 1.0, 0.0, 1
-    for offset in range(ahead(follower, source, found)):
+    for offset in range(_ahead(follower, source, found)):
         if found[offset] == SEPARATOR or survival < least:
             break
-        key, prior = evidence(kind, place[TRUST] + place[MATCHED] + offset, 1.0)
-        confidence[size] = estimate(counts, key, prior)
-        nodes[size, NODE_TOKEN], nodes[size, NODE_PARENT], nodes[size, NODE_KEY] = found[offset], size - 1, key
-        survival *= confidence[size]
+        key, likely = likelihood(counts, kind, place[TRUST] + place[MATCHED] + offset, 1.0)
+        put(made, size, found[offset], size - 1, key, likely)
+        survival *= likely
         expected += survival
         size += 1
     return size, expected

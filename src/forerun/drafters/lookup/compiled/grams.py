@@ -8,15 +8,15 @@ import numpy as np
 
 from forerun.drafters.lookup.compiled.drafts import (
     NGRAM,
-    NODE_KEY,
     NODE_PARENT,
     NODE_TOKEN,
     NONE,
+    Draft,
     Floats,
     Ints,
     compiled,
-    estimate,
-    evidence,
+    likelihood,
+    put,
 )
 
 # Places in `head`
@@ -146,9 +146,10 @@ def _order_by_votes(text: Grams, places: Ints, length: int) -> int:
 
 
 @compiled
-def draft(text: Grams, choice: Choice, counts: Floats, nodes: Ints, confidence: Floats) -> int:
-    """Fill `nodes` and `confidence` with a trie of continuations, as many nodes as there is room for: those of the
-    longest n-gram that ended earlier first. How many nodes, the root included."""
+def draft(text: Grams, choice: Choice, counts: Floats, made: Draft) -> int:
+    """Fill `made` with a trie of continuations, as many nodes as there is room for: those of the longest n-gram that
+    ended earlier first. How many nodes, the root included."""
+    nodes = made.nodes
     sizes, size, branches = text.before.shape[1], 1, 0
     found, seen, met = np.empty(_SCANNED, np.int32), np.empty(_SCANNED * sizes, np.int32), 0
     for column in range(sizes - 1, -1, -1):
@@ -170,9 +171,8 @@ def draft(text: Grams, choice: Choice, counts: Floats, nodes: Ints, confidence: 
                 if child == NONE and size == len(nodes):
                     break
                 if child == NONE:
-                    key, prior = evidence(NGRAM, column + text.head[LOWEST] + offset, 1.0)
-                    nodes[size, NODE_TOKEN], nodes[size, NODE_PARENT], nodes[size, NODE_KEY] = token, parent, key
-                    confidence[size] = estimate(counts, key, prior)
+                    key, likely = likelihood(counts, NGRAM, column + text.head[LOWEST] + offset, 1.0)
+                    put(made, size, token, parent, key, likely)
                     child, size = size, size + 1
                 parent = child
             branches += size > before

@@ -6,18 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.drafters.lookup.compiled.drafts import (
-    NODE_KEY,
-    NODE_PARENT,
-    NODE_TOKEN,
-    NONE,
-    SEPARATOR,
-    Floats,
-    Ints,
-    compiled,
-    estimate,
-    evidence,
-)
+from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR, Draft, Floats, Ints, compiled, likelihood, put
 
 ROOT = 0  # The state of the empty string
 
@@ -328,19 +317,18 @@ class Limits(NamedTuple):
 
 
 @compiled
-def draft(
-    text: Arrays, match: Match, limits: Limits, counts: Floats, nodes: Ints, confidence: Floats
-) -> tuple[int, float]:
-    """Fill `nodes` and `confidence` with the nodes of largest estimated survival below a match, as many as there is
-    room for: how many, the root included, and the sum of their survival."""
+def draft(text: Arrays, match: Match, limits: Limits, counts: Floats, made: Draft) -> tuple[int, float]:
+    """Fill `made` with the nodes of largest estimated survival below a match, as many as there is room for: how many,
+    the root included, and the sum of their survival."""
     source, state, matched = match.source, match.state, match.matched
-    room = len(nodes) * (_WIDTH if limits.wide else 1)
+    most = len(made.nodes)
+    room = most * (_WIDTH if limits.wide else 1)
     offers = np.empty((room, 6), np.int64)  # Parent, depth, token, key, state, matched
     chances = np.empty((room, 3), np.float64)  # Survival, of the node if its parent survives, share along the path
     found = np.empty(_SEEN + 1, np.int32)
     _mark_ends(text)
     offered, size, node, level, survival, chance, expected = 0, 1, 0, 0, 1.0, 1.0, 0.0
-    while size < len(nodes):
+    while size < most:
         if level < limits.depth:
             while text.states[state, BEST] == NONE and state != ROOT:
                 state = text.states[state, LINK]
@@ -354,8 +342,7 @@ def draft(
                     if share < limits.least:
                         break
                     token = token_of(text, following)
-                    key, prior = evidence(source, matched, _share(text, state, token))
-                    likely = estimate(counts, key, prior)
+                    key, likely = likelihood(counts, source, matched, _share(text, state, token))
                     offers[offered, 0], offers[offered, 1], offers[offered, 2] = node, level + 1, token
                     offers[offered, 3], offers[offered, 4], offers[offered, 5] = key, following, matched + 1
                     chances[offered, 0], chances[offered, 1] = survival * likely, likely
@@ -367,8 +354,7 @@ def draft(
                 taken = offer
         if taken == NONE:
             break
-        nodes[size, NODE_TOKEN], nodes[size, NODE_PARENT] = offers[taken, 2], offers[taken, 0]
-        nodes[size, NODE_KEY], confidence[size] = offers[taken, 3], chances[taken, 1]
+        put(made, size, offers[taken, 2], offers[taken, 0], offers[taken, 3], chances[taken, 1])
         node, level, state, matched = size, offers[taken, 1], offers[taken, 4], offers[taken, 5]
         survival, chance = chances[taken, 0], chances[taken, 2]
         chances[taken, 0] = -1.0  # Taken
