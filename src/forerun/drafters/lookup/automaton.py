@@ -9,11 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from forerun.drafters.lookup.compiled import suffixes
-from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR, Ints
+from forerun.drafters.lookup.compiled.drafts import SEPARATOR, Ints, empty_slots, room_for
 from forerun.drafters.lookup.compiled.suffixes import ROOT, Arrays
-
-_LEAST_ROOM = 64  # Tokens
-_GROWTH = 1.5  # Room is made for so many times what is needed
 
 
 class SuffixAutomaton:
@@ -27,7 +24,7 @@ class SuffixAutomaton:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.arrays = _made(_LEAST_ROOM)
+        self.arrays = _made(0)
         suffixes.start(self.arrays, depth)
         self._size = 0
         self.repeated = ROOT, 0
@@ -45,7 +42,7 @@ class SuffixAutomaton:
         """Append tokens to the text."""
         needed = self._size + len(tokens)
         if needed > len(self.arrays.tokens):
-            larger = _made(int(_GROWTH * needed))
+            larger = _made(needed)
             for old, new in zip(self.arrays[:-1], larger[:-1], strict=True):
                 new[: len(old)] = old
             self.arrays = larger
@@ -62,14 +59,15 @@ class SuffixAutomaton:
         return sum(values.nbytes for values in self.arrays)
 
 
-def _made(room: int) -> Arrays:
-    """Arrays for so many tokens, the index empty."""
+def _made(tokens: int) -> Arrays:
+    """Arrays for so many tokens and more, the index empty."""
+    room = room_for(tokens)
     return Arrays(
         head=np.zeros(suffixes.HEAD, np.int32),
         tokens=np.empty(room, np.int32),
         states=np.empty((2 * room, suffixes.STATE_COLUMNS), np.int32),
         edges=np.empty((room, suffixes.EDGE_COLUMNS), np.int32),
-        slots=np.full(1 << (2 * room - 1).bit_length(), NONE, np.int32),
+        slots=empty_slots(room),
     )
 
 

@@ -17,7 +17,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain, check_choice, check_least
 from forerun.drafters.lookup.compiled import grams
-from forerun.drafters.lookup.compiled.drafts import NONE, Draft, Floats, Ints, learn, unseen
+from forerun.drafters.lookup.compiled.drafts import Draft, Floats, Ints, empty_slots, learn, room_for, unseen
 from forerun.drafters.lookup.compiled.grams import Choice, Grams
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -87,10 +87,6 @@ class NgramDrafter(Drafter):
         return sum(row.memory_bytes() for row in self._rows.values())
 
 
-_LEAST_ROOM = 64  # Tokens
-_GROWTH = 1.5  # Room is made for so many times what is needed
-
-
 class _Row:
     """A running request's text, and where its n-grams ended."""
 
@@ -98,24 +94,24 @@ class _Row:
         self.config, self.counts = config, counts  # Accepted and tried, of nodes by what was known of them
         self.size = 0  # Tokens of the text
         self.drafted: Ints | None = None  # The nodes of the last draft
-        self.text = self._made(_LEAST_ROOM)
+        self.text = self._made(0)
 
-    def _made(self, room: int) -> Grams:
-        """Arrays for so many tokens, and none of them there."""
+    def _made(self, tokens: int) -> Grams:
+        """Arrays for so many tokens and more, and none of them there."""
         low, high = self.config.prompt_lookup_min, self.config.prompt_lookup_max
-        sizes = high + 1 - low
+        sizes, room = high + 1 - low, room_for(tokens)
         return Grams(
             head=np.array((0, low), np.int32),
             tokens=np.empty(room, np.int32),
             before=np.empty((room, sizes), np.int32),
-            slots=np.full(1 << (2 * room * sizes - 1).bit_length(), NONE, np.int32),
+            slots=empty_slots(room * sizes),
         )
 
     def shrink(self, length: int) -> None:
         """Of a text that becomes shorter everything is read again: linear, and rare."""
         if self.size > length:
             kept = self.text.tokens[:length]
-            self.text, self.size, self.drafted = self._made(max(_LEAST_ROOM, length)), 0, None
+            self.text, self.size, self.drafted = self._made(length), 0, None
             self.read(kept)
 
     def read(self, tokens: Sequence[int] | Ints) -> None:
@@ -127,7 +123,7 @@ class _Row:
         known, self.size = self.size, self.size + len(new)
         if self.size > len(self.text.tokens):
             new = np.append(self.text.tokens[:known], new)
-            self.text = self._made(int(_GROWTH * self.size))
+            self.text = self._made(self.size)
         grams.extend(self.text, new)
 
     def draft(self, root: int, nodes: int, depth: int) -> TokenTree:

@@ -45,6 +45,29 @@ def _forget_stale(folder: Path, *others: Path) -> None:
 
 _forget_stale(Path(__file__).parent, Path(acceptance.__file__))
 
+# --- arrays that grow, and an index by open addressing ----------------------------------------------------------------
+
+MIX = 0x1E3779B97F4A7C15  # An odd number of 61 bits: what is multiplied by it is spread over the upper ones
+
+
+def room_for(tokens: int) -> int:
+    """How many tokens to make room for where so many are needed: a text goes on."""
+    return max(64, tokens + tokens // 2)
+
+
+def empty_slots(entries: int) -> Ints:
+    """(a power of two,) an index of so many entries, at least half of it empty; NONE where nothing is."""
+    return np.full(1 << (2 * entries - 1).bit_length(), NONE, np.int32)
+
+
+@compiled
+def slot_of(slots: Ints, mixed: np.int64) -> int:
+    """Where the search for an entry begins."""
+    return int((mixed >> 29) & (len(slots) - 1))
+
+
+# --- what is known of a drafted token ---------------------------------------------------------------------------------
+
 SOURCES = ("request", "store", "followed", "guessed", "ngram")
 """Where a token was copied from, as `by_match` names it: by the longest match in the text itself or in an earlier
 answer, the place that a follower has found or guessed, the place of an n-gram."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.drafters.lookup.compiled.drafts import (
+    MIX,
     NGRAM,
     NODE_PARENT,
     NODE_TOKEN,
@@ -17,6 +18,7 @@ from forerun.drafters.lookup.compiled.drafts import (
     compiled,
     likelihood,
     put,
+    slot_of,
 )
 
 # Places in `head`
@@ -66,10 +68,10 @@ def extend(text: Grams, new: Ints) -> None:
         text.tokens[place - 1], text.head[SIZE], text.before[place - 1] = token, place, 0
         mixed = np.int64(0)
         for size in range(1, min(place, lowest + sizes - 1) + 1):
-            mixed = (mixed + np.int64(text.tokens[place - size]) + 1) * np.int64(0x1E3779B97F4A7C15)
+            mixed = (mixed + np.int64(text.tokens[place - size]) + 1) * np.int64(MIX)
             if size < lowest:
                 continue
-            slot, column = (mixed >> 29) & last, size - lowest
+            slot, column = slot_of(text.slots, mixed), size - lowest
             known = text.slots[slot]
             while known != NONE and not (known % sizes == column and _same(text.tokens, known // sizes, place, size)):
                 slot = (slot + 1) & last

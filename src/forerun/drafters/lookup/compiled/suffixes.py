@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR, Draft, Floats, Ints, compiled, likelihood, put
+from forerun.drafters.lookup.compiled.drafts import (
+    MIX,
+    NONE,
+    SEPARATOR,
+    Draft,
+    Floats,
+    Ints,
+    compiled,
+    likelihood,
+    put,
+    slot_of,
+)
 
 ROOT = 0  # The state of the empty string
 
@@ -50,8 +61,7 @@ class Arrays(NamedTuple):
 @compiled
 def _slot(slots: Ints, state: int, token: int) -> int:
     """Where the search for an edge begins."""
-    mixed = ((np.int64(state) << 32) ^ np.int64(token)) * np.int64(0x1E3779B97F4A7C15)
-    return int((mixed >> 29) & (len(slots) - 1))
+    return slot_of(slots, ((np.int64(state) << 32) ^ np.int64(token)) * np.int64(MIX))
 
 
 @compiled
