@@ -187,7 +187,7 @@ def training() -> Iterator[str]:
     yield "## Training\nKeys of a recipe, as in a file or behind `forerun train KIND`.\n"
     yield table(list(_keys(TrainRecipe, "")))
     yield "Keys of `objective`, by kind:\n"
-    for kind in (*KINDS, "layerskip", "distill"):
+    for kind in KINDS:
         try:
             settings = objective_for(kind_named(kind)).Settings
         except (ArgumentError, AttributeError):
