@@ -182,4 +182,11 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
             raise ArgumentError(f"{name}: {part} holds a value, not further keys")
-    values[last] = value
+    values[last] = _merged(values.get(last), value)
+
+
+def _merged(before: Any, value: Any) -> Any:
+    """What is said later wins; of a mapping the keys that it names, the others stay."""
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return value
+    return {**before, **{key: _merged(before.get(key), one) for key, one in value.items()}}
