@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,6 +57,14 @@ def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
 def sent_ints(values: Sequence[int], device: torch.device) -> Tensor:
     """(N,) int64 of integers, as `sent`."""
     return sent([torch.tensor(values, dtype=torch.int64)], device)[0]
+
+
+@cache
+@torch.inference_mode(mode=False)
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """(N,) int64 on a device, taken there once: a level that needs it does not wait for the host. Never write to it.
+    None is ever dropped: a recording reads it where it lies."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 class Together:

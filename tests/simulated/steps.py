@@ -115,16 +115,20 @@ def answers(
     ]
 
 
-def runners(llm: LLM) -> list[Any]:
-    """What runs the heads that draft."""
+def drafters(llm: LLM) -> list[Any]:
+    """Those that are in use, taken out of what guards them."""
     found = []
     for active in llm.engine.drafting._active.values():
         drafter = active.drafter
         while hasattr(drafter, "drafter"):
             drafter = drafter.drafter
-        if hasattr(drafter, "runner"):
-            found.append(drafter.runner)
+        found.append(drafter)
     return found
+
+
+def runners(llm: LLM) -> list[Any]:
+    """What runs the heads that draft."""
+    return [drafter.runner for drafter in drafters(llm) if hasattr(drafter, "runner")]
 
 
 def kept(variant: Variant, move: Move) -> list[Tensor]:

@@ -39,10 +39,8 @@ from forerun.core.sampling import (
 from forerun.core.tree import TokenTree
 from forerun.devices import fetched, sent, sent_packed, unpacked, widest
 from forerun.errors import ArgumentError
-from forerun.model.recordings import Recordings
+from forerun.model.recordings import MET_BEFORE, Recordings
 from forerun.types import Drawn, TokenLogprob
-
-_MET_BEFORE = 3  # Steps of a plan that are not recorded: trees of lookup drafters have many shapes
 
 Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
 """Of tokens, and of the likeliest in the place of each."""
@@ -137,7 +135,7 @@ class Ladder:
 
         key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))
         packed = sent_packed(host, raw.device)
-        found: dict[str, Tensor] = recordings.run(None if own else key, work, packed, *given, after=_MET_BEFORE)
+        found: dict[str, Tensor] = recordings.run(None if own else key, work, packed, *given, after=MET_BEFORE)
         return found
 
     def _levels(self) -> list[_Level]:

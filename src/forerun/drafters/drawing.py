@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +31,7 @@ from forerun.core.sampling import (
     settings_of,
     widened,
 )
-from forerun.devices import sent, widest
+from forerun.devices import constant, sent, widest
 from forerun.errors import ArgumentError, NumericError, of_the_process
 from forerun.types import Drawn, SamplingParams
 
@@ -213,14 +213,6 @@ class Children:
 
 
 _COLUMNS = ("tokens", "drawn", "confidence")
-
-
-@cache
-@torch.inference_mode(mode=False)
-def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """(N,) int64 on a device, taken there once: a level that needs it does not wait for the host. Never write to it.
-    None is ever dropped: a recording reads it where it lies."""
-    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = None) -> Children:

@@ -130,3 +130,10 @@ def _relations(parents: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     a shape that was drafted before; what is returned is shared and never written to."""
     sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
     return sees, sees.sum(-1) - 1
+
+
+def spread(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0) -> Tensor:
+    """(B', ..) -> (B, ..): each row at its own place, `rest` elsewhere."""
+    found = values.new_full((batch, *values.shape[1:]), rest)
+    found[list(rows)] = values
+    return found

@@ -11,21 +11,25 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
+Made = TypeVar("Made")
 Work = Callable[..., Any]  # Of tensors on one device, to tensors there; neither reads nor copies a value on the host
 Record = Callable[[Work, tuple[Tensor, ...]], Work]
 """(work, inputs like those that it will be given) -> the same work again; its result lives until the next call."""
 
 _MOST = 64  # Recordings that are kept where nobody says otherwise; the one that was used least lately goes
+MET_BEFORE = 3  # How often what comes in many shapes is to be met before it is recorded
 _MOST_MET = 4096  # Keys whose meetings are counted
 _WARM_UPS = 2
+FREE = 64  # Tokens of all rows that a pass is padded to without being asked
 LEAST_WIDTH = 256  # Slots of a cache that a recorded pass reads at least, or twice, four times, ... as many
 
 
@@ -125,6 +129,26 @@ class CudaGraphs:
 def bucket(size: int) -> int:
     """The power of two that holds `size`: so that shapes, and recordings, are few."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+def rounded(tokens: int, rows: int) -> int:
+    """Tokens of each of `rows` rows that a recorded pass runs where one has so many: a single one, or a power of two,
+    from eight on unless all of them were more than `FREE`. An H200 takes as long for eight as for one, and the fewer
+    sizes there are the sooner all are recorded."""
+    size = bucket(tokens)
+    return size if size == 1 else max(size, min(8, FREE // bucket(rows)))
+
+
+def extended(values: Tensor, more: int) -> Tensor:
+    """(B, ..) -> (B + more, ..), for as many rows as a recording is: the last row again and again."""
+    return torch.cat([values, values[-1:].expand(more, *values.shape[1:])]) if more else values
+
+
+def first_rows(made: Made, count: int) -> Made:
+    """Of what was made for more rows, those of the first; a dataclass of tensors (B, ..)."""
+    assert is_dataclass(made) and not isinstance(made, type), "what is made is a dataclass"
+    values = {part.name: getattr(made, part.name) for part in fields(made)}
+    return replace(made, **{name: value[:count] for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def wide(used: int, slots: int) -> int:

@@ -6,7 +6,7 @@ tree. Not safe for use from several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import replace
 from typing import Any, Self
 
@@ -18,14 +18,14 @@ from forerun.devices import attention_kernels, sent, sent_ints
 from forerun.errors import ArgumentError
 from forerun.model import layers, masks
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Begun, Nodes, Scored
+from forerun.model.inputs import Begun, Nodes, Scored, spread
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import Plan, captured, check_boundaries
 from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, running
 from forerun.model.prepare import default_slots, prepare
-from forerun.model.recordings import Recordings, bucket, recordable, wide
+from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, rounded, wide
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
@@ -111,7 +111,7 @@ class Target:
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
         check_boundaries(boundaries, self.num_layers)
-        if self._records and max(counts) <= SHORT:
+        if self.records and max(counts) <= SHORT:
             return self._append(rows, Nodes.of_prompt(tokens), counts, boundaries, all_logits=all_logits)
         wanted = boundaries | {LAST_HIDDEN} if all_logits else boundaries
         gathered: dict[Boundary, Tensor] = {}
@@ -148,19 +148,19 @@ class Target:
         """
         check_boundaries(boundaries, self.num_layers)
         nodes = self._nodes(rows, trees)
-        if self._records and not any(nodes.resume):
-            return self._recorded(rows, nodes, boundaries)
-        flat = self._flat(nodes, padded=True)
         begun = nodes.begun([self.writes[row] for row in rows], boundaries)
-        with self._turn, attention_kernels(self.device):
-            if begun is None:
+        if begun is not None:
+            scored = self._complete(rows, nodes, begun, boundaries)
+        elif self.records:
+            scored = self._recorded(rows, nodes, boundaries)
+        else:
+            flat = self._flat(nodes, padded=True)
+            with self._turn, attention_kernels(self.device):
                 states, caught = self._forward(rows, nodes, boundaries, flat, padded=True)
-            else:
-                states, caught = self._complete(rows, nodes, begun, boundaries)
-        logits = self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
+            kept = {boundary: value[:, : nodes.fresh] for boundary, value in caught.items()}
+            scored = Scored(logits=self._logits(states, flat)[:, : nodes.fresh], hidden_states=kept)
         self._note_run(rows, nodes)
-        kept = {boundary: value[:, : nodes.fresh] for boundary, value in caught.items()}
-        return Scored(logits=logits[:, : nodes.fresh], hidden_states=kept)
+        return scored
 
     @torch.inference_mode()
     def run(
@@ -172,19 +172,25 @@ class Target:
         before committing. ArgumentError: the plan does not fit the model, or states are missing or misshapen."""
         plan.check(self.num_layers)
         nodes = self._nodes(rows, trees)
-        inputs = self._place(rows, nodes, padded=True)
         if (states is None) != (plan.start == 0):
             raise ArgumentError("states are needed to start above boundary 0, and only there")
-        if states is not None:
-            expected = (len(rows), nodes.fresh, self.hidden_size)
-            if tuple(states.shape) != expected:
-                raise ArgumentError(f"states have the shape {tuple(states.shape)}, expected {expected}")
-            states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - nodes.fresh))
-        with attention_kernels(self.device):
-            result = self._ranges.run(plan, inputs, states)
-        if plan.stop == self.num_layers:
-            self._note_run(rows, nodes)
-        return result[:, : nodes.fresh]
+        expected = (len(rows), nodes.fresh, self.hidden_size)
+        if states is not None and tuple(states.shape) != expected:
+            raise ArgumentError(f"states have the shape {tuple(states.shape)}, expected {expected}")
+        return self._part(rows, nodes, plan, states)[0]
+
+    @torch.inference_mode()
+    def draft(
+        self, rows: Sequence[int], nodes: Nodes, plan: Plan, head: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, from the embeddings on; and the raw logits (B, N - start, V) that `head` gives of these states
+        (None: the target's final norm and output head)."""
+        plan.check(self.num_layers)
+        states, logits = self._part(rows, nodes, plan, None, head or self._exit)
+        return states, logits
+
+    def _exit(self, states: Tensor) -> Tensor:
+        return self.head(self.final_norm(states))
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
@@ -264,26 +270,25 @@ class Target:
     # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
     # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
 
-    def _complete(
-        self, rows: Sequence[int], nodes: Nodes, begun: Begun, boundaries: Set[Boundary]
-    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
-        """What one whole pass over `nodes` would give: states (B, N, H) after the final norm, and those asked for."""
+    def _complete(self, rows: Sequence[int], nodes: Nodes, begun: Begun, boundaries: Set[Boundary]) -> Scored:
+        """What one whole pass over `nodes` would give."""
         size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
         if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
             expected, span = f"(1..{size}, {self.hidden_size}), root first", f"nodes {nodes.start}..{size - 1}"
             raise ArgumentError(f"a pass over {span} cannot resume states {shape[1:]} in a row; expected {expected}")
         if not 1 <= begun.boundary <= self.num_layers:
             raise ArgumentError(f"cannot resume at boundary {begun.boundary}; there are 1..{self.num_layers}")
-        states = self._begin(rows, nodes, begun)
-        inputs = self._place(rows, nodes, padded=True)
-        states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - size))
-        with captured(self._layers, boundaries) as caught:
-            final = self._ranges.finish(states, inputs, start=begun.boundary)
-        if begun.boundary in boundaries:
-            caught[begun.boundary] = states
-        if LAST_HIDDEN in boundaries:
-            caught[LAST_HIDDEN] = final
-        return final, caught
+        wanted, flat = sorted(boundaries), self._flat(nodes, padded=True)
+
+        def work(inputs: dict[str, Any], states: Tensor) -> list[Tensor]:
+            with captured(self._layers, boundaries) as caught:
+                final = self._ranges.finish(states, inputs, start=begun.boundary)
+            caught |= {begun.boundary: states, LAST_HIDDEN: final}
+            return [self._logits(final, flat), *(caught[one] for one in wanted)]
+
+        key = "complete", begun.boundary, tuple(wanted)
+        logits, *found = self._pass(key, work, rows, nodes, self._begin(rows, nodes, begun))
+        return Scored(logits=logits, hidden_states=dict(zip(wanted, found, strict=True)))
 
     def _begin(self, rows: Sequence[int], nodes: Nodes, begun: Begun) -> Tensor:
         """States (B, N, H) of all nodes at the boundary; those that lack the first layers run through them now."""
@@ -293,13 +298,50 @@ class Target:
         if not lacking.any():
             return states
         start = int(lacking.any(0).int().argmax())
-        inputs = self._place(rows, replace(nodes, real=lacking, start=start), padded=True)
-        early = self._ranges.run(Plan(stop=begun.boundary), inputs, None)[:, : size - start]
+        [early] = self._part(rows, replace(nodes, real=lacking, start=start), Plan(stop=begun.boundary), None)
         [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
         return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
+    def _part(
+        self,
+        rows: Sequence[int],
+        nodes: Nodes,
+        plan: Plan,
+        states: Tensor | None,
+        head: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The nodes' states behind the layers of `plan`, from `states` on, and what `head` makes of them."""
+
+        def work(inputs: dict[str, Any], *given: Tensor) -> list[Tensor]:
+            found = self._ranges.run(plan, inputs, *given or [None])
+            return [found] if head is None else [found, head(found)]
+
+        found = self._pass(("part", plan, head), work, rows, nodes, states)
+        if plan.stop == self.num_layers:
+            self._note_run(rows, nodes)
+        return found
+
+    def _pass(
+        self, what: Hashable, work: Work, rows: Sequence[int], nodes: Nodes, states: Tensor | None = None
+    ) -> list[Tensor]:
+        """What `work`, which `what` names, makes of a pass's arguments and of `states` (B, N - start, H) of its nodes:
+        (B, N - start, ..) each. It is recorded where passes are, once it has come more than once."""
+        given = [] if states is None else [states]
+        if self.records:
+            return self._replayed(what, work, rows, nodes, given, after=MET_BEFORE)
+        inputs = self._place(rows, nodes, padded=True)
+        missing = inputs["input_ids"].shape[1] - nodes.fresh
+        with self._turn, attention_kernels(self.device):
+            found = work(inputs, *(nn.functional.pad(one, (0, 0, 0, missing)) for one in given))
+        return [values[:, : nodes.fresh] for values in found]
+
+    def _logits(self, states: Tensor, flat: Flat | None) -> Tensor:
+        """Of states (B, N, H) after the final norm; with `flat` of the real tokens alone."""
+        return self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
+
     @property
-    def _records(self) -> bool:
+    def records(self) -> bool:
+        """Whether passes are recorded, and replayed."""
         return self.recordings.active and not self.buckets.nodes
 
     def _append(
@@ -317,26 +359,46 @@ class Target:
         return scored if all_logits else replace(scored, logits=_last(scored.logits, counts))
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
-        """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
-        packed, width = self._packed(rows, nodes)
+        """`score`, recorded."""
         wanted = sorted(boundaries)
 
-        def work(*tensors: Tensor) -> list[Tensor]:
-            *block, places, ids = tensors
-            batch = len(ids)
-            self.cache.begin(range(batch), places, width, index=torch.arange(batch, device=ids.device))
-            inputs = self._inputs(masks.Block(*block), ids, width, None)
-            with captured(self._layers, boundaries) as caught, running(Pass()), attention_kernels(self.device):
+        def work(inputs: dict[str, Any]) -> list[Tensor]:
+            with captured(self._layers, boundaries) as caught:
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
 
-        key = width, tuple(wanted), *(tensor.shape for tensor in packed)
-        with self._turn:
-            found = self.recordings.run(key, work, *packed)
-        self._note_run(rows, nodes)
-        index = sent_ints(rows, self.device)  # copies: what a recording returns lives until the next call
-        logits, *states = [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
+        logits, *states = self._replayed(("whole", tuple(wanted)), work, rows, nodes, [])
         return Scored(logits=logits, hidden_states=dict(zip(wanted, states, strict=True)))
+
+    def _replayed(
+        self, what: Hashable, work: Work, rows: Sequence[int], nodes: Nodes, given: Sequence[Tensor], *, after: int = 0
+    ) -> list[Tensor]:
+        """As `_pass`: one recording for all passes of about this size, or run as it comes where recording failed."""
+        packed, width = self._packed(rows, nodes)
+        batch, size = packed[-1].shape
+        index, missing = sent_ints(rows, self.device), size - nodes.fresh
+        wider = [
+            one.new_zeros(batch, size, one.shape[2]).index_copy_(0, index, nn.functional.pad(one, (0, 0, 0, missing)))
+            for one in given
+        ]
+
+        def recorded(*tensors: Tensor) -> list[Tensor]:
+            (*block, places, ids), more = tensors[: len(packed)], tensors[len(packed) :]
+            inputs = self._announced(masks.Block(*block), places, ids, width)
+            with running(Pass()), attention_kernels(self.device):
+                found: list[Tensor] = work(inputs, *more)
+            return found
+
+        key = what, width, *(tensor.shape for tensor in packed)
+        with self._turn:
+            found = self.recordings.run(key, recorded, *packed, *wider, after=after)
+        # Copies: what a recording returns lives until the next call.
+        return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
+
+    def _announced(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
+        """Arguments of a pass over `ids` (B, N) in the first B rows of the cache, to the slots `places` (B, N)."""
+        self.cache.begin(range(len(ids)), places, width, index=torch.arange(len(ids), device=ids.device))
+        return self._inputs(block, ids, width, None)
 
     def _nodes(self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes) -> Nodes:
         nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
@@ -370,13 +432,14 @@ class Target:
         its own place in the cache. So one recording serves all rows and texts of about these sizes, and nothing of the
         cache is copied. Other rows' places, and nodes that are not there, are padding as in `_place`."""
         committed = self._note_passes(rows, nodes)
-        batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
+        batch = min(self.cache.rows, bucket(max(rows) + 1))
+        size = rounded(nodes.fresh, batch)
         width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
         *others, slots = self._structure(committed, nodes, missing, missing)
-        host = [*(_spread(part, rows, batch, 0) for part in others), _spread(slots, rows, batch, self.cache.dump)]
+        host = [*(spread(part, rows, batch, 0) for part in others), spread(slots, rows, batch, self.cache.dump)]
         ids = _filled(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
-            return sent([*host, _spread(ids, rows, batch, 0)], self.device), width
+            return sent([*host, spread(ids, rows, batch, 0)], self.device), width
         *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
         return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
 
@@ -450,13 +513,6 @@ class Target:
             if held + reach > self.max_length:
                 context = f"the context of {self.max_length}"
                 raise ArgumentError(f"row {row} holds {held} tokens; {reach} more exceed {context}")
-
-
-def _spread(values: Tensor, rows: Sequence[int], batch: int, rest: int) -> Tensor:
-    """(B', ..) -> (B, ..): each row at its own place, `rest` elsewhere."""
-    spread = values.new_full((batch, *values.shape[1:]), rest)
-    spread[list(rows)] = values
-    return spread
 
 
 def _last(values: Tensor, counts: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,12 +23,13 @@ from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_choice
-from forerun.drafters.drawing import DraftVocabulary
-from forerun.drafters.trees import FixedTree, Grown, Limits, Submitted, TreeOptions
+from forerun.drafters.drawing import DraftVocabulary, Draws, HostDraws
+from forerun.drafters.trees import Descend, FixedTree, Grown, Limits, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.model.inputs import Nodes
+from forerun.model.unrolled import unroll
 from forerun.types import Budget, DraftKind
 
 CHUNK = 16  # Rows with more tokens to catch up on run them apart: the others need not be padded to their length
@@ -137,27 +138,56 @@ class DraftModelDrafter(Drafter):
 
     def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
         """The first nodes of the shape for the active rows, which read as `texts`; level by level."""
-        rows, shape = [context.rows[index] for index in active], self._tree.shape
+        rows, most = [context.rows[index] for index in active], max(ending.nodes)
+        cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
+        left = catch_up(self.model, rows, cached, missing)  # the root last
+        size = self._vocabulary if self._shared is None else self._shared.size
+
+        def drawn(draws: Draws | HostDraws, first: Tensor, descend: Descend) -> Grown:
+            return self._tree.grow(draws, most, first, descend, self._shared, enough=ending.enough)
+
+        if self.model.records and self.config.stop == Stop.NEVER:
+            draws = self._tree.draws(context, active, self.model.device, size, recorded=True)
+            if draws.key is not None:
+                return self._unrolled(rows, texts, left, draws, (most, draws.key), drawn)
+        first = ending.look(self._fit(self.model.prefill(rows, left).logits))
+        for row, text in zip(rows, texts, strict=True):
+            self._rows[row] = _Row(cached=len(text))
 
         def descend(ids: Tensor, level: range) -> Tensor:
             if level.start == 1:  # the root becomes node 0 of a tree: it keeps its slot but is no longer committed
                 for row in rows:
                     self._rows[row].cached -= 1
                 self.model.truncate(rows, [self._rows[row].cached for row in rows])
-            roots, counts = self._readable([text[-1] for text in texts]), [shape.size] * len(rows)
-            nodes = Nodes.of_levels(roots, self._known(ids), shape.parents, counts=counts, start=level.start)
+            roots, counts = self._readable([text[-1] for text in texts]), [self._tree.shape.size] * len(rows)
+            parents = self._tree.shape.parents
+            nodes = Nodes.of_levels(roots, self._known(ids), parents, counts=counts, start=level.start)
             return ending.look(self._fit(self.model.score(rows, nodes).logits))
 
-        # Run what the cache lacks, the root last.
-        cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
-        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
-        first = ending.look(self._fit(run_missing(self.model, rows, cached, missing)))
+        return drawn(self._tree.draws(context, active, first.device, size), first, descend)
+
+    def _unrolled(
+        self,
+        rows: list[int],
+        texts: list[Sequence[int]],
+        left: list[Sequence[int]],
+        draws: Draws | HostDraws,
+        key: Hashable,
+        drawn: Callable[[Draws | HostDraws, Tensor, Descend], Grown],
+    ) -> Grown:
+        """The same as one recording, which runs what is `left` first."""
+
+        def grow(first: Tensor, descend: Descend, *numbers: Tensor) -> Grown:
+            def below(ids: Tensor, level: range) -> Tensor:
+                return self._fit(descend(self._known(ids), level))
+
+            return drawn(draws.with_tensors(numbers), self._fit(first), below)
+
+        grown = unroll(self.model, rows, left, self._tree.shape.parents, grow, *draws.tensors, key=key)
         for row, text in zip(rows, texts, strict=True):
-            self._rows[row] = _Row(cached=len(text))
-        most = max(ending.nodes)
-        size = first.shape[-1] if self._shared is None else self._shared.size
-        draws = self._tree.draws(context, active, first.device, size)
-        return self._tree.grow(draws, most, first, descend, self._shared, enough=ending.enough)
+            self._rows[row] = _Row(cached=len(text) - bool(grown.run))
+        return grown
 
     def _fixed_tree(self) -> FixedTree:
         """What is drafted."""

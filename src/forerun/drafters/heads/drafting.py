@@ -14,9 +14,9 @@ from torch import Tensor
 from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.devices import rows_of
+from forerun.devices import constant, rows_of
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
-from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape, constant
+from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named

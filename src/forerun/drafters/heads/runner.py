@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,7 @@ from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import Plan
 from forerun.model.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.model.padding import Pass
-from forerun.model.recordings import Recordings, bucket, wide
+from forerun.model.recordings import Recordings, bucket, extended, first_rows, rounded, wide
 from forerun.types import Boundary
 
 PIECE = 512  # Most entries of a row in one pass over a prompt
@@ -100,7 +100,7 @@ class HeadRunner:
         if recorded:  # for as many rows as a recording is: the last one again writes the same to the same slots
             more = bucket(count) - count
             rows = [*rows, *[rows[-1]] * more]
-            numbers = tuple(_extended(part, more) for part in numbers)
+            numbers = tuple(extended(part, more) for part in numbers)
         size = self._make_room(rows, run, levels, recorded)
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
@@ -111,7 +111,7 @@ class HeadRunner:
         whole = (key, len(rows), size) if recorded else None
         tree: Tree = self.recordings.run(whole, work, index, lengths, *numbers)
         self._frontier = None
-        return tree if len(rows) == count else _first(tree, count)
+        return tree if len(rows) == count else first_rows(tree, count)
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         """For the nodes of `unroll`; returns what size, besides the rows' number, its work depends on."""
@@ -197,14 +197,14 @@ class AttendingRunner(HeadRunner):
         exact = self.device.type == "cpu" and not recorded  # elsewhere few sizes are better
         more = bucket(len(rows)) - len(rows) if recorded else 0  # as in `unroll`
         every, pieces = [*rows, *[rows[-1]] * more], [*pieces, *[pieces[-1]] * more]
-        nodes = Nodes.of_prompt(pieces, least=longest if exact else bucket(longest))
+        nodes = Nodes.of_prompt(pieces, least=longest if exact else rounded(longest, len(every)))
         held = torch.tensor([self.lengths[row] for row in every])
         host = torch.tensor(every), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
         most = int(held.max()) + nodes.fresh
         most = most if exact else wide(most, self._cache.slots)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
         missing = (0, 0, 0, nodes.fresh - longest)
-        padded = [_extended(pad(state.to(self.device, self._dtype), missing), more) for state in states]
+        padded = [extended(pad(state.to(self.device, self._dtype), missing), more) for state in states]
 
         def work(*given: Tensor) -> None:
             index, lengths, counts, real, depths, sees, ids, *features = given
@@ -575,18 +575,6 @@ class _Depths:
     states: Tensor  # (B, depths, H)
     depth: int = 0
     memory: Tensor | None = None  # (B, F, M) of the last level's nodes
-
-
-def _extended(values: Tensor, more: int) -> Tensor:
-    """(B, ..) -> (B + more, ..): the last row again and again."""
-    return torch.cat([values, values[-1:].expand(more, *values.shape[1:])]) if more else values
-
-
-def _first(tree: Tree, count: int) -> Tree:
-    """Of a tree of more rows, those of the first; a dataclass of tensors (B, ..)."""
-    assert is_dataclass(tree) and not isinstance(tree, type), "what grows is a dataclass"
-    fields_of = {part.name: getattr(tree, part.name) for part in fields(tree)}
-    return replace(tree, **{name: value[:count] for name, value in fields_of.items() if isinstance(value, Tensor)})
 
 
 RUNNERS: dict[Way, type[HeadRunner]] = {

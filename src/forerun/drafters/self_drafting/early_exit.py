@@ -76,10 +76,10 @@ class EarlyExitDrafter(SelfDrafter):
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
         """What the exit expects after them: (A, N - start, V)."""
-        states = self.target.run(rows, nodes, Plan(stop=self.config.exit_layer))
+        states, logits = self.target.draft(rows, nodes, Plan(stop=self.config.exit_layer), self._head)
         self._rows = rows
         self._states.append(states)
-        return self.target.lm_head(self.target.final_norm(states)) if self._head is None else self._head(states)
+        return logits
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self._states = []

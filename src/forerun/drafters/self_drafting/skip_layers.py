@@ -90,8 +90,7 @@ class SkipLayersDrafter(SelfDrafter):
         self.target.truncate([row], [self.target.lengths[row]])
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
-        states = self.target.run(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip))
-        return self.target.lm_head(self.target.final_norm(states))
+        return self.target.draft(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip))[1]
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
         if not self.config.adapt_threshold:
