@@ -4,8 +4,9 @@
     .venv/bin/python benchmarks/training/gains.py --seconds 900
 
 DistillSpec on the draft model that ships, AdaSPEC for as many steps, LayerSkip on the target, and EAGLE-3 with and
-without text that target and head write together. Every run is a `forerun train` into --work; Ctrl-C ends it after its
-step, and the same command goes on for the seconds that are left. What is finished is only measured anew.
+without text that target and head write together, from the start or going on from --head. Every run is a `forerun train`
+into --work; Ctrl-C ends it after its step, and the same command goes on for the seconds that are left. What is finished
+is only measured anew.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ CHAIN = 5
 """Tokens drafted, by whomever."""
 LOOP = ("windows={length: 512, rows: 2}", "training={schedule: linear, warmup_steps: 20, save_every_s: 120}")
 """How every run trains."""
+FRESH = "draft.options={fc_norm: true, norm_output: true}"
+"""The shape of a head that goes on from none."""
 HEAD = (
-    "draft.options={fc_norm: true, norm_output: true}",
     "objective={steps: 5, decay: 0.8}",
     "training.optimizer=muon",
     "training.muon_learning_rate=2.0e-3",
@@ -50,7 +52,15 @@ DRAFT = ("training.optimizer=muon", "training.muon_learning_rate=3.0e-3", "train
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "distill": ("distill", DRAFT),
     "adaspec": ("distill", DRAFT),
-    "layerskip": ("layerskip", ("training.learning_rate=3.0e-4", "objective={exit_scale: 1.0, curriculum: all}")),
+    "layerskip": (
+        "layerskip",
+        (
+            "training.optimizer=muon",
+            "training.muon_learning_rate=2.0e-3",
+            "training.learning_rate=6.0e-4",
+            "objective={exit_scale: 1.0, curriculum: all, dropout: 0.5}",
+        ),
+    ),
     "eagle3": ("eagle3", HEAD),
     "eagle3-decode": (
         "eagle3",
@@ -185,8 +195,12 @@ def layerskip(bench: Bench) -> None:
 
 def decode(bench: Bench) -> None:
     """EAGLE-3 that learns from what target and head write together, against one that learns from the files alone."""
-    heads = {name: str(bench.run(name, data=bench.texts) / "head") for name in ("eagle3-decode", "eagle3")}
+    start = bench.arguments.head
+    begin = FRESH if start is None else f"draft.start={start}"
+    heads = {name: str(bench.run(name, begin, data=bench.texts) / "head") for name in ("eagle3-decode", "eagle3")}
     after, before = (bench.measure(name, {"method": "eagle3", "model": head}) for name, head in heads.items())
+    if start is not None:
+        bench.measure("eagle3, both before", {"method": "eagle3", "model": start})
     bench.compare("mean acceptance length, EAGLE-3 with train-with-decode / without", 1.05, after, before)
 
 
@@ -212,6 +226,7 @@ def main(words: Sequence[str] | None = None) -> None:
     found.add_argument("--only", nargs="*", default=[*EXPERIMENTS], choices=[*EXPERIMENTS], help="what is trained")
     found.add_argument("--target", default="demo", help="a Llama: demo or a folder")
     found.add_argument("--draft", default="demo-draft", help="a draft model of its vocabulary")
+    found.add_argument("--head", help="an EAGLE-3 head that both runs of decode go on from (default: none)")
     found.add_argument("--data", type=Path, default=ROOT / "build/demo/head-data/train", help="prepared data")
     found.add_argument("--work", type=Path, default=BUILD / "gains", help="folder of the runs")
     found.add_argument("--set", action="append", default=[], metavar="RUN:KEY=VALUE", help=f"of {', '.join(RUNS)}")
