@@ -110,7 +110,8 @@ class FixedTree:
 
     def _cut(self, tree: TokenTree, grown: Grown, at: int, row: _Row, nodes: int, acceptance: Acceptance) -> Submitted:
         tokens, parents = [tree.tokens[0], *row.tokens], self.shape.parents
-        submitted = Submitted(tokens=tokens, parents=parents, run=grown.run, acceptance=acceptance)
+        # Further ones were not run for this row, which may stand at the end of the model's context.
+        submitted = Submitted(tokens=tokens, parents=parents, run=min(grown.run, nodes), acceptance=acceptance)
         ids = {0: 0}
         for node in range(1, nodes + 1):
             parent, confidence = parents[node], row.confidence[node - 1]

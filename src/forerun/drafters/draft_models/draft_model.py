@@ -138,19 +138,19 @@ class DraftModelDrafter(Drafter):
 
     def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
         """The first nodes of the shape for the active rows, which read as `texts`; level by level."""
-        rows, most = [context.rows[index] for index in active], max(ending.nodes)
+        rows, within = [context.rows[index] for index in active], list(ending.nodes)
         cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
         missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
         left = catch_up(self.model, rows, cached, missing)  # the root last
         size = self._vocabulary if self._shared is None else self._shared.size
 
         def drawn(draws: Draws | HostDraws, first: Tensor, descend: Descend) -> Grown:
-            return self._tree.grow(draws, most, first, descend, self._shared, enough=ending.enough)
+            return self._tree.grow(draws, max(within), first, descend, self._shared, enough=ending.enough)
 
         if self.model.records and self.config.stop == Stop.NEVER:
             draws = self._tree.draws(context, active, self.model.device, size, recorded=True)
             if draws.key is not None:
-                return self._unrolled(rows, texts, left, draws, (most, draws.key), drawn)
+                return self._unrolled(rows, texts, left, draws, (max(within), draws.key), drawn)
         first = ending.look(self._fit(self.model.prefill(rows, left).logits))
         for row, text in zip(rows, texts, strict=True):
             self._rows[row] = _Row(cached=len(text))
@@ -160,9 +160,8 @@ class DraftModelDrafter(Drafter):
                 for row in rows:
                     self._rows[row].cached -= 1
                 self.model.truncate(rows, [self._rows[row].cached for row in rows])
-            roots, counts = self._readable([text[-1] for text in texts]), [self._tree.shape.size] * len(rows)
-            parents = self._tree.shape.parents
-            nodes = Nodes.of_levels(roots, self._known(ids), parents, counts=counts, start=level.start)
+            roots, parents = self._readable([text[-1] for text in texts]), self._tree.shape.parents
+            nodes = Nodes.of_levels(roots, self._known(ids), parents, counts=within, start=level.start)
             return ending.look(self._fit(self.model.score(rows, nodes).logits))
 
         return drawn(self._tree.draws(context, active, first.device, size), first, descend)

@@ -1,0 +1,87 @@
+"""A request that comes to the end of a draft model's context goes on without drafts, and the others keep theirs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from torch import nn
+
+from contract.harness import Variant, model, variants
+from forerun import LLM, SamplingParams
+from forerun.drafters.heads.base import Head
+from forerun.types import RequestOutput
+from simulated.device import SimulatedDevice, moved
+from simulated.steps import on_device
+from simulated.waits import recording
+
+CONTEXT = 24  # Of the draft model; the target's is longer
+PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+LONG, SHORT = {"prompt_token_ids": [1, 2, 3, 4] * 4}, {"prompt_token_ids": [1, 5]}
+
+
+def shortened(value: Any) -> Any:
+    """A drafter's options, with a short context of each language model in them."""
+    if isinstance(value, nn.Module) and not isinstance(value, Head):
+        value = copy.deepcopy(value)
+        value.config.max_position_embeddings = CONTEXT
+        return value
+    if isinstance(value, Mapping):
+        return {name: shortened(inner) for name, inner in value.items()}
+    return [shortened(inner) for inner in value] if isinstance(value, list) else value
+
+
+def has_model(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(has_model, value.values()))
+    if isinstance(value, list):
+        return any(map(has_model, value))
+    return isinstance(value, nn.Module) and not isinstance(value, Head)
+
+
+WITH_MODELS = [variant for variant in variants() if has_model(variant.config())]
+
+
+def answers(variant: Variant, prompts: list[dict[str, list[int]]], *, there: bool) -> list[RequestOutput]:
+    target, config = model(), {"adaptive": False, **shortened(variant.config())}
+    if there:
+        target, config = moved(target), on_device(config, moved)
+    llm = LLM(
+        target,
+        tokenizer=False,
+        speculative_config=config,
+        max_num_seqs=2,
+        max_model_len=60,
+        self_check=False,
+        enable_prefix_caching=False,
+    )
+    return llm.generate(prompts, PARAMS)
+
+
+def drafted(output: RequestOutput) -> tuple[list[int], int, int]:
+    stats = output.outputs[0].speculation
+    return output.outputs[0].token_ids, stats.num_draft_tokens, stats.drafter_errors
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["cpu", "recorded"])
+@pytest.mark.parametrize("variant", WITH_MODELS, ids=str)
+def test_a_request_at_the_end_of_a_draft_models_context_leaves_the_others_their_drafts(
+    variant: Variant, there: bool
+) -> None:
+    device = SimulatedDevice()
+    with ExitStack() as stack:
+        for one in (device, recording(device)) if there else ():
+            stack.enter_context(one)
+        [alone] = answers(variant, [SHORT], there=there)
+        long, beside = answers(variant, [LONG, SHORT], there=there)
+    [plain] = LLM(model(), tokenizer=False, max_num_seqs=1, max_model_len=60, self_check=False).generate([LONG], PARAMS)
+    assert drafted(alone)[1] > 0, "it drafts"
+    # What `first_of` drafts with follows from what was accepted of either request.
+    assert drafted(beside) == drafted(alone) or (variant.method == "first_of" and drafted(beside)[2] == 0)
+    tokens, count, errors = drafted(long)
+    assert (tokens, errors) == (plain.outputs[0].token_ids, 0)
+    # Read as words, the prompt alone is longer than that context.
+    assert count > 0 or str(variant) == "slem-words", "it drafts before its context ends"
