@@ -32,7 +32,7 @@ from benchmarks.suite.goals import Goal, at_least, at_most
 from benchmarks.training.common import BUILD, ROOT, finish, goals_table, load_target, parser, rows_table, say, start
 from forerun import LLM
 from forerun.cli import main as forerun
-from forerun.demo import contexts
+from forerun.demo import contexts, edits
 from forerun.training.loop.checkpoint import checkpoints
 
 TEMPERATURES = (0.0, 1.0)
@@ -64,7 +64,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle3": ("eagle3", HEAD),
     "eagle3-decode": (
         "eagle3",
-        (*HEAD, "objective.writer=target", "objective.reuse=2", "objective.at_once=64", "objective.prompt_tokens=64"),
+        (*HEAD, "objective.writer=target", "objective.written=0", "objective.reuse=2", "objective.at_once=64"),
     ),
 }
 """Name of a run -> the kind that is trained, and what its recipe says besides `LOOP`."""
@@ -94,18 +94,25 @@ class Bench:
         """Of held-out files."""
         return contexts(self.target.tokenizer, count=self.arguments.prompts, length=256)
 
+    @cached_property
+    def edits(self) -> list[list[int]]:
+        """As many prompts, or all there are, for edits of held-out functions: those with the longest answers."""
+        chosen = sorted(edits(), key=lambda edit: -len(edit.answer))[: self.arguments.prompts]
+        asked = {"add_generation_prompt": True, "return_dict": True}
+        template = self.target.tokenizer.apply_chat_template
+        return [list(template([*edit.messages], **asked)["input_ids"]) for edit in chosen]
+
     def engine(self, model: str) -> LLM:
         """A target that is decoded."""
-        return LLM(model, max_num_seqs=8, max_model_len=256 + self.arguments.tokens + 64, enable_prefix_caching=False)
+        return LLM(model, max_num_seqs=8, max_model_len=1024 + self.arguments.tokens, enable_prefix_caching=False)
 
-    @cached_property
-    def texts(self) -> Path:
-        """The files that the data were made of, as they are: nobody has let the target answer them."""
-        output, made_of = self.arguments.work / "texts", self.arguments.data.parent
+    def texts(self, name: str, *more: str) -> Path:
+        """What the data were made of, as it is, nobody has let the target answer it: the files, and `more`."""
+        output, made_of = self.arguments.work / name, self.arguments.data.parent
         if not output.exists():
-            files = [str(made_of / f"{name}.jsonl") for name in ("pieces", "library")]
+            files = [str(made_of / f"{part}.jsonl") for part in ("pieces", "library", *more)]
             self._forerun("data", "prepare", *files, "--target", self.arguments.target, "--output", str(output),
-                          "--max-length", "512", "--split-long")  # fmt: skip
+                          "--max-length", "512", "--split-long", "--answer-tokens", "250")  # fmt: skip
         return output
 
     def run(self, name: str, *words: str, data: Path | None = None, steps: int | None = None) -> Path:
@@ -126,13 +133,20 @@ class Bench:
         if code:
             raise SystemExit(code)
 
-    def measure(self, what: str, config: Mapping[str, Any], llm: LLM | None = None) -> dict[float, AcceptanceLine]:
-        """How well chains are accepted, by temperature."""
+    def measure(
+        self,
+        what: str,
+        config: Mapping[str, Any],
+        llm: LLM | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> dict[float, AcceptanceLine]:
+        """How well chains are accepted, by temperature; behind the held-out files where no other prompts are given."""
+        prompts = self.prompts if prompts is None else prompts
         found = {}
         for temperature in TEMPERATURES:
             fixed = {**config, "num_speculative_tokens": CHAIN, "adaptive": False}
             way = Way(label=what, method=config["method"], form="chain", temperature=temperature, config=fixed)
-            line = found[temperature] = measure_way(llm or self.target, way, self.prompts, self.plan, say)
+            line = found[temperature] = measure_way(llm or self.target, way, prompts, self.plan, say)
             self.rows.append({"drafter": what, "T": temperature, "acceptance": rate(line), "length": line.length})
         return found
 
@@ -194,14 +208,23 @@ def layerskip(bench: Bench) -> None:
 
 
 def decode(bench: Bench) -> None:
-    """EAGLE-3 that learns from what target and head write together, against one that learns from the files alone."""
+    """EAGLE-3 that learns from files and from what target and head write together behind prompts for edits, of which
+    nobody has answers, against one that learns from the files alone."""
     start = bench.arguments.head
     begin = FRESH if start is None else f"draft.start={start}"
-    heads = {name: str(bench.run(name, begin, data=bench.texts) / "head") for name in ("eagle3-decode", "eagle3")}
-    after, before = (bench.measure(name, {"method": "eagle3", "model": head}) for name, head in heads.items())
+    data = {"eagle3-decode": bench.texts("texts-and-prompts", "edits"), "eagle3": bench.texts("texts")}
+    heads = {name: str(bench.run(name, begin, data=folder) / "head") for name, folder in data.items()}
     if start is not None:
-        bench.measure("eagle3, both before", {"method": "eagle3", "model": start})
-    bench.compare("mean acceptance length, EAGLE-3 with train-with-decode / without", 1.05, after, before)
+        heads["eagle3, both before"] = start
+    asked = {"": [*bench.prompts, *bench.edits], ", files": bench.prompts, ", edits": bench.edits}
+    for where, prompts in asked.items():
+        found = [
+            bench.measure(name + where, {"method": "eagle3", "model": head}, prompts=prompts)
+            for name, head in heads.items()
+        ]
+        if not where:
+            what = "mean acceptance length, EAGLE-3 with train-with-decode / without"
+            bench.compare(what, 1.05, found[0], found[1])
 
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {"distill": distill, "layerskip": layerskip, "decode": decode}

@@ -14,6 +14,7 @@ from contract.harness import Variant, model, variants
 from forerun import LLM, SamplingParams
 from forerun.drafters.heads.base import Head
 from forerun.types import RequestOutput
+from selection import slow
 from simulated.device import SimulatedDevice, moved
 from simulated.steps import on_device
 from simulated.waits import recording
@@ -66,8 +67,12 @@ def drafted(output: RequestOutput) -> tuple[list[int], int, int]:
     return output.outputs[0].token_ids, stats.num_draft_tokens, stats.drafter_errors
 
 
+QUICK = ("draft_model-chain", "draft_model-tree", "tli-chain", "pard-best-first", "cascade-tail", "slem-words")
+"""Of these drafters both are quick, of those that build on them neither."""
+
+
 @pytest.mark.parametrize("there", [False, True], ids=["cpu", "recorded"])
-@pytest.mark.parametrize("variant", WITH_MODELS, ids=str)
+@pytest.mark.parametrize("variant", [one if str(one) in QUICK else slow(one)[0] for one in WITH_MODELS], ids=str)
 def test_a_request_at_the_end_of_a_draft_models_context_leaves_the_others_their_drafts(
     variant: Variant, there: bool
 ) -> None:

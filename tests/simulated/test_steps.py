@@ -178,7 +178,7 @@ def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
 DRAFT_MODELS = [one for one in EVERY if str(one) in ("draft_model-chain", "draft_model-iid-tree", "tli-chain")]
 
 
-@pytest.mark.parametrize("setting", ["greedy", "top-p", "penalties"])
+@pytest.mark.parametrize("setting", ["greedy", "top-p", *slow("penalties")])
 @pytest.mark.parametrize("variant", DRAFT_MODELS, ids=str)
 def test_a_draft_model_drafts_in_one_recording(
     variant: Variant, setting: str, caplog: pytest.LogCaptureFixture

@@ -19,7 +19,7 @@ from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity
 from forerun.training.batch import TokenBatch
 from forerun.training.data.on_policy import Writer
-from forerun.training.data.store import write_prepared
+from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.objectives.base import ObjectiveSettings
 from forerun.training.recipe import make_recipe
@@ -92,6 +92,54 @@ def test_the_text_is_the_targets_own_whoever_drafts_and_follows_its_weights(
     with torch.no_grad():
         sampled.source.model.lm_head.weight.neg_()
     assert not torch.equal(one, sampled.batch(0, 0, 1).batch.tokens), "another target writes other text"
+
+
+@pytest.fixture(scope="module")
+def unanswered(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of six tokens with room for ten, one longer than a window, and texts that are whole."""
+    folder, random = tmp_path_factory.mktemp("unanswered") / "prepared", np.random.default_rng(1)
+    prompts = [random.integers(0, VOCABULARY, length).tolist() for length in (*[6] * 8, 40)]
+    texts = random.integers(0, VOCABULARY, (4, 16)).tolist()
+    documents = [(prompt + [UNWRITTEN] * 10, [False] * len(prompt) + [True] * 10) for prompt in prompts]
+    documents += [(text, [True] * 16) for text in texts]
+    identity = TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(target))
+    write_prepared(folder, documents, identity, {"counts": {"unwritten": len(prompts)}})
+    return folder
+
+
+@pytest.mark.parametrize("written", [0.0, 1.0])
+def test_prompts_without_answers_are_answered_whatever_else_is_written(
+    target: Path, unanswered: Path, tmp_path: Path, written: float
+) -> None:
+    """By the target, behind the whole prompt; one for whose answer a window has no room is not seen."""
+    run = run_of(target, unanswered, tmp_path, temperature=0.0, written=written, prompt_tokens=8)
+    given, seen = [], []
+    for step in range(run.batches.steps_per_epoch):
+        given += text_of(run.batches.windows.batch(step))
+        batch = run.batches.batch(step, 0, 1).batch
+        assert int(batch.tokens.min()) >= 0
+        seen += text_of(batch)
+    kept = {tuple(text) for text in given if UNWRITTEN not in text} & {tuple(text) for text in seen}
+    assert bool(kept) is not bool(written), "whole texts are written anew where that is asked for"
+    answered = [text for text in seen if tuple(text) not in kept and len(text) == 16]
+    prompts = {tuple(text[:6]) for text in given if UNWRITTEN in text}
+    mine = [text for text in answered if tuple(text[:6]) in prompts]
+    assert len({tuple(text[:6]) for text in mine}) == len(prompts) == 8
+    for text in mine:
+        found = text[:6]
+        while len(found) < len(text):
+            found.append(int(run.model(torch.tensor([found])).logits[0, -1].argmax()))
+        assert found == text
+
+
+def test_prompts_without_answers_are_refused_where_nobody_writes_them(
+    target: Path, unanswered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match=r"9 documents are prompts.*objective.writer=target.*data regenerate"):
+        run_of(target, unanswered, tmp_path / "run", writer="data")
+    places = ("--target", str(target), "--data", str(unanswered), "--output", str(tmp_path / "features"))
+    assert main(["features", "--kind", "eagle3", *places]) == 2
+    assert "9 documents are prompts" in capsys.readouterr().err
 
 
 def test_batches_are_seen_again_from_disk_by_any_number_of_processes(

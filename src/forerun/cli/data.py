@@ -30,6 +30,7 @@ def prepare(
     split_long: Flag = False,
     skip_bad: SkipBad = False,
     last_turn_only: Flag = False,
+    answer_tokens: int = 0,
     draft_vocab_size: int | None = None,
     json: Json = False,
 ) -> int:
@@ -50,6 +51,9 @@ def prepare(
         Split longer documents instead of cutting them off.
     last_turn_only
         Count only the last answer of each conversation, for chat templates that rewrite earlier turns.
+    answer_tokens
+        Room for the answer to a conversation that ends with its user, which `objective.writer=target` writes while a
+        head trains; 0: such a conversation is an error.
     draft_vocab_size
         Say how much of the answers a draft vocabulary of this size covers.
     """
@@ -57,7 +61,10 @@ def prepare(
     from forerun.manifests import TokenizerIdentity
     from forerun.training.data.prepare import prepare as convert
 
+    if answer_tokens < 0:
+        raise ArgumentError(f"--answer-tokens must be at least 0, got {answer_tokens}")
     how: dict[str, Any] = {"max_length": max_length, "split_long": split_long, "last_turn_only": last_turn_only}
+    how["answer_tokens"] = answer_tokens
     tokenizer = session.load_tokenizer(target)
     known = TokenizerIdentity.of(tokenizer).vocab_size
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
@@ -92,6 +99,7 @@ def _show_prepared(summary: dict[str, Any]) -> None:
         "skipped": "records skipped",
         "cut": f"longer than {summary['max_length']} tokens, cut or split",
         "dropped": "dropped: no token counts",
+        "unwritten": "prompts, to be answered while a head trains (objective.writer=target)",
     }
     told = [f"{summary[key]:,} {words}" for key, words in notes.items() if summary[key]]
     if told:

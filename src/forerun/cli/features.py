@@ -106,6 +106,7 @@ class _Run:
         from forerun.training.features.online import distinct_boundaries
 
         prepared, given = PreparedData(asked.data), asked.boundaries
+        prepared.check_written("a store of features")
         quiet_libraries()
         config = read_config(demo.resolve(asked.target), LoadOptions())
         text = config.get_text_config(decoder=True)

@@ -27,7 +27,7 @@ from forerun.model.prepare import available_bytes
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
 from forerun.training.data.on_policy import Writer
-from forerun.training.data.store import PackedWindows, PreparedData
+from forerun.training.data.store import UNWRITTEN, PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore, checkpoint_directory, describe
 from forerun.training.loop import checkpoint
@@ -91,7 +91,8 @@ class Run:
         wanted, source = self.recipe.evaluation, self.prompts
         assert source is not None
         count = min(wanted.count, len(source))
-        prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
+        documents = (source.document(index)[0] for index in range(count))
+        prompts = [tokens[tokens != UNWRITTEN][: wanted.prompt_tokens].tolist() for tokens in documents]
         target = self.trained.target(self.model)
         return evaluate(self.trained.shapes(self.model, wanted.settings), target, prompts, wanted.settings)
 
@@ -195,7 +196,9 @@ def writer_for(run: Run) -> Writer | None:
     """Who writes what is trained on; None where the data stay. The target is drafted for by a copy of what is trained,
     as evaluation's chain is; one that learns, too, writes plainly, as it was."""
     recipe, settings, trained, drafting = run.recipe, run.recipe.objective, run.trained, None
-    if settings.writer == "data" or not settings.written:
+    if settings.writer == "data":
+        run.data.check_written("objective.writer=data")
+    if settings.writer == "data" or not (settings.written or run.data.unwritten):
         return None
     module, writes, vocabulary = run.module, run.model, None
     if kind_named(recipe.kind).trains in ("head", "draft_model"):

@@ -11,6 +11,7 @@ from forerun import demo
 from forerun.errors import DataError
 from forerun.training.data.prepare import Encoder
 from forerun.training.data.records import Record
+from forerun.training.data.store import UNWRITTEN
 from training.data.conftest import CHAT, FORGETFUL, MARKED, PLAIN, byte_tokenizer, counted
 
 
@@ -39,6 +40,20 @@ def test_what_follows_the_last_answer_is_left_out() -> None:
     tokenizer = byte_tokenizer()
     whole = Encoder(tokenizer).encode(talk(*CHAT))
     assert Encoder(tokenizer).encode(talk(*CHAT, {"role": "user", "content": "bye"})) == whole
+
+
+def test_a_conversation_that_ends_with_its_user_gets_room_for_an_answer_where_that_is_asked_for() -> None:
+    tokenizer = byte_tokenizer()
+    leaves_room = Encoder(tokenizer, answer_tokens=3)
+    encoded = leaves_room.encode(talk(*CHAT[:2]))
+    assert tokenizer.decode(encoded.tokens[:-3]) == "<system>be brief</s>\n<user>hi</s>\n<assistant>"
+    assert encoded.tokens[-3:] == [UNWRITTEN] * 3
+    assert encoded.mask == [False] * (len(encoded.tokens) - 3) + [True] * 3
+    assert leaves_room.encode(talk(*CHAT)) == Encoder(tokenizer).encode(talk(*CHAT)), "it has its answers"
+    further = leaves_room.encode(talk(*CHAT, {"role": "user", "content": "bye"}))
+    assert further.mask.count(True) == 3, "earlier answers are a part of the prompt"
+    with pytest.raises(DataError, match=r"no assistant turn.*--answer-tokens"):
+        Encoder(tokenizer).encode(talk(*CHAT[:2]))
 
 
 def test_tool_messages_do_not_count() -> None:

@@ -112,7 +112,7 @@ def test_the_manifest_says_what_went_in(tmp_path: Path) -> None:
     manifest = done.data.manifest
     assert manifest["counts"] == {
         "documents": 2, "tokens": done.data.num_tokens, "counted_tokens": 9, "records": 2, "conversations": 1,
-        "skipped": 1, "dropped": 0, "cut": 0,
+        "skipped": 1, "dropped": 0, "cut": 0, "unwritten": 0,
     }  # fmt: skip
     assert manifest["sources"][0]["records"] == 2 and len(manifest["sources"][0]["sha256"]) == 64
     assert len(done.complaints) == 1 and "wrong" in done.complaints[0]

@@ -22,6 +22,7 @@ from torch import Tensor
 from forerun.errors import DataError
 from forerun.model.support import context_length, text_config
 from forerun.training.batch import TokenBatch
+from forerun.training.data.store import UNWRITTEN
 from forerun.training.features.online import evaluating
 from forerun.training.objectives.base import ObjectiveSettings, picked
 from forerun.types import SamplingParams, Source
@@ -32,7 +33,7 @@ _WRITTEN = 2  # Stream of the seed; 0 and 1 pack and order the windows
 
 class Writer:
     """Writes the answers of windows: of each document, or with a chance, from its first counted token to where it
-    ended.
+    ended; of one that has none yet always.
 
     Args:
         model: a transformers causal LM, what writes; its weights may change between calls.
@@ -102,9 +103,13 @@ class Writer:
             for document in range(int(documents.max()) + 1):
                 where = (documents == document).nonzero().flatten()
                 begin, end = int(where[0]), int(where[-1]) + 1
-                first = max(begin + int(mask[begin:end].int().argmax()), begin + self.settings.prompt_tokens)
+                first = begin + int(mask[begin:end].int().argmax())
+                missing = bool(batch.tokens[row, end - 1] == UNWRITTEN)
+                if not missing:
+                    first = max(first, begin + self.settings.prompt_tokens)
                 random = np.random.default_rng([self._seed, _WRITTEN, *place, document])
-                if mask[begin:end].any() and first < end and random.random() < self.settings.written:
+                chosen = random.random() < self.settings.written or missing
+                if mask[begin:end].any() and first < end and chosen:
                     spans.append((row, begin, first, end))
                     seeds.append(int(random.integers(2**31)))
                     picks.append(random.random(end - first))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
 from forerun.training.data.records import BadRecords, Message, Record, usable_records
-from forerun.training.data.store import PreparedData, write_prepared
+from forerun.training.data.store import UNWRITTEN, PreparedData, write_prepared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,11 +45,13 @@ def prepare(
     split_long: bool = False,
     skip_bad: bool = False,
     last_turn_only: bool = False,
+    answer_tokens: int = 0,
     name: str | None = None,
     on_record: Callable[[int], None] = lambda count: None,
 ) -> Prepared:
     """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`;
-    the manifest calls it `name`. What is beyond `max_length` tokens is cut off, or split into further documents;
+    the manifest calls it `name`. What is beyond `max_length` tokens is cut off, or split into further documents. A
+    conversation that ends with its user gets room for an answer of `answer_tokens`, written while a head trains;
     `on_record` is told the number of records so far, after each. DataError for unusable input, or nothing left to learn
     from; ArgumentError if `output` holds something."""
     if max_length < 2:
@@ -60,15 +62,18 @@ def prepare(
     for index, path in enumerate(files):
         if path.resolve() in {other.resolve() for other in files[:index]}:
             raise DataError(f"data file {path} is named twice")
-    encoder, bad = Encoder(tokenizer, last_turn_only=last_turn_only), BadRecords(skip=skip_bad)
+    encoder = Encoder(tokenizer, last_turn_only=last_turn_only, answer_tokens=answer_tokens)
+    bad = BadRecords(skip=skip_bad)
     options = {
         "max_length": max_length,
         "split_long": split_long,
         "skip_bad": skip_bad,
         "last_turn_only": last_turn_only,
+        "answer_tokens": answer_tokens,
     }
-    # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
-    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
+    # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting,
+    # and those whose answer is yet to be written.
+    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0, "unwritten": 0}
     sources: list[dict[str, Any]] = []
     about = {"max_length": max_length, "options": options, "sources": sources, "counts": counts}
 
@@ -80,12 +85,14 @@ def prepare(
                 counts["records"] += 1
                 counts["conversations"] += bool(record.messages)
                 counts["cut"] += len(encoded.tokens) > max_length
-                for start in range(0, len(encoded.tokens) if split_long else 1, max_length):
+                unwritten = encoded.tokens[-1:] == [UNWRITTEN]
+                for start in range(0, len(encoded.tokens) if split_long and not unwritten else 1, max_length):
                     tokens, mask = encoded.tokens[start : start + max_length], encoded.mask[start : start + max_length]
                     # The first token of a document follows nothing, so it cannot be learned.
                     learned = any(mask[1:])
                     usable = usable or learned
                     counts["dropped"] += not learned
+                    counts["unwritten"] += learned and unwritten
                     if learned:
                         yield tokens, mask
                 on_record(counts["records"])
@@ -121,9 +128,11 @@ class Encoder:
     into one another.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, last_turn_only: bool = False) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, last_turn_only: bool = False, answer_tokens: int = 0
+    ) -> None:
         self.tokenizer = tokenizer
-        self.last_turn_only = last_turn_only
+        self.last_turn_only, self.answer_tokens = last_turn_only, answer_tokens
         self._special = frozenset(int(token) for token in tokenizer.added_tokens_decoder)
 
     def encode(self, record: Record) -> Encoded:
@@ -150,8 +159,15 @@ class Encoder:
         if not self.tokenizer.chat_template:
             raise DataError(NO_TEMPLATE)
         turns = [index for index, message in enumerate(record.messages) if message["role"] == "assistant"]
+        if self.answer_tokens and turns[-1:] != [len(record.messages) - 1]:
+            prompt = list(self._rendered(record.messages, record, add_generation_prompt=True)["input_ids"])
+            room = [UNWRITTEN] * self.answer_tokens
+            return Encoded(prompt + room, [False] * len(prompt) + [True] * len(room))
         if not turns:
-            raise DataError("no assistant turn, so there is nothing to learn from (forerun data regenerate writes one)")
+            raise DataError(
+                "no assistant turn, so there is nothing to learn from (forerun data regenerate writes one; "
+                "--answer-tokens leaves room for one that is written while a head trains)"
+            )
         messages = record.messages[: turns[-1] + 1]
         template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
         if self.last_turn_only or not MARKER.search(template):

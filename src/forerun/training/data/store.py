@@ -34,6 +34,9 @@ KIND = ManifestKind(
 PARTS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8")}
 
 
+UNWRITTEN = -1  # In the place of each token of an answer that is yet to be written
+
+
 class PreparedData:
     """A prepared directory: documents are views into memory-mapped files; ``len(data)`` is their number."""
 
@@ -63,6 +66,20 @@ class PreparedData:
     def hash(self) -> str:
         """sha256 of what was written; the data's name in every record of provenance."""
         return str(self.manifest["hash"])
+
+    @property
+    def unwritten(self) -> int:
+        """Documents that are a prompt and room for an answer, `UNWRITTEN` in the place of each of its tokens."""
+        return int(self.manifest["counts"].get("unwritten", 0))
+
+    def check_written(self, what: str) -> None:
+        """DataError where `what` needs answers and some are yet to be written."""
+        if self.unwritten:
+            raise DataError(
+                f"{self.folder}: {self.unwritten:,} documents are prompts whose answers are yet to be written "
+                f"(prepared with --answer-tokens), and {what} needs them: train with objective.writer=target, or let "
+                "the target answer before: forerun data regenerate"
+            )
 
     @property
     def tokenizer(self) -> TokenizerIdentity:
@@ -157,7 +174,7 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, data.num_tokens, _BLOCK):
         tokens = data.tokens[start : start + _BLOCK]
-        counted = tokens[data.mask[start : start + _BLOCK] != 0]
+        counted = tokens[(data.mask[start : start + _BLOCK] != 0) & (tokens != UNWRITTEN)]
         if counted.size and int(counted.max()) >= vocab_size:
             raise ArgumentError(
                 f"{data.folder} holds token id {int(counted.max())}, outside the target's vocabulary of {vocab_size}; "
@@ -269,7 +286,8 @@ def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
     """(segments, 3) int64: document, offset, length. Only what is longer than the window is split."""
     segments = []
     for document, tokens in enumerate(data.lengths.tolist()):
-        for offset in range(0, tokens, length):
+        whole = data.tokens[data.offsets[document + 1] - 1] != UNWRITTEN  # else no prompt stands before a further piece
+        for offset in range(0, tokens if whole else 1, length):
             size, first = min(length, tokens - offset), int(data.offsets[document]) + offset
             if np.count_nonzero(data.mask[first + 1 : first + size]) >= min_tokens:
                 segments.append((document, offset, size))
