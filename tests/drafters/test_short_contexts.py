@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 from torch import nn
@@ -24,30 +22,32 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 LONG, SHORT = {"prompt_token_ids": [1, 2, 3, 4] * 4}, {"prompt_token_ids": [1, 5]}
 
 
-def shortened(value: Any) -> Any:
-    """A drafter's options, with a short context of each language model in them."""
-    if isinstance(value, nn.Module) and not isinstance(value, Head):
-        value = copy.deepcopy(value)
-        value.config.max_position_embeddings = CONTEXT
-        return value
-    if isinstance(value, Mapping):
-        return {name: shortened(inner) for name, inner in value.items()}
-    return [shortened(inner) for inner in value] if isinstance(value, list) else value
+def shortened(module: nn.Module) -> nn.Module:
+    """A language model with a short context; heads go with the target's."""
+    if isinstance(module, Head):
+        return module
+    module = copy.deepcopy(module)
+    module.config.max_position_embeddings = CONTEXT
+    return module
 
 
-def has_model(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(has_model, value.values()))
-    if isinstance(value, list):
-        return any(map(has_model, value))
-    return isinstance(value, nn.Module) and not isinstance(value, Head)
+def has_model(variant: Variant) -> bool:
+    """Whether there is a language model among a drafter's options."""
+    found = list[nn.Module]()
+
+    def noted(module: nn.Module) -> nn.Module:
+        found.append(module)
+        return module
+
+    on_device(variant.config(), noted)
+    return not all(isinstance(module, Head) for module in found)
 
 
-WITH_MODELS = [variant for variant in variants() if has_model(variant.config())]
+WITH_MODELS = [variant for variant in variants() if has_model(variant)]
 
 
 def answers(variant: Variant, prompts: list[dict[str, list[int]]], *, there: bool) -> list[RequestOutput]:
-    target, config = model(), {"adaptive": False, **shortened(variant.config())}
+    target, config = model(), {"adaptive": False, **on_device(variant.config(), shortened)}
     if there:
         target, config = moved(target), on_device(config, moved)
     llm = LLM(

@@ -61,10 +61,8 @@ def prepare(
     from forerun.manifests import TokenizerIdentity
     from forerun.training.data.prepare import prepare as convert
 
-    if answer_tokens < 0:
-        raise ArgumentError(f"--answer-tokens must be at least 0, got {answer_tokens}")
     how: dict[str, Any] = {"max_length": max_length, "split_long": split_long, "last_turn_only": last_turn_only}
-    how["answer_tokens"] = answer_tokens
+    how |= {"answer_tokens": answer_tokens}
     tokenizer = session.load_tokenizer(target)
     known = TokenizerIdentity.of(tokenizer).vocab_size
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:

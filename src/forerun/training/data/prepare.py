@@ -56,6 +56,8 @@ def prepare(
     from; ArgumentError if `output` holds something."""
     if max_length < 2:
         raise ArgumentError(f"max_length must be at least 2 tokens, got {max_length}")
+    if answer_tokens < 0:
+        raise ArgumentError(f"answer_tokens must be at least 0, got {answer_tokens}")
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")

@@ -32,8 +32,6 @@ KIND = ManifestKind(
     format="forerun-prepared-data", version=2, what="prepared data", remedy="make some with: forerun data prepare"
 )
 PARTS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8")}
-
-
 UNWRITTEN = -1  # In the place of each token of an answer that is yet to be written
 
 
