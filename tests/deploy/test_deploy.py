@@ -68,6 +68,12 @@ GOLDEN: dict[tuple[str, ...], str] = {
         "vllm serve owner/m --port 9000 --speculative-config "
         """'{"method": "draft_model", "model": "o/p", "num_speculative_tokens": 8, "parallel_drafting": true}'"""
     ),
+    ("vllm", "owner/m", "--drafter", "tli", "--drafter-model", "o/small", "--rule", "token_rejection"): (
+        "vllm serve owner/m --port 8000 --speculative-config "
+        """'{"method": "draft_model", "model": "o/small", "num_speculative_tokens": 5, """
+        """"use_heterogeneous_vocab": true, """
+        """"rejection_sample_method": "standard"}'"""
+    ),
     ("vllm", "owner/m", "--drafter", "mtp"): (
         """vllm serve owner/m --port 8000 --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'"""
     ),
@@ -80,6 +86,19 @@ GOLDEN: dict[tuple[str, ...], str] = {
         "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path owner/head --speculative-num-steps 5 --speculative-eagle-topk 4 "
         "--speculative-num-draft-tokens 16"
+    ),
+    ("sglang", "owner/m", *HEAD, "--drafter-option", "top_k=2"): (  # 2 + 4 x 4 nodes to choose from
+        "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path owner/head --speculative-num-steps 5 --speculative-eagle-topk 2 "
+        "--speculative-num-draft-tokens 19"
+    ),
+    ("sglang", "owner/m", "--drafter", "dspark", "--drafter-model", "o/h"): (  # its file says how many
+        "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm DSPARK "
+        "--speculative-draft-model-path o/h"
+    ),
+    ("sglang", "owner/m", "--drafter", "dspark", "--drafter-model", "o/h", "-k", "3"): (
+        "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm DSPARK "
+        "--speculative-draft-model-path o/h --speculative-dspark-block-size 3 --speculative-num-draft-tokens 4"
     ),
     ("sglang", "owner/m", "--drafter", "ngram"): (
         "python -m sglang.launch_server --model-path owner/m --port 8000 --speculative-algorithm NGRAM "
@@ -130,7 +149,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("vllm", "m", "--drafter", "mtp", "--drafter-model", "o/h"): "in the target's own checkpoint",
     ("vllm", "m", "--drafter", "ngram", "--drafter-option", "x=1"): "drafter 'ngram' has no option 'x'",
     ("vllm", "m", "--drafter", "ngram", "--rule", "typical"): "vLLM has no counterpart of the rule 'typical'",
-    ("llamacpp", "m", *SMALL, "--rule", "block"): "it has its own rule only: leave --rule out",
+    ("llamacpp", "m", *SMALL, "--rule", "block"): "by its own rule: leave --rule out",
     ("sglang", "m", *SMALL, "--rule", "block"): "has the rule block for chains of EAGLE, EAGLE3, NEXTN only",
     ("sglang", "m", "--drafter", "dflash", "--drafter-model", "o/h", "--pp", "2"): "without pipeline parallelism only",
     ("trtllm", "m", *HEAD, "--pp", "2"): "without pipeline parallelism only",
@@ -310,19 +329,38 @@ def test_what_only_copies_and_sglang_has_not_goes_there_as_a_plug_in(
         "deploy", "sglang", "m", "--drafter", "suffix", "--nodes", "2", "--tp", "2", "--head-address", "h"
     )
     assert several.out.count("FORERUN_SGLANG_CONFIG=") == 2
-    refused = forerun("deploy", "sglang", "m", "--drafter", "suffix", "--rule", "block")
-    assert refused.code == 2 and "leave --rule block out" in refused.err
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("rule", ["block", "typical", "nonsense"])
+def test_no_engine_has_a_rule_for_a_plug_in(forerun: Run, engine: str, rule: str) -> None:
+    copying = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "ngram"]')
+    refused = forerun("deploy", engine, "m", *copying, "--rule", rule)
+    assert refused.code == 2 and f"no counterpart of the rule '{rule}'" in refused.err
+
+
+@pytest.mark.parametrize("engine", ["vllm", "trtllm"])
+def test_a_length_that_nobody_knows_is_said_to_be_a_guess(forerun: Run, engine: str) -> None:
+    head = ("--drafter", "dflash", "--drafter-model", "o/h")
+    assert "K = 16 is a guess" in forerun("deploy", engine, "m", *head).err
+    assert "is a guess" not in forerun("deploy", engine, "m", *head, "-k", "7").err
 
 
 def test_a_manifest_that_kubernetes_takes(forerun: Run, tmp_path: Path) -> None:
     schema = yaml.safe_load((Path(__file__).parent / "dynamographdeployment.yaml").read_text())
     spread = ("--tp", "8", "--pp", "2", "--nodes", "2")
-    for more, machines in ((HEAD, 1), ((*HEAD, *spread), 2), ((), 1)):
-        ran = forerun("deploy", "dynamo", "Owner/My_Model-8B", *more, "--out", tmp_path / "out")
+    for name, more, machines in (
+        ("My_Model-8B", HEAD, 1),
+        ("My_Model-8B", (*HEAD, *spread), 2),
+        ("My_Model-8B", (), 1),
+        ("DeepSeek-R1-Distill-Llama-70B-quantized.w4a16", HEAD, 1),  # whose 40th character is a dash
+    ):
+        ran = forerun("deploy", "dynamo", f"Owner/{name}", *more, "--out", tmp_path / "out")
         text = (tmp_path / "out" / "dynamo.yaml").read_text()
         *maps, graph = yaml.safe_load_all(text)
         jsonschema.validate(graph, schema)
-        assert ran.code == 0 and "&id" not in text and graph["metadata"]["name"] == "my-model-8b"
+        assert ran.code == 0 and "&id" not in text
+        assert graph["metadata"]["name"] in ("my-model-8b", "deepseek-r1-distill-llama-70b-quantized")
         worker = graph["spec"]["components"][1]
         main = worker["podTemplate"]["spec"]["containers"][0]
         assert main["resources"]["limits"] == {"nvidia.com/gpu": "8" if machines == 2 else "1"}

@@ -34,6 +34,13 @@ def test_every_line_is_the_formula() -> None:
     assert found.best.speedup == max(line.speedup for line in found.lines)
 
 
+def test_a_tree_that_is_a_chain_has_the_speed_up_of_the_chain() -> None:
+    """What a draft costs whatever its length is in both."""
+    dear = load(draft=lambda rows: DraftCost(fixed_ms=6.0, level_ms=0.1))
+    tree = plan_tree(dear, [[0.7]], nodes=4, depth=4)
+    assert tree.parents == (0, 1, 2) and tree.speedup == pytest.approx(plan(dear, k=3).asked.speedup)
+
+
 def test_the_best_draft_fills_a_step_of_the_staircase() -> None:
     assert plan(load(0.8, level=0.1)).best.k + 1 in MEASURED.nodes
 

@@ -36,7 +36,8 @@ DRAFTS_TREES = ("eagle2", "peagle", "pard", "medusa", "dflash")
 """Methods that draft a tree where their options do not say otherwise."""
 _AS_STORED = "(as the files are)"  # In what is wrong with files that an export would write otherwise
 _TREE = ("tree", "shape", "top_k", "nodes", "max_branches")
-_OWN = ("model", "num_speculative_tokens", *_TREE)
+TOKENS = "num_speculative_tokens"
+_OWN = ("model", TOKENS, *_TREE)
 """Options that are translated or commented upon elsewhere than in `Engine.leftover`."""
 
 
@@ -201,11 +202,19 @@ class Engine(ABC):
                 "leaving --drafter-model out"
             )
         notes += [text for text in (way.note,) if text]
-        notes += self.leftover(asked, main, way)
+        notes += self.leftover(main, way)
         return main, way, first
 
     def drafts(self, config: SpeculativeConfig) -> list[Draft]:
-        """The drafters that a configuration is made of, those that copy first."""
+        """The drafters that a configuration is made of, those that copy first. ArgumentError: it asks for a rule that
+        the engine does not have, or for one in a plug-in, whose tokens it verifies by its own."""
+        plugged = self.plugs_in(config)
+        if config.rule is not None and (plugged or config.rule not in self.rules):
+            have = ", ".join(self.rules)
+            own = "verifies these drafts by its own rule" if plugged or not have else f"has {have}"
+            raise ArgumentError(
+                f"{self.title} has no counterpart of the rule {config.rule!r}; it {own}: leave --rule out"
+            )
         return [_draft(one) for one in _members(config)]
 
     def _main(self, asked: Asked, drafts: Sequence[Draft]) -> Draft:
@@ -235,17 +244,11 @@ class Engine(ABC):
         way = self.ways.get(method)
         return way is not None and (not way.versions or version in way.versions)
 
-    def leftover(self, asked: Asked, draft: Draft, way: Way) -> Iterator[str]:
-        """Options and rules that have no counterpart, one sentence each; ArgumentError: a rule that changes answers."""
+    def leftover(self, draft: Draft, way: Way) -> Iterator[str]:
+        """Options that have no counterpart, in a sentence."""
         lost = [f"{key}={value}" for key, value in draft.options.items() if key not in way.options and key not in _OWN]
         if lost:
             yield f"{self.title} has no counterpart of {draft.method}'s {', '.join(lost)}; its own default holds"
-        rule = asked.config.rule if asked.config is not None else None
-        if rule is not None and rule not in self.rules:
-            have = ", ".join(self.rules) or "its own rule only"
-            raise ArgumentError(
-                f"{self.title} has no counterpart of the rule {rule!r}; it has {have}: leave --rule out"
-            )
 
     def chain_only(self, asked: Asked, draft: Draft, k: int, notes: list[str]) -> None:
         """Say that the tree of `draft` becomes a chain of `k`, and what that costs."""
@@ -284,14 +287,21 @@ class Engine(ABC):
         """The drafter's files, of which `notes` tell, and tokens on one path. Errors as `examined` and `depth`."""
         examined = self.examined(asked, draft)
         notes += examined.notes
+        if self.guesses(draft, examined):
+            notes.append(f"K = {draft.k} is a guess: what the head was trained for is in its files; say it with -k")
         return examined, self.depth(draft, examined)
+
+    def guesses(self, draft: Draft, examined: Examined) -> bool:
+        """Whether nobody has said how many tokens a head drafts that says them all at once."""
+        at_once = draft.method in KINDS and KINDS[draft.method].drafts != "sequential"
+        return at_once and examined.depth is None and TOKENS not in draft.options
 
     def depth(self, draft: Draft, examined: Examined) -> int:
         """Tokens on one path; ArgumentError: more than the head has."""
         most = examined.depth
         if most is None:
             return draft.k
-        given = "num_speculative_tokens" in draft.options
+        given = TOKENS in draft.options
         if given and draft.k > most:
             raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were asked for")
         return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most

@@ -103,10 +103,11 @@ def _line(load: Load, k: int) -> Line:
 
 def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, depth: int) -> theory.TreeChoice:
     """The fastest tree of at most `nodes` nodes and `depth` levels for acceptance by depth and rank."""
-    plain = load.cost.pass_ms(1, load.rows, load.context)
+    plain, draft = load.cost.pass_ms(1, load.rows, load.context), load.draft(load.rows)
     return theory.best_tree_size(
         acceptance,
-        level_cost=load.draft(load.rows).level_ms / plain,
+        fixed_cost=draft.fixed_ms / plain,
+        level_cost=draft.level_ms / plain,
         verify=lambda count: load.cost.pass_ms(count, load.rows, load.context),
         nodes=nodes,
         depth=depth,

@@ -128,15 +128,22 @@ class TreeChoice:
 
 
 def best_tree_size(
-    acceptance: RankAcceptance, *, level_cost: float, verify: Callable[[int], float], nodes: int, depth: int
+    acceptance: RankAcceptance,
+    *,
+    level_cost: float,
+    verify: Callable[[int], float],
+    nodes: int,
+    depth: int,
+    fixed_cost: float = 0.0,
 ) -> TreeChoice:
-    """The fastest tree of up to `nodes` nodes and `depth` levels, empty for plain; `verify`: v(n), root included."""
+    """The fastest tree of up to `nodes` nodes and `depth` levels, empty for plain; `verify`: v(n), root included. What
+    drafting costs is in plain passes: of every draft, and of each level."""
     best = TreeChoice(parents=(), depth=0, tokens=1.0, speedup=1.0)
     for levels in range(1, depth + 1):
         tree, tokens, reached = best_tree(acceptance, nodes=nodes, depth=levels), 1.0, 0
         for size, node in enumerate(tree, start=1):
             tokens, reached = tokens + node.survival, max(reached, node.level)
-            speedup = tokens / (reached * level_cost + verify(size + 1) / verify(1))
+            speedup = tokens / (fixed_cost + reached * level_cost + verify(size + 1) / verify(1))
             if speedup > best.speedup:
                 best = TreeChoice(parents=_by_level(tree[:size]), depth=reached, tokens=tokens, speedup=speedup)
     return best

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,9 +28,12 @@ class Dynamo(Vllm):
     title: ClassVar[str] = "Dynamo"
     versions: ClassVar[tuple[str, ...]] = tuple(_VLLM)
 
+    def has(self, method: str, version: str) -> bool:
+        """Whether the vLLM inside drafts by that method."""
+        return super().has(method, _VLLM[version])
+
     def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
-        # Which methods there are is a matter of the vLLM inside.
-        speculation, schedule = self.speculation(replace(asked, version=_VLLM[asked.version]), notes)
+        speculation, schedule = self.speculation(asked, notes)
         if speculation is not None and speculation["method"] != "eagle3":
             notes.append(
                 f"Dynamo {asked.version} documents speculation with EAGLE-3 alone; vLLM gets this as it stands"
@@ -70,7 +72,7 @@ def _on_this_machine(asked: Asked, speculation: dict[str, Any] | None) -> tuple[
 
 def _manifests(asked: Asked, speculation: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The ConfigMap with the speculation, and the deployment that reads it."""
-    name = re.sub(r"[^a-z0-9]+", "-", asked.model.rpartition("/")[2].lower()).strip("-")[:40] or "model"
+    name = re.sub(r"[^a-z0-9]+", "-", asked.model.rpartition("/")[2].lower())[:40].strip("-") or "model"
     image = f"nvcr.io/nvidia/ai-dynamo/vllm-runtime:{asked.version}"
     secret = {"envFrom": [{"secretRef": {"name": _SECRET, "optional": True}}]}
     front = {"name": "main", "image": image, "command": ["python3", "-m", "dynamo.frontend"], **secret}

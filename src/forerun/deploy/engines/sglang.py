@@ -76,8 +76,6 @@ class SGLang(Engine):
 
     def _plugged(self, asked: Asked, config: SpeculativeConfig, notes: list[str]) -> tuple[list[str], dict[str, str]]:
         """Options and environment for forerun's own drafter inside SGLang."""
-        if config.rule is not None:
-            raise ArgumentError(f"SGLang verifies copied tokens by its own rule: leave --rule {config.rule} out")
         drafts = self.drafts(config)
         tree = config.method == "merge" or any(one.method == "rest" or one.nodes for one in drafts)
         k = config.num_speculative_tokens or min(PLUGGED_NODES - 1, max(one.k for one in drafts))
@@ -107,13 +105,23 @@ class SGLang(Engine):
             words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", str(branches)]
         if way.name == "NGRAM":
             words += ["--speculative-ngram-max-bfs-breadth", str(branches)]
-        count = 1 + (draft.nodes if branches > 1 else k)
-        if draft.method == "domino" and examined.launch is not None:
-            count = examined.launch.head.config.block_size  # whose first place drafts, too
-        words += ["--speculative-num-draft-tokens", str(count)]
+        words += self._count(draft, way, k, branches, examined)
         words += [*_window(examined), *self._rule(asked, way, branches)]
         words += ["--speculative-adaptive", "--speculative-adaptive-config", asked.path(_TABLE)] if schedule else []
         return words, schedule
+
+    def _count(self, draft: Draft, way: Way, k: int, branches: int, examined: Examined) -> list[str]:
+        """How many tokens are scored, the root among them. Of a block that nobody has looked at, SGLang reads it."""
+        if way.name in ("DFLASH", "DSPARK") and self.guesses(draft, examined):
+            return []
+        count = 1 + k
+        if branches > 1:
+            grown = branches + (k - 1) * branches**2  # of which the tree is chosen; a trie's has no such limit
+            count = 1 + (min(draft.nodes, grown) if way.name in _LEVELS else draft.nodes)
+        if draft.method == "domino" and examined.launch is not None:
+            count = examined.launch.head.config.block_size  # whose first place drafts, too
+        block = ["--speculative-dspark-block-size", str(k)] if way.name == "DSPARK" else []
+        return [*block, "--speculative-num-draft-tokens", str(count)]
 
     def _branches(self, asked: Asked, draft: Draft, way: Way, k: int, notes: list[str]) -> int:
         """Continuations of a node; 1 for a chain."""

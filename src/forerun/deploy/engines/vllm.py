@@ -123,7 +123,7 @@ class Vllm(Engine):
         found |= {**way.keys, **self.mapped(draft, way)}
         if asked.config.rule is not None:
             found["rejection_sample_method"] = self.rules[asked.config.rule]
-            if draft.model is not None:
+            if draft.model is not None and "use_heterogeneous_vocab" not in way.keys:  # which drafts greedily
                 found["draft_sample_method"] = "probabilistic"
         if schedule:
             found["num_speculative_tokens_per_batch_size"] = [list(stretch) for stretch in schedule]
