@@ -17,7 +17,7 @@ from forerun.bench.client import Answer, Asking, Server
 from forerun.bench.counters import Speculation, between, parse, together, told
 from forerun.bench.load import Load, Measured, measure
 from forerun.bench.summary import summarise, worse
-from forerun.bench.workloads import Task, read_workload
+from forerun.bench.workloads import Task, drawn, read_workload
 from forerun.cli import main
 from forerun.errors import ArgumentError, DataError
 
@@ -262,8 +262,23 @@ class TestWorkloads:
     def test_what_ships_has_every_kind_of_edit(self) -> None:
         tasks = read_workload(["demo"])
         assert {"rename", "constant", "parameter"} <= {task.category for task in tasks}
-        some = read_workload(["demo"], count=5, seed=1)
-        assert len(some) == 5 and some == read_workload(["demo"], count=5, seed=1)
+
+    def test_each_load_asks_what_was_not_asked_before(self) -> None:
+        """Neither by the warm-up nor by another load, and the same when loads are added later."""
+        tasks = read_workload(["demo"])
+        asked = drawn(tasks, loads=3, warmup=2, count=14, seed=1)
+        ids = [task.id for part in (asked.warmup, *asked.loads) for task in part]
+        assert asked.apart and len(ids) == len(set(ids)) == 2 + 3 * 14 == len(tasks)
+        assert drawn(tasks, loads=1, warmup=2, count=14, seed=1).loads == [asked.loads[0]]
+        assert drawn(tasks, loads=3, warmup=2, count=14, seed=2).loads != asked.loads
+
+    def test_where_there_are_too_few_all_loads_ask_the_same(self) -> None:
+        tasks = read_workload(["demo"])
+        for count in (15, 43, 44, None):
+            asked = drawn(tasks, loads=3, warmup=2, count=count)
+            assert not asked.apart and asked.loads[0] == asked.loads[1] == asked.loads[2]
+            assert len(asked.warmup) == 2 and len(asked.loads[0]) == (count or len(tasks))
+            assert sum(task in asked.loads[0] for task in asked.warmup) == 2 - min(2, len(tasks) - len(asked.loads[0]))
 
     def test_answers_of_a_file_are_left_to_the_server(self, tmp_path: Path) -> None:
         turns = [("system", "be brief"), ("user", "one"), ("assistant", "1"), ("user", "two"), ("assistant", "2")]
@@ -322,8 +337,22 @@ class TestCommand:
             assert bench(*words, "--concurrency", 1, 2) == 0
             assert len(script.bodies) == 6, "the first load was not measured again"
             assert [load["load"] for load in json.loads(out.read_text())["loads"]] == ["1 user", "2 users"]
-            assert bench(*words, "--concurrency", 1, "--max-tokens", 9) == 2
-        assert "another measurement" in capsys.readouterr().err
+            capsys.readouterr()
+            assert bench(*words, "--concurrency", 1, 2) == 0 and len(script.bodies) == 6
+            assert "nothing was measured" in capsys.readouterr().err
+            for other in (("--max-tokens", 9), ("--split", "train"), ("--subset", "x")):
+                assert bench(*words, "--concurrency", 1, *other) == 2
+                assert "another measurement" in capsys.readouterr().err
+
+    def test_loads_that_ask_the_same_are_said_to(self, capsys: pytest.CaptureFixture[str]) -> None:
+        script = Script(lambda body: said("a", tokens=2))
+        with scripted(script) as url:
+            assert bench("--server", url, "--num-prompts", 30, "--concurrency", 4, 8) == 0
+            assert (
+                "every load asks the same 30 tasks" in (told := capsys.readouterr().err) and "--num-prompts 21" in told
+            )
+            assert bench("--server", url, "--num-prompts", 21, "--concurrency", 4, 8) == 0
+            assert "every load asks" not in capsys.readouterr().err
 
     def test_it_ends_with_1_where_it_became_worse(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         old = {"loads": [{"load": "1 user", "output_throughput": 1e9}]}
@@ -333,6 +362,15 @@ class TestCommand:
             assert bench(*words) == 1
             assert "worse than before: 1 user: output_throughput" in capsys.readouterr().err
             assert bench(*words, "--tolerance", 1.0) == 0
+
+    def test_a_result_with_other_loads_is_refused_before_anything_is_asked(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "old.json").write_text(json.dumps({"loads": [{"load": "1 user"}]}))
+        script = Script(lambda body: said("a", tokens=2))
+        with scripted(script) as url:
+            assert bench("--server", url, "--concurrency", 8, "--compare", tmp_path / "old.json") == 2
+        assert "it holds 1 user, asked for is 8 users" in capsys.readouterr().err and not script.bodies
 
     def test_failures_are_said(self, capsys: pytest.CaptureFixture[str]) -> None:
         def moody(body: dict[str, Any]) -> Any:
@@ -354,6 +392,8 @@ class TestCommand:
             (["--plot", "a.txt"], "ends in"),
             (["--compare", "nothing.json"], "nothing.json"),
             (["--timeout", "0"], "--timeout"),
+            (["--num-prompts", "0"], "--num-prompts must be at least 1"),
+            (["--num-prompts", "-1"], "--num-prompts must be at least 1"),
         ],
     )
     def test_bad_input_is_refused_before_anything_is_asked(

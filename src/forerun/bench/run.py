@@ -23,43 +23,46 @@ class Bench:
 
     server: Server
     baseline: Server | None
-    tasks: Sequence[Task]
-    loads: Sequence[Load]
+    loads: Sequence[tuple[Load, Sequence[Task]]]
+    """With the tasks that each asks."""
     asking: Asking
     limits: Mapping[str, float]
     """Of a good request, in ms."""
-    warmup: int
+    warmup: Sequence[Task]
 
     def __post_init__(self) -> None:
         """DataError: a task that the endpoint cannot be asked."""
         if self.asking.endpoint == "completions":
-            for task in self.tasks:
+            for task in (task for _, tasks in self.loads for task in tasks):
                 task.prompt()
 
-    async def run(self, record: dict[str, Any], save: Callable[[], None], tell: Tell) -> None:
-        """Measure what `record` does not hold yet, and `save` it after each load. ServerError: nobody answers, or every
-        request of a load failed."""
+    async def run(self, record: dict[str, Any], save: Callable[[], None], tell: Tell) -> int:
+        """Measure what `record` does not hold yet, and `save` it after each load; how many loads that were.
+        ServerError: nobody answers, or every request of a load failed."""
         loads: list[dict[str, Any]] = record.setdefault("loads", [])
         done = {load["load"] for load in loads}
-        left = [load for load in self.loads if load.label not in done]
+        left = [(load, tasks) for load, tasks in self.loads if load.label not in done]
         if not left:
-            return
+            return 0
         async with AsyncExitStack() as opened:
             for server in (self.baseline, self.server):
                 if server is not None:
                     await opened.enter_async_context(server)
-                    for task in self.tasks[: self.warmup]:
+                    for task in self.warmup:
                         await converse(server, task, self.asking, 0.0)
             record |= {"engine": self.server.engine, "served_model": self.server.model}
-            for load in left:
-                loads.append(await self._measured(load, tell))
+            for load, tasks in left:
+                loads.append(await self._measured(load, tasks, tell))
                 save()
+        return len(left)
 
-    async def _measured(self, load: Load, tell: Tell) -> dict[str, Any]:
+    async def _measured(self, load: Load, tasks: Sequence[Task], tell: Tell) -> dict[str, Any]:
         """The server's figures; beside them the baseline's, how much faster the server was, and whether it said the
         same."""
-        base = None if self.baseline is None else await self._on(self.baseline, load, f"baseline, {load.label}", tell)
-        found = await self._on(self.server, load, load.label, tell)
+        base = None
+        if self.baseline is not None:
+            base = await self._on(self.baseline, load, tasks, lambda done: tell(f"baseline, {load.label}", done))
+        found = await self._on(self.server, load, tasks, lambda done: tell(load.label, done))
         record = summarise(found, self.limits)
         if base is not None:
             record["baseline"] = summarise(base, self.limits)
@@ -69,8 +72,8 @@ class Bench:
             record["identical_answers"] = sum(said.get(turn) == text for turn, text in _texts(found).items())
         return record
 
-    async def _on(self, server: Server, load: Load, words: str, tell: Tell) -> Measured:
-        found = await measure(server, self.tasks, load, self.asking, lambda done: tell(words, done))
+    async def _on(self, server: Server, load: Load, tasks: Sequence[Task], tell: Callable[[int], None]) -> Measured:
+        found = await measure(server, tasks, load, self.asking, tell)
         errors = [answer.error for answer in found.answers]
         if all(errors):
             raise ServerError(f"all {len(errors)} requests to {server.url} failed; the first: {errors[0]}")

@@ -40,15 +40,40 @@ class Task:
         return str(messages[0]["content"])
 
 
-def read_workload(
-    names: Sequence[str], *, subset: str | None = None, split: str = "test", count: int | None = None, seed: int = 0
-) -> list[Task]:
-    """The tasks of files, hub data sets (``org/name``) or ``demo``, `count` of them drawn by `seed`, categories side by
-    side as they come. DataError names the file and the line that cannot be used."""
-    tasks = [task for name in names for task in _tasks(name, subset, split)]
-    if count is not None and count < len(tasks):
-        tasks = [tasks[index] for index in sorted(random.Random(seed).sample(range(len(tasks)), count))]
-    return tasks
+def read_workload(names: Sequence[str], *, subset: str | None = None, split: str = "test") -> list[Task]:
+    """The tasks of files, hub data sets (``org/name``) or ``demo``. DataError names the file and the line that cannot
+    be used."""
+    return [task for name in names for task in _tasks(name, subset, split)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """Which tasks are asked when."""
+
+    warmup: Sequence[Task]
+    loads: Sequence[Sequence[Task]]
+    """Of each load."""
+    apart: bool
+    """Each load has tasks of its own; else all ask the same, which a prefix cache and drafters that remember answers
+    know from the second load on."""
+
+
+def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None = None, seed: int = 0) -> Drawn:
+    """`count` tasks for each load, drawn by `seed`, categories side by side as they come: others for each, and others
+    to warm up with, where there are enough. None: all tasks for each load, the first ones to warm up with.
+    ArgumentError: a count below 1."""
+    if count is not None and count < 1:
+        raise ArgumentError(f"--num-prompts must be at least 1, got {count}")
+    if count is None or count >= len(tasks):
+        return Drawn(warmup=tasks[:warmup], loads=[tasks] * loads, apart=loads == 1)
+    order = random.Random(seed).sample(range(len(tasks)), len(tasks))
+    apart = warmup + loads * count <= len(tasks)
+
+    def share(start: int, size: int) -> list[Task]:
+        return [tasks[index] for index in sorted(order[start : start + size])]
+
+    starts = [warmup + load * count for load in range(loads)] if apart else [min(warmup, len(tasks) - count)] * loads
+    return Drawn(warmup=share(0, warmup), loads=[share(start, count) for start in starts], apart=apart)
 
 
 def _tasks(name: str, subset: str | None, split: str) -> Iterable[Task]:

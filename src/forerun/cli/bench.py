@@ -42,7 +42,7 @@ class WorkloadOptions:
     split: str = "test"
     """Split of a hub data set."""
     num_prompts: int | None = None
-    """Tasks to draw; all by default."""
+    """Tasks to draw for each load, others for each where there are enough; all by default."""
     endpoint: Literal["auto", "chat", "completions"] = "auto"
     """Which API: chat for conversations and completions for plain text, unless one is named."""
     extra_body: str | None = None
@@ -61,7 +61,7 @@ class LoadOptions:
     burstiness: float = 1.0
     """Of the arrivals: 1 is Poisson, less comes in bursts, more is evener."""
     warmup: int = 2
-    """Tasks that are asked before and not counted."""
+    """Tasks that are asked before and not counted; others than those that count where some are left over."""
     timeout: float = 600.0
     """Seconds that a request may take."""
 
@@ -117,21 +117,18 @@ def bench(
     from forerun.bench.client import Server
     from forerun.bench.run import Bench
     from forerun.bench.summary import objectives
-    from forerun.bench.workloads import read_workload
+    from forerun.bench.workloads import drawn, read_workload
 
     loads, limits, asking = _loads(load), objectives(goodput), _asking(workload, load, sampling)
     check_plot(plot)
     check_plot(None if report is None else report.with_suffix(".svg"))
-    older = None if compare is None else _read(compare)
-    tasks = read_workload(
-        workload.workload,
-        subset=workload.subset,
-        split=workload.split,
-        count=workload.num_prompts,
-        seed=sampling.seed or 0,
-    )
+    older = None if compare is None else _older(compare, loads)
+    tasks = read_workload(workload.workload, subset=workload.subset, split=workload.split)
+    count, seed = workload.num_prompts, sampling.seed or 0
+    asked = drawn(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=seed)
+    size = len(asked.loads[0])
     about: dict[str, Any] = {"server": server, "baseline_server": baseline_server, "model": model}
-    about |= {"workload": list(workload.workload), "tasks": len(tasks)}
+    about |= {"workload": list(workload.workload), "subset": workload.subset, "split": workload.split, "tasks": size}
     about |= {"endpoint": asking.endpoint, "max_tokens": asking.max_tokens}
     record = _begun(out, about | {"sampling": dict(asking.sampling), "goodput": limits})
     key = {"model": model, "api_key": api_key or os.environ.get("OPENAI_API_KEY")}
@@ -141,20 +138,27 @@ def bench(
             with written(out) as fresh:
                 fresh.write_text(console.pretty(record) + "\n", encoding="utf-8")
 
-    async def measure() -> None:
+    if not asked.apart:
+        most = (len(tasks) - load.warmup) // len(loads)
+        console.warn(
+            f"every load asks the same {size} tasks, which a prefix cache and drafters that remember answers know from "
+            f"the second load on" + (f"; --num-prompts {most} gives each load its own" if most > 0 else "")
+        )
+
+    async def measure() -> int:
         made = Bench(
             server=Server(server, metrics_url=metrics_url, **key),
             baseline=None if baseline_server is None else Server(baseline_server, **key),
-            tasks=tasks,
-            loads=loads,
+            loads=list(zip(loads, asked.loads, strict=True)),
             asking=asking,
             limits=limits,
-            warmup=load.warmup,
+            warmup=asked.warmup,
         )
-        with console.progress_bar(loads[0].label, total=len(tasks)) as bar:
-            await made.run(record, save, lambda words, done: bar(description=words, completed=done))
+        with console.progress_bar(loads[0].label, total=size) as bar:
+            return await made.run(record, save, lambda words, done: bar(description=words, completed=done))
 
-    asyncio.run(measure())
+    if not asyncio.run(measure()):
+        console.warn(f"{out} holds these loads already: nothing was measured; name another file to measure again")
     if plot is not None:
         draw(record, plot)
     if report is not None:
@@ -196,6 +200,16 @@ def _read(path: Path) -> dict[str, Any]:
     found = read_object(path, "expected a result of forerun bench")
     if not isinstance(found.get("loads"), list):
         raise DataError(f"{path} is no result of forerun bench: it has no 'loads'")
+    return found
+
+
+def _older(path: Path, loads: Sequence[Load]) -> dict[str, Any]:
+    """A result to compare with. ArgumentError: it has none of these loads."""
+    found = _read(path)
+    known = [load["load"] for load in found["loads"]]
+    if not {load.label for load in loads} & {*known}:
+        asked = ", ".join(load.label for load in loads)
+        raise ArgumentError(f"{path} has nothing to compare with: it holds {', '.join(known)}, asked for is {asked}")
     return found
 
 
