@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.guarded import Guarded
+from forerun.drafters.guarded import Deferred, Guarded
 from forerun.types import Budget, CommittedTokens, SamplingParams, Source, Verdict
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -211,3 +212,22 @@ def test_committed_tokens_are_a_list_to_read() -> None:
         assert copied == [3, 1, 2, 4] and tokens == [3, 1, 2]
     with pytest.raises(TypeError, match="to be read"):
         tokens.append(4)
+
+
+def test_states_that_are_put_aside_keep_no_others_alive() -> None:
+    """Of a step they are a view, of all rows and of the longest path; a row that waits for long keeps its own."""
+    target: Any = SimpleNamespace(vocab_size=10, num_layers=2)
+    made = Deferred(Reading(), "noting", DrafterSetup(target=target, tokenizer=None, rows=4, slots=64))
+    for length in range(3, 9):
+        step = context([0, 1, 2], length=length)
+        made.extend(replace(step, hidden_states={1: torch.zeros(3, 7, 5)}))
+    kept = [states for row in made._rows.values() for states in row.states[1]]
+    assert len(kept) == 3 * 6 and sum(states.untyped_storage().nbytes() for states in kept) == 4 * 5 * len(kept)
+
+
+class Reading(Noting):
+    """Reads hidden states."""
+
+    @property
+    def requires(self) -> frozenset[int]:
+        return frozenset({1})

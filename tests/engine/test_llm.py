@@ -116,6 +116,16 @@ def test_closing_a_stream_frees_its_row(ngram: LLM) -> None:
     assert ids(ngram, PROMPTS, GREEDY)
 
 
+@pytest.mark.parametrize("end", ["closed", "forgotten"])
+def test_a_stream_that_nobody_reads_leaves_nothing_behind(ngram: LLM, end: str) -> None:
+    stream = ngram.stream(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert ngram.engine.busy
+    if end == "closed":
+        stream.close()  # type: ignore[attr-defined]
+    del stream
+    assert not ngram.engine.busy and not ngram._inbox
+
+
 def test_log_probabilities_equal_those_of_plain_decoding(plain: LLM, drafted: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     expected, found = plain.generate(PROMPTS[3], params)[0], drafted.generate(PROMPTS[3], params)[0]

@@ -185,3 +185,17 @@ def test_rows_are_chosen_by_text_then_by_their_neighbours_then_by_age(checkpoint
     busy = {3: ([], None), 4: ([], None)}
     assert prefixes.acquire([*texts[0][:BLOCK], 99], busy).row == 2, "next to the busy ones"
     assert prefixes.drop(40) == [] and prefixes.held == 30, "the older one goes"
+
+
+@pytest.mark.parametrize(("records", "most"), [(True, 8), (False, 20)])
+def test_where_passes_are_recorded_a_lone_request_stays_among_the_first_rows(
+    checkpoint: Path, records: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded pass runs all rows up to the last, in powers of two: in row 19 it would run 32 of them."""
+    target = engine(checkpoint, max_num_seqs=20).target
+    monkeypatch.setattr(type(target), "records", records)
+    prefixes, rows = PrefixCache(target, enabled=True), list[int]()
+    for number in range(40):
+        rows.append(prefixes.acquire([number] * 30, {}).row)
+        prefixes.release(rows[-1], ([number] * 30, None), None)
+    assert {*rows} == {*range(most)}, "each in turn: what it holds is the next one's prefix"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 
+from forerun.engine.config import SpeculativeConfig, drafter_bytes
 from forerun.errors import OutOfMemoryError
 from forerun.model import Target, prepare
 from forerun.model.load import LoadOptions, stored_bytes, weight_bytes
@@ -113,3 +115,25 @@ def test_a_container_is_a_limit(tmp_path: Path) -> None:
 def test_there_is_memory_here() -> None:
     assert 2**20 < available_bytes(torch.device("cpu")) < 2**62
     assert prepare.SCORED_NODES >= 1
+
+
+def test_the_drafters_cache_is_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short slots are lowered to what fits beside it."""
+    model, draft = make("llama"), make("qwen3")
+    model.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    own, its = cache_bytes_per_token(model.config, 4), cache_bytes_per_token(draft.config, 4)
+    config = SpeculativeConfig(method="draft_model", options={"model": str(tmp_path / "draft")})
+    assert drafter_bytes(config) == (weight_bytes(tmp_path / "draft", None), its) and drafter_bytes(None) == (0, 0)
+    least = plan(rows=1, slots=0, weights=weight_bytes(tmp_path / "target", None), token=0, reserve=0)
+    least = replace(least, probs=prepare.SCORED_NODES * model.config.vocab_size * 8)
+    monkeypatch.setattr(prepare, "available_bytes", lambda _device: least.total + 31 * (own + its))
+    monkeypatch.setattr(prepare, "LEAST_SLOTS", 8)
+    assert Target.load(tmp_path / "target", device="cpu", reserve_bytes_per_slot=its).cache.slots == 30
+    assert Target.load(tmp_path / "target", device="cpu").cache.slots > 30
+
+
+@pytest.mark.parametrize("name", ["demo-draft", "demo-eagle3"])
+def test_what_ships_keeps_a_cache(name: str) -> None:
+    method = "draft_model" if name == "demo-draft" else "eagle3"
+    assert all(drafter_bytes(SpeculativeConfig(method=method, options={"model": name})))

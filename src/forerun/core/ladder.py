@@ -76,7 +76,7 @@ class Ladder:
         self._vectors: dict[tuple[int, int], Tensor] = {}
         """(flat node, rung) -> (V,): of rows whose rng draws in a way of its own."""
         made = self._climbed(raw, values, top, Recordings(None) if recordings is None else recordings)
-        made |= self._logprobs(raw, values, made)
+        made = made | self._logprobs(raw, values, made)  # the former is what a recording overwrites
         names = [name for name in made if name != "probs"]
         self._read: dict[str, Any] = {
             name: tensor.tolist() for name, tensor in zip(names, fetched([made[n] for n in names]), strict=True)

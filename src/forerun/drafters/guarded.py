@@ -251,7 +251,7 @@ class Deferred(Guarded):
                 continue
             new = min(fresh, len(tokens) - 1)
             for boundary, states in reads.items():
-                row.states.setdefault(boundary, []).append(states[index, :new])
+                row.states.setdefault(boundary, []).append(states[index, :new].clone())  # not the whole step's
             row.held += new if reads else 0
             if at_once:
                 self._show([index], context)

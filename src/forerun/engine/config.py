@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS, drafter_class, entry_named, methods
@@ -226,20 +227,35 @@ def method_of(model: Any) -> str:
     return "pard" if "pard_token" in config else "draft_model"
 
 
-def drafter_bytes(config: SpeculativeConfig | None) -> int:
-    """Bytes of the weights of the models that draft, where their directories say; 0 where there is none to ask."""
-    if config is None:
-        return 0
-    others = [one for one in config.options.get("drafters", ()) if isinstance(one, Mapping)]
-    return sum(_weights(options.get("model")) for options in (config.options, *others))
-
-
-def _weights(model: Any) -> int:
+def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
+    """Bytes of the weights of the models that draft, and of their caches for each token of a row, where their
+    directories say; 0 where there is none to ask."""
     from forerun import demo
 
-    folder = Path(demo.resolve(model)) if isinstance(model, str) else None
-    if folder is None or not folder.is_dir():
+    others = [one for one in (config.options.get("drafters", ()) if config else ()) if isinstance(one, Mapping)]
+    named = [one.get("model") for one in ([config.options, *others] if config else [])]
+    folders = [Path(demo.resolve(one)) for one in named if isinstance(one, str)]
+    folders = [folder for folder in folders if folder.is_dir()]
+    return sum(map(_weights, folders)), sum(map(_cached, folders))
+
+
+def _cached(folder: Path) -> int:
+    """Bytes of a token in the cache of a model or head of decoder layers."""
+    from forerun.model.prepare import cache_bytes_per_token
+
+    try:
+        config = SimpleNamespace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        single = "float32" in (getattr(config, "dtype", None), getattr(config, "torch_dtype", None))
+        return cache_bytes_per_token(config, 4 if single else 2)
+    except (
+        AttributeError,
+        OSError,
+        ValueError,
+    ):  # A head without layers; what is wrong with another its loader says
         return 0
+
+
+def _weights(folder: Path) -> int:
     from forerun.model.load import INDEX, SINGLE, weight_bytes
 
     if any((folder / name).is_file() for name in (INDEX, SINGLE)):

@@ -21,6 +21,7 @@ from forerun.engine.grammar import permitted
 from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills
 from forerun.errors import ArgumentError
 from forerun.model import Target
+from forerun.model.recordings import FREE, bucket
 from forerun.types import StreamChunk
 
 
@@ -290,6 +291,7 @@ class Engine:
 # --- the prefix cache -------------------------------------------------------------------------------------------------
 
 BLOCK = 16
+_FEW = FREE // 8  # Rows that a recorded pass over a few tokens of each runs without being asked
 """Tokens, vLLM's size. Beginnings are shared in whole blocks: the time of a prompt would else tell, token by token, how
 far a guess at another one is right."""
 CachedText = tuple[Sequence[int], str | None]  # What a row's slots hold, and the isolation domain of that
@@ -391,9 +393,8 @@ class PrefixCache:
         source = max(copied, key=lambda row: copied[row], default=-1)
         lent = copied.get(source, 0)
         row = best
-        if shared[best] < max(1, lent):  # one that keeps the busy ones side by side
-            width = {row: max((*running, row)) - min((*running, row)) for row in self._free}
-            row = min(self._free, key=lambda row: (width[row], self._free[row].used, row))
+        if shared[best] < max(1, lent):
+            row = min(self._free, key=lambda row: (*self._spread((*running, row)), self._free[row].used, row))
         length = shared[best] if row == best and shared[best] >= lent else 0
         kept = self._free.pop(row)
         self._target.lengths[row] = length  # its slots still hold them: see `_FreeRow.writes`
@@ -403,6 +404,11 @@ class PrefixCache:
             return Allocation(row=row, shared=lent, drafter=kept.drafter)
         known = length + 1 if length and kept.drafter == drafter else 0
         return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
+
+    def _spread(self, rows: Sequence[int]) -> tuple[int, int]:
+        """How far apart busy rows lie; and, where passes are recorded, how many rows these run, which is all up to the
+        last, in powers of two: up to `_FEW` cost no more than one."""
+        return max(rows) - min(rows), max(_FEW, bucket(max(rows) + 1)) if self._target.records else 0
 
 
 def _common(held: Sequence[int], wanted: Sequence[int]) -> int:

@@ -119,13 +119,15 @@ class LLM:
         adapting = adapt_config(adapt, self.speculative)
         headroom = MAX_SPECULATIVE_TOKENS + 1
         model = resolve(model) if isinstance(model, str | Path) else model
+        weights, cached = drafter_bytes(self.speculative)
         self.target = Target.load(
             model,
             rows=max_num_seqs,
             slots=None if max_model_len is None else max_model_len + headroom,
             dtype=dtype,
             device=device,
-            reserve_bytes=drafter_bytes(self.speculative),
+            reserve_bytes=weights,
+            reserve_bytes_per_slot=cached,
             **loading,
         )
         held = self.target.slots - headroom
@@ -328,8 +330,15 @@ class LLM:
         return None if speculative is False else SpeculativeConfig.parse(speculative)
 
     def _chunks(self, request_id: str) -> Iterator[StreamChunk]:
+        """Of a queued request. A generator that has not begun does nothing when it is closed; this one has."""
+        chunks = self._received(request_id)
+        next(chunks)
+        return chunks
+
+    def _received(self, request_id: str) -> Iterator[Any]:
         inbox = self._inbox[request_id]
         try:
+            yield None
             while True:
                 while not inbox:
                     for chunk in self.engine.step():

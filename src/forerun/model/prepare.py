@@ -28,11 +28,20 @@ LEAST_SLOTS = 512  # Where memory is short and nobody asked for a number, slots 
 _SMALL = 2**30  # Bytes of weights below which loading shows no progress
 
 
-def prepare(cls: type[Made], source: Any, options: LoadOptions, *, rows: int, slots: int | None, reserve: int) -> Made:
+def prepare(
+    cls: type[Made],
+    source: Any,
+    options: LoadOptions,
+    *,
+    rows: int,
+    slots: int | None,
+    reserve: int,
+    reserve_per_slot: int,
+) -> Made:
     """The checked target; see `Target.load`."""
-    if rows < 1 or (slots is not None and slots < 1) or reserve < 0:
+    if rows < 1 or (slots is not None and slots < 1) or min(reserve, reserve_per_slot) < 0:
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
-    named, sizes = isinstance(source, (str, Path)), (rows, slots, reserve)
+    named, sizes = isinstance(source, (str, Path)), (rows, slots, reserve, reserve_per_slot)
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
     # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
     plain = named and not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
@@ -51,7 +60,7 @@ def prepare(cls: type[Made], source: Any, options: LoadOptions, *, rows: int, sl
     return target
 
 
-_Sizes = tuple[int, int | None, int]  # Rows, slots, and bytes to leave free
+_Sizes = tuple[int, int | None, int, int]  # Rows, slots, bytes to leave free in all, and for each slot of a row
 
 
 def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
@@ -87,11 +96,12 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
 def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int) -> int:
     """Slots of a row; fewer than the default where memory is short, else OutOfMemoryError. Without a `device` the model
     goes on several: transformers decides what fits where, and nothing is checked before."""
-    rows, asked, reserve = sizes
+    rows, asked, reserve, drafted = sizes
     slots = asked if asked is not None else default_slots(context_length(config))
     if device is None:
         return slots
-    token, probs = cache_bytes_per_token(config, itemsize), rows * SCORED_NODES * config.vocab_size * (itemsize + 4)
+    token = cache_bytes_per_token(config, itemsize) + drafted
+    probs = rows * SCORED_NODES * config.vocab_size * (itemsize + 4)
     plan = MemoryPlan(rows=rows, slots=slots, weights=weights, token=token, probs=probs, reserve=reserve)
     available = available_bytes(device)
     fitting = plan.fitting_slots(available)
@@ -120,7 +130,7 @@ class MemoryPlan:
     rows: int
     slots: int
     weights: int  # 0 where they are loaded already
-    token: int  # KV cache per token, all layers
+    token: int  # KV cache per token of a row, all layers, the drafter's included
     probs: int  # Logits and probabilities of one step
     reserve: int = 0  # For the drafter
 

@@ -75,7 +75,14 @@ class Target:
 
     @classmethod
     def load(
-        cls, model: Any, *, rows: int = 1, slots: int | None = None, reserve_bytes: int = 0, **loading: Any
+        cls,
+        model: Any,
+        *,
+        rows: int = 1,
+        slots: int | None = None,
+        reserve_bytes: int = 0,
+        reserve_bytes_per_slot: int = 0,
+        **loading: Any,
     ) -> Self:
         """Open a directory or hub id, or wrap a transformers model that is already loaded.
 
@@ -84,6 +91,7 @@ class Target:
             rows: sequences that the cache holds.
             slots: tokens of a row, drafted ones included; default: see `default_slots`.
             reserve_bytes: memory to leave for a drafter in the plan that is checked before loading.
+            reserve_bytes_per_slot: the same for its own cache, for each slot of each row.
             loading: fields of `LoadOptions`.
 
         Raises:
@@ -92,7 +100,15 @@ class Target:
             OutOfMemoryError: weights and cache do not fit; says how much was needed and what to lower.
             ArgumentError: an argument is out of range or makes no sense for a loaded model.
         """
-        return prepare(cls, model, LoadOptions(**loading), rows=rows, slots=slots, reserve=reserve_bytes)
+        return prepare(
+            cls,
+            model,
+            LoadOptions(**loading),
+            rows=rows,
+            slots=slots,
+            reserve=reserve_bytes,
+            reserve_per_slot=reserve_bytes_per_slot,
+        )
 
     @torch.inference_mode()
     def prefill(
@@ -181,12 +197,18 @@ class Target:
 
     @torch.inference_mode()
     def draft(
-        self, rows: Sequence[int], nodes: Nodes, plan: Plan, head: Callable[[Tensor], Tensor] | None = None
+        self,
+        rows: Sequence[int],
+        nodes: Nodes,
+        plan: Plan,
+        head: Callable[[Tensor], Tensor] | None = None,
+        *,
+        tried: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """As `run`, from the embeddings on; and the raw logits (B, N - start, V) that `head` gives of these states
-        (None: the target's final norm and output head)."""
+        (None: the target's final norm and output head). A plan that is only `tried` is not recorded."""
         plan.check(self.num_layers)
-        states, logits = self._part(rows, nodes, plan, None, head or self._exit)
+        states, logits = self._part(rows, nodes, plan, None, head or self._exit, tried=tried)
         return states, logits
 
     def _exit(self, states: Tensor) -> Tensor:
@@ -309,6 +331,8 @@ class Target:
         plan: Plan,
         states: Tensor | None,
         head: Callable[[Tensor], Tensor] | None = None,
+        *,
+        tried: bool = False,
     ) -> list[Tensor]:
         """The nodes' states behind the layers of `plan`, from `states` on, and what `head` makes of them."""
 
@@ -316,16 +340,16 @@ class Target:
             found = self._ranges.run(plan, inputs, *given or [None])
             return [found] if head is None else [found, head(found)]
 
-        found = self._pass(("part", plan, head), work, rows, nodes, states)
+        found = self._pass(None if tried else ("part", plan, head), work, rows, nodes, states)
         if plan.stop == self.num_layers:
             self._note_run(rows, nodes)
         return found
 
     def _pass(
-        self, what: Hashable, work: Work, rows: Sequence[int], nodes: Nodes, states: Tensor | None = None
+        self, what: Hashable | None, work: Work, rows: Sequence[int], nodes: Nodes, states: Tensor | None = None
     ) -> list[Tensor]:
         """What `work`, which `what` names, makes of a pass's arguments and of `states` (B, N - start, H) of its nodes:
-        (B, N - start, ..) each. It is recorded where passes are, once it has come more than once."""
+        (B, N - start, ..) each. It is recorded where passes are and it has a name, once it has come more than once."""
         given = [] if states is None else [states]
         if self.records:
             return self._replayed(what, work, rows, nodes, given, after=MET_BEFORE)
@@ -371,7 +395,14 @@ class Target:
         return Scored(logits=logits, hidden_states=dict(zip(wanted, states, strict=True)))
 
     def _replayed(
-        self, what: Hashable, work: Work, rows: Sequence[int], nodes: Nodes, given: Sequence[Tensor], *, after: int = 0
+        self,
+        what: Hashable | None,
+        work: Work,
+        rows: Sequence[int],
+        nodes: Nodes,
+        given: Sequence[Tensor],
+        *,
+        after: int = 0,
     ) -> list[Tensor]:
         """As `_pass`: one recording for all passes of about this size, or run as it comes where recording failed."""
         packed, width = self._packed(rows, nodes)
@@ -391,7 +422,7 @@ class Target:
 
         key = what, width, *(tensor.shape for tensor in packed)
         with self._turn:
-            found = self.recordings.run(key, recorded, *packed, *wider, after=after)
+            found = self.recordings.run(key if what is not None else None, recorded, *packed, *wider, after=after)
         # Copies: what a recording returns lives until the next call.
         return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
 

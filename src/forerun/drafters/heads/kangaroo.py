@@ -151,8 +151,10 @@ class KangarooDrafter(HeadDrafter):
     def _fixed(self, tree: FixedTree, context: DraftContext, budget: Budget, trees: list[TokenTree]) -> None:
         runner = self.runner
         runner.shape, runner.ran = tree.shape, []
-        super()._fixed(tree, context, budget, trees)
-        runner.shape = None
+        try:
+            super()._fixed(tree, context, budget, trees)
+        finally:
+            runner.shape = None
         if runner.ran:
             by_row, drafts = dict(zip(context.rows, trees, strict=True)), []
             for row in runner.rows:

@@ -90,7 +90,8 @@ class SkipLayersDrafter(SelfDrafter):
         self.target.truncate([row], [self.target.lengths[row]])
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
-        return self.target.draft(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip))[1]
+        tried = self.search is not None and self.skip != self.search.best
+        return self.target.draft(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip), tried=tried)[1]
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
         if not self.config.adapt_threshold:
