@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from forerun.engine.completion import AnswerText, Detokenizer
 from tests.engine.conftest import tiny_tokenizer
@@ -17,20 +21,50 @@ def test_pieces_add_up_and_no_half_character_is_shown() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+class Counting:
+    """A tokenizer that notes how many tokens it decodes at a time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self.calls = tokenizer, list[int]()
+
+    def decode(self, ids: list[int], **keywords: bool) -> str:
+        self.calls.append(len(ids))
+        return str(self._tokenizer.decode(ids, **keywords))
+
+
 def test_a_token_is_decoded_about_once() -> None:
     """Twice, with transformers' Python around it, was a tenth of all work outside the model where drafts are long."""
-    tokenizer, calls = tiny_tokenizer(), list[int]()
-
-    class Counting:
-        def decode(self, ids: list[int], **keywords: bool) -> str:
-            calls.append(len(ids))
-            text: str = tokenizer.decode(ids, **keywords)
-            return text
-
+    tokenizer = tiny_tokenizer()
+    counting = Counting(tokenizer)
     tokens = tokenizer("the cat sat on the mat and the dog sat on the log " * 8)["input_ids"]
-    detokenizer = Detokenizer(Counting(), [], skip_special=True)  # type: ignore[arg-type]
+    detokenizer = Detokenizer(counting, [], skip_special=True)  # type: ignore[arg-type]
     assert "".join(detokenizer.add(token) for token in tokens) == tokenizer.decode(tokens)
-    assert len(calls) < 1.2 * len(tokens) and max(calls) < 16
+    assert len(counting.calls) < 1.2 * len(tokens) and max(counting.calls) < 16
+
+
+@pytest.mark.parametrize("part", [slice(0, 1), slice(0, 2), slice(2, 3)])
+def test_nor_are_bytes_that_never_form_a_character(part: slice) -> None:
+    """They were decoded all together with each further one: of 8,000 in a prompt that took seconds."""
+    tokenizer = tiny_tokenizer()
+    counting, tokens = Counting(tokenizer), tokenizer("漢")["input_ids"][part] * 1000
+    detokenizer = Detokenizer(counting, [], skip_special=True)  # type: ignore[arg-type]
+    text = "".join(detokenizer.add(token) for token in tokens)
+    assert text + detokenizer.flush() == tokenizer.decode(tokens) and text
+    assert len(counting.calls) < 1.2 * len(tokens) and max(counting.calls) <= 16
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_tokens_that_each_end_within_a_character(first: int, size: int) -> None:
+    """As merges of bytes may, where a character comes often: no character is complete at the end of a token."""
+    text = "漢字" * 20 + "🙂" * 20 + "naïve"
+    data = text.encode()
+    pieces = [data[:first], *(data[at : at + size] for at in range(first, len(data), size))]
+    tokenizer: Any = SimpleNamespace(
+        decode=lambda ids, **_: b"".join(pieces[one] for one in ids).decode("utf-8", "replace")
+    )
+    detokenizer = Detokenizer(tokenizer, [], skip_special=True)
+    assert "".join(map(detokenizer.add, range(len(pieces)))) + detokenizer.flush() == text
 
 
 def test_an_incomplete_character_at_the_end_is_shown_as_such() -> None:

@@ -247,13 +247,17 @@ class Detokenizer:
     _WINDOW = 5  # Tokens of the prompt, or before an incomplete character, that are decoded with what follows
     _LONGEST = 12
     """Tokens of a window after which it begins anew with the last piece, which takes a decoding of its own."""
+    _SPAN = 4
+    """Tokens that a character spans at most. Where so many bring no complete text (bytes that form no character, or
+    tokens that each end within one), all but the last character is certain."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], *, skip_special: bool) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._ids = list(prompt[-self._WINDOW :])
         self._start = 0
         self._read = len(self._ids)
-        self._text: str | None = None  # Of the window up to what was read; None before it is needed
+        self._held = False  # The last character of what was read is held back
+        self._told: int | None = None  # Characters of the window that were handed out; None before it is needed
 
     def add(self, token: int) -> str:
         """The text that `token` adds; empty while a character is incomplete."""
@@ -265,19 +269,21 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
-        if self._tokenizer is None or self._read == len(self._ids):
+        if self._tokenizer is None or (self._read == len(self._ids) and not self._held):
             return ""
-        if self._text is None:
-            self._text = self._decode(self._ids[self._start : self._read])
-        before, after = self._text, self._decode(self._ids[self._start :])
-        if not final and after.endswith(_INCOMPLETE):
+        if self._told is None:
+            self._told = len(self._decode(self._ids[self._start : self._read])) - self._held
+        told, text = self._told, self._decode(self._ids[self._start :])
+        incomplete = not final and text.endswith(_INCOMPLETE)
+        if incomplete and len(self._ids) - self._read < self._SPAN:
             return ""
-        last, self._read, self._text = self._read, len(self._ids), after
+        last, self._read, self._held = self._read, len(self._ids), incomplete
+        self._told = len(text) - incomplete
         if final:
-            self._start, self._text = max(0, self._read - self._WINDOW), None
+            self._start, self._told = max(0, self._read - self._WINDOW), None
         elif self._read - self._start > self._LONGEST:
-            self._start, self._text = last, None
-        return after[len(before) :]
+            self._start, self._told = last, None
+        return text[told : len(text) - incomplete]
 
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
