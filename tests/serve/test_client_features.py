@@ -87,6 +87,16 @@ class TestPromptLogprobs:
             assert choice.logprobs is not None and text == choice.text
             assert parts == choice.logprobs.model_dump()
 
+    def test_offsets_are_those_of_tokens_whose_text_is_held_back(self, client: OpenAI) -> None:
+        """It may become a stop string, and is sent with a later chunk."""
+        asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+        text = client.completions.create(**asked).choices[0].text
+        asked["stop"] = [character + "\x00" for character in sorted(set(text))[:16]]
+        whole = client.completions.create(**asked).choices[0]
+        choices = [one for chunk in client.completions.create(**asked, stream=True) for one in chunk.choices]
+        offsets = [at for one in choices if one.logprobs is not None for at in one.logprobs.text_offset or []]
+        assert whole.text == text and whole.logprobs is not None and offsets == whole.logprobs.text_offset
+
     def test_no_token_is_written_where_none_is_wanted(self, live: Live, client: OpenAI) -> None:
         """As lm-eval-harness asks for scores; several prompts at once, one of them as long as the context."""
         longest = live.session.engine.llm.max_model_len

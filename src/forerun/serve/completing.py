@@ -50,7 +50,7 @@ class Writer(ABC):
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
         self.wants_tokens = self.wants_logprobs or body.return_token_ids  # Something is said of each token
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
-        self._sent = Counter[int]()  # Choice -> characters
+        self._sent = Counter[int]()  # Choice -> characters of its tokens so far, behind those of the echoed prompt
         self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its answer so far
         self._outputs: dict[int, RequestOutput] = {}
 
@@ -262,7 +262,7 @@ class CompletionWriter(Writer):
 
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
         logprobs, ids = self._logprobs(chunk.tokens, self._sent[index]), self.token_ids(chunk.tokens)
-        self._sent[index] += len(chunk.text)
+        self._sent[index] += sum(len(token.text) for token in chunk.tokens)
         return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason, **ids}
 
     def _echoed(self, index: int, ids: Sequence[int]) -> str:
