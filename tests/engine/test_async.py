@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,14 @@ async def test_who_does_not_read_is_dropped(checkpoint: Path) -> None:
             async for _ in slow:
                 pass
         assert not llm.llm.engine.busy and llm.llm.target.lengths == [0, 0]
+
+
+async def test_who_keeps_up_with_many_answers_is_not_dropped(llm: AsyncLLM) -> None:
+    """One step brings a chunk of each."""
+    params = replace(GREEDY, n=4)
+    chunks = [chunk async for chunk in llm.stream(PROMPTS[0], params, max_unread=1)]
+    output = chunks[-1].output
+    assert output is not None and [len(answer.token_ids) for answer in output.outputs] == [20] * 4
 
 
 async def test_the_engine_does_not_run_ahead_of_a_loop_that_is_busy(llm: AsyncLLM) -> None:

@@ -100,13 +100,13 @@ class AsyncLLM:
         Args:
             timeout_s, cache_salt: see `LLM.generate`.
             client, user, priority, adapt: see `LLM.submit`.
-            max_unread: chunks kept for a caller who does not read; with one more the request is aborted and the
-                stream ends with an error. None keeps them all.
+            max_unread: chunks of each of the `n` answers kept for a caller who does not read; with one more the request
+                is aborted and the stream ends with an error. None keeps them all.
 
         Raises:
             EngineError: a step failed, for all requests.
             NumericError, RequestError: this request's numbers, or something else of it, failed; the others go on.
-            SlowReaderError: more than `max_unread` chunks were waiting.
+            SlowReaderError: more than `max_unread` x `n` chunks were waiting.
         """
         params = sampling_params or SamplingParams()
         number = self.llm.next_number()
@@ -158,7 +158,7 @@ class AsyncLLM:
     def _submit(self, request: Request, max_unread: int | None) -> str:
         """In the worker. The request's queue is there before any step can answer: one thing is done after the other."""
         request_id = self.llm.queue(request)
-        self._queues[request_id] = _Inbox(max_unread)
+        self._queues[request_id] = _Inbox(None if max_unread is None else max_unread * request.params.n)
         self._go_on()
         return request_id
 

@@ -66,7 +66,7 @@ class ServeSettings:
     request_timeout_s: Annotated[float | None, Parameter(name="--request-timeout")] = None
     """Seconds from queueing to the end of an answer, unless a request asks for less; none if not given."""
     stream_buffer: int = 256
-    """Chunks kept for a client that does not read; one more, and its request is dropped."""
+    """Chunks of an answer kept for a client that does not read; one more, and its request is dropped."""
     ssl_certfile: str | None = None
     """PEM file with the server's certificate; with it the server speaks HTTPS alone."""
     ssl_keyfile: str | None = None
