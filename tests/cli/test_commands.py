@@ -18,6 +18,7 @@ from forerun.cli import serve, session
 from forerun.drafters import methods
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.errors import ArgumentError
+from forerun.serve.session import Session
 
 Forerun = Callable[..., Ran]
 PROMPT = "the cat sat on the mat and the cat sat on the"
@@ -91,6 +92,32 @@ def test_a_drafter_adapts_unless_it_is_told_not_to(
     assert forerun(verb, "somewhere", *more, "--drafter", "ngram", *words).code in (1, 2)
     (config,) = asked
     assert config is not None and config.adaptive is adaptive
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B"),
+        (["demo"], "demo"),
+        (["here/model/"], "model"),
+        (["here/model", "--served-model-name", "mine"], "mine"),
+    ],
+)
+def test_a_model_is_served_under_the_name_that_clients_know(
+    forerun: Forerun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], name: str
+) -> None:
+    """As vLLM does; a directory's path is nobody's business."""
+    served = list[str]()
+
+    def run(session: Session, **_: object) -> int:
+        served.append(session.settings.model_name)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    monkeypatch.setattr("forerun.serve.logs.configure_logging", lambda settings: None)
+    monkeypatch.setattr("forerun.serve.server.run", run)
+    assert forerun("serve", *words).code == 0 and served == [name]
 
 
 def test_generate_reads_a_pipe_and_the_chat_template(

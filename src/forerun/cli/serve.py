@@ -104,7 +104,9 @@ def serve(
         from forerun.serve.session import Session
     except ModuleNotFoundError as error:
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
-    settings = replace(settings, model_name=settings.model_name or Path(model).name or model)
+    folder = Path(model).expanduser()
+    name = folder.name if folder.is_dir() else ""
+    settings = replace(settings, model_name=settings.model_name or name or model)
     configure_logging(settings)
     options = {"speculative_config": speculative, "adapt": adapting.config(speculative), **asdict(engine)}
     if adapting.adapt and not settings.may_learn:
