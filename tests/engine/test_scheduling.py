@@ -243,6 +243,18 @@ def test_an_answer_whose_time_is_up_ends_with_what_there_is(checkpoint: Path, cl
     assert streamed(steps, other)[0] == outputs[other].outputs[0].token_ids
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_prompt_may_be_scored_in_part_when_its_time_is_up(checkpoint: Path, clock: Clock, steps: int) -> None:
+    llm = engine(checkpoint, max_num_batched_tokens=4)
+    llm.submit(TEXT, greedy(5, prompt_logprobs=1), timeout_s=1.0)
+    assert not any(llm.engine.step() for _ in range(steps))
+    clock.now += 1.0
+    [last] = llm.engine.step()
+    assert last.output is not None and last.output.outputs[0].finish_reason == "abort"
+    assert last.prompt_logprobs is None and last.output.prompt_logprobs is None, "all of them or none"
+    assert last.prompt_token_ids == last.output.prompt_token_ids, "its first chunk, too"
+
+
 def test_text_that_was_held_back_comes_with_the_last_chunk(checkpoint: Path, clock: Clock) -> None:
     llm = engine(checkpoint)
     text = llm.generate("the cat", greedy(12))[0].outputs[0].text

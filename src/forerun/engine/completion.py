@@ -44,7 +44,7 @@ class Request:
     user: str | None = None  # Of the client, where its rows are to be shared fairly among its users
     timeout_s: float | None = None  # Time from queueing to the end, seconds
     answers: list[Completion] = field(default_factory=list)
-    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
+    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None  # Of what has been read of it
     queued_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -57,6 +57,12 @@ class Request:
         self.client, self.user, self.priority = client, user, priority
         for answer in self.answers:
             answer.row.cache_salt, answer.row.adapt = cache_salt, adapt
+
+    @property
+    def scored(self) -> list[Mapping[int, TokenLogprob] | None] | None:
+        """The prompt's log-probabilities, once they are all there."""
+        found = self.prompt_logprobs
+        return found if found is not None and len(found) == len(self.prompt_tokens) else None
 
     @property
     def finished(self) -> bool:
@@ -92,7 +98,7 @@ class Request:
             prompt_token_ids=self.prompt_tokens,
             outputs=[answer.completion() for answer in self.answers],
             finished=self.finished,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.scored,
             time_to_first_token_s=first - queued if first is not None and queued is not None else None,
             decode_s=last - first if first is not None and last is not None else None,
             num_cached_tokens=self.cached_tokens,
@@ -157,7 +163,7 @@ class Completion:
         self.abort()
         with Isolation(self.row):
             self.text.add(self.detokenizer.flush())
-            return self._chunk(self.text.release(final=True), [])
+            return self._chunk(self.text.release(final=True), [], first=not self.tokens)
         return self._fail()
 
     def _fail(self) -> StreamChunk:
@@ -179,7 +185,7 @@ class Completion:
             trace=trace,
             finish_reason=self.finish_reason,
             prompt_token_ids=self.request.prompt_tokens if first else None,
-            prompt_logprobs=self.request.prompt_logprobs if first else None,
+            prompt_logprobs=self.request.scored if first else None,
             error=self.row.error,
         )
 
