@@ -92,6 +92,24 @@ def test_a_call_and_what_it_brought(official: OpenAI) -> None:
     assert events[-1].type == "response.completed" and json.loads(done.arguments)["unit"] in ("C", "F")
 
 
+def test_what_was_cut_off_is_incomplete(official: OpenAI) -> None:
+    """The response, and of its items the last: a client must not make a call of half of its arguments."""
+    asked: dict[str, Any] = {"input": "the cat", "tools": [TOOL], "tool_choice": "required", "temperature": 0}
+    asked["parallel_tool_calls"] = False
+    whole = official.responses.create(model=NAME, max_output_tokens=100, **asked)
+    [call] = whole.output
+    assert (whole.status, call.type, call.status) == ("completed", "function_call", "completed") and whole.usage
+    most = whole.usage.output_tokens - len('"}}\n</tool_call>')
+    cut = official.responses.create(model=NAME, max_output_tokens=most, **asked)
+    events, response = streamed(official, max_output_tokens=most, **asked)
+    [done] = [event.item for event in events if event.type == "response.output_item.done"]
+    for item in (*cut.output, *response.output, done):
+        assert (item.type, item.status) == ("function_call", "incomplete")
+        assert call.arguments.startswith(item.arguments) and item.arguments
+    text = official.responses.create(model=NAME, input="the cat", max_output_tokens=4)
+    assert [item.status for item in text.output] == ["incomplete"]
+
+
 def test_reasoning_is_an_item_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
     folder = with_template(checkpoint, tmp_path, TEMPLATE + "<think>")
     with serving(folder) as running, running.client() as client:

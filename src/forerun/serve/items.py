@@ -40,7 +40,7 @@ class ItemWriter(ABC):
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
         [output] = outputs
-        list(chain(self._add(self._reader.whole(output.outputs[0].text)), self._close()))  # which makes the items
+        list(chain(self._add(self._reader.whole(output.outputs[0].text)), self._close(output)))  # makes the items
         return self._finished(output)
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
@@ -55,7 +55,7 @@ class ItemWriter(ABC):
         """What is sent behind the last chunk."""
         assert self._output is not None, "a stream ends with its output"
         yield from self._add(self._reader.close())
-        yield from self._close()
+        yield from self._close(self._output)
         yield from self._end(self._output)
 
     def _add(self, pieces: Sequence[Piece]) -> Iterator[Event]:
@@ -69,9 +69,11 @@ class ItemWriter(ABC):
                 self._text += piece.text
                 yield self._delta(piece)
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self, output: RequestOutput | None = None) -> Iterator[Event]:
+        """`output`: of the answer, where that has ended; it may have been cut off within the item."""
         if self._kind is not None:
-            yield from self._close_item(self._kind)
+            complete = output is None or output.outputs[0].finish_reason == "stop"
+            yield from self._close_item(self._kind, complete=complete)
             self._done.append(self._item)
             self._kind = None
 
@@ -96,8 +98,8 @@ class ItemWriter(ABC):
         """The event for more of the open item's text."""
 
     @abstractmethod
-    def _close_item(self, kind: Kind) -> Iterator[Event]:
-        """Complete the `_item`, and the events that close it."""
+    def _close_item(self, kind: Kind, *, complete: bool) -> Iterator[Event]:
+        """Fill the `_item`, and the events that close it; not `complete`: the answer was cut off within it."""
 
 
 _EVENTS = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text", Kind.ARGUMENTS: "function_call_arguments"}
@@ -188,7 +190,7 @@ class ResponsesWriter(ItemWriter):
     def _delta(self, piece: Piece) -> Event:
         return self._about(piece.kind, f"{_EVENTS[piece.kind]}.delta", delta=piece.text, **_logprobs(piece.kind))
 
-    def _close_item(self, kind: Kind) -> Iterator[Event]:
+    def _close_item(self, kind: Kind, *, complete: bool) -> Iterator[Event]:
         if kind is Kind.ARGUMENTS:
             self._item["arguments"] = self._text
             yield self._about(kind, f"{_EVENTS[kind]}.done", arguments=self._text, name=self._item["name"])
@@ -197,7 +199,7 @@ class ResponsesWriter(ItemWriter):
             self._item["content"] = [part]
             yield self._about(kind, f"{_EVENTS[kind]}.done", text=self._text, **_logprobs(kind))
             yield self._about(kind, "content_part.done", part=part)
-        self._item["status"] = "completed"
+        self._item["status"] = "completed" if complete else "incomplete"
         yield {"type": "response.output_item.done", "output_index": len(self._done), "item": self._item}
 
     def _about(self, kind: Kind, event: str, **more: Any) -> Event:
@@ -266,7 +268,7 @@ class MessagesWriter(ItemWriter):
         kind, key = _DELTAS.get(piece.kind, ("input_json_delta", "partial_json"))
         return {"type": "content_block_delta", "index": len(self._done), "delta": {"type": kind, key: piece.text}}
 
-    def _close_item(self, kind: Kind) -> Iterator[Event]:
+    def _close_item(self, kind: Kind, *, complete: bool) -> Iterator[Event]:
         if kind is Kind.ARGUMENTS:
             self._item["input"] = _arguments(self._text)
         else:
