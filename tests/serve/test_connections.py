@@ -55,15 +55,10 @@ def healthy(connection: socket.socket) -> bool:
     return received.startswith(b"HTTP/1.1 200")
 
 
-def posted(body: dict[str, Any]) -> bytes:
+def posted(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-        % (
-            len(content),
-            content,
-        )
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
 
 
 def test_more_connections_than_allowed_are_told_to_come_back(checkpoint: Path) -> None:

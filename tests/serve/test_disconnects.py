@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from serve.conftest import Live, counters, wait_for
+from forerun.engine.prompts import LARGE
+from forerun.serve import guards
+from serve.conftest import Live, counters, serving, wait_for
+from serve.test_connections import connected, posted
 
 TEXT = "/v1/completions"
 PROMPTS = ("the cat sat on", "the dog", "a log and a mat", "on the mat and")
@@ -73,3 +78,55 @@ def test_all_leave_at_once(live: Live) -> None:
             answer.close()
     wait_for(lambda: live.session.in_flight == 0 and not live.session.engine.llm.engine.busy)
     assert live.post(TEXT, body("the", 3)).status_code == 200
+
+
+def test_who_leaves_before_the_first_token_gives_the_place_up(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all rows are busy: nothing has been sent whose failure would tell that nobody is there."""
+    messages, release = [{"role": "user", "content": "the cat"}], threading.Event()
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (TEXT, {"prompt": ["the", "the cat"]}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/responses", {"input": "the cat"}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 9}),
+    ]
+    with serving(checkpoint) as live:
+        engine = live.session.engine.llm.engine
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: (release.wait(30), step())[1])
+        for stream in (True, False):
+            for path, more in asked:
+                with connected(live) as leaving:
+                    leaving.sendall(posted({**more, "stream": stream}, path))
+                    wait_for(lambda: live.session.in_flight)
+                wait_for(lambda: not live.session.in_flight)
+        release.set()
+        wait_for(lambda: not engine.busy)
+        assert live.post(TEXT, body("the", 3)).status_code == 200
+
+
+def test_what_waits_to_be_read_is_dropped_when_its_client_leaves(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, release, seen = guards.read_json, threading.Event(), list[int]()
+
+    def slow(content: bytes) -> Any:
+        seen.append(len(content))
+        release.wait(30)
+        return read(content)
+
+    def ended() -> float:
+        wanted = 'forerun:http_requests_total{route="/tokenize"'
+        return sum(count for name, count in counters(live).items() if name.startswith(wanted))
+
+    with serving(checkpoint) as live:
+        monkeypatch.setattr(guards, "read_json", slow)
+        for _ in range(3):
+            with connected(live) as leaving:
+                leaving.sendall(posted({"prompt": "the cat " * LARGE}, "/tokenize"))
+                wait_for(lambda: seen)
+        wait_for(lambda: ended() == 3)
+        release.set()
+        assert live.post("/tokenize", {"prompt": "the cat " * LARGE}).status_code == 200
+        assert len(seen) == 2, "one was being read, and the last one"

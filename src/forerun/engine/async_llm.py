@@ -113,7 +113,7 @@ class AsyncLLM:
         options: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
         work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **options))
         self._loop = asyncio.get_running_loop()
-        request = await self._lanes.run(self.llm.lane(prompt, params), work)
+        request = await self._lanes.run(self.llm.lane(prompt, params), work, client=client)
         request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
         submitted = self._loop.run_in_executor(
             self._worker, partial(_raisable, partial(self._submit, request, max_unread))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from forerun.core.row import Row
 from forerun.core.sampling import Sampler, check_token_ids, request_seed
@@ -344,16 +344,27 @@ class Lanes:
 
     What is large rests for as long as it took: while one thread runs Python, each operation of another one waits until
     it is let in, so that the engine would all but stand still under large requests that come one after the other.
+
+    Of each client at most one thing stands in a line, so that clients take turns; only what is small comes as it came.
     """
 
     def __init__(self, name: str) -> None:
         self._closed = False
+        self._turns = WeakValueDictionary[tuple[asyncio.AbstractEventLoop, Lane, str], asyncio.Lock]()
         self._threads = {
             lane: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-{lane.value}") for lane in Lane
         }
 
-    async def run(self, lane: Lane, task: Callable[[], T]) -> T:
-        """What `task` returns or raises; RuntimeError: closed. A cancelled task that has begun runs to its end."""
+    async def run(self, lane: Lane, task: Callable[[], T], *, client: str | None = None) -> T:
+        """What `task` returns or raises; RuntimeError: closed. A cancelled task that has begun runs to its end.
+        `client`: whose it is; None: one that nobody else is."""
+        if client is None or lane is Lane.SMALL:
+            return await self._run(lane, task)
+        turn = self._turns.setdefault((asyncio.get_running_loop(), lane, client), asyncio.Lock())
+        async with turn:
+            return await self._run(lane, task)
+
+    async def _run(self, lane: Lane, task: Callable[[], T]) -> T:
         threads, work = self._threads[lane], partial(contextvars.copy_context().run, task)
         loop = asyncio.get_running_loop()
         took: list[float] = []

@@ -26,8 +26,8 @@ from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer
-from forerun.serve.guards import OPEN_PATHS, Guard, Recorder, StrictRoute, aside, own_path, refusal_of
-from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
+from forerun.serve.guards import OPEN_PATHS, Guard, Recorder, StrictRoute, aside, own_path, refusal_of, unless_gone
+from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake, refusal
@@ -118,7 +118,7 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
             return JSONResponse(writer.whole(await unless_gone(http, work)))
     events = _streamed(session, http, jobs, writer)
     try:
-        first = await anext(events)
+        first = await unless_gone(http, anext(events))
     except BaseException:
         await events.aclose()
         raise
@@ -273,7 +273,7 @@ async def _prepared(session: Session, http: Request, body: Any, make: Callable[[
             raise refusal(error) from error
 
     check_model(session, body.model)
-    return await aside(http, checked)
+    return await aside(http, len(await http.body()), checked)
 
 
 # The OpenAPI description, made honest: every status that a route can answer with, and the key that it needs. FastAPI

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -204,10 +204,32 @@ def read_json(body: bytes) -> Any:
         raise json.JSONDecodeError(why, "", 0) from error
 
 
-async def aside(request: Request, task: Callable[[], T]) -> T:
-    """What `task` makes of a request: at once, or in a thread of its own where the body is large."""
-    size = len(await request.body())
-    return task() if Lane.of(size) is Lane.SMALL else await _LANES.run(Lane.LARGE, task)
+async def aside(http: Request, size: int, task: Callable[[], T]) -> T:
+    """What `task` makes of something of so many bytes: at once, or in a thread of its own where that is large; then
+    clients take turns, and who has gone loses its own."""
+    if Lane.of(size) is Lane.SMALL:
+        return task()
+    return await unless_gone(http, _LANES.run(Lane.LARGE, task, client=CLIENT.get().name))
+
+
+async def unless_gone(http: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client has gone; it will not read the 499."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client closed the connection", code="client_closed")
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+        del task, watch, one  # whose error names this frame
 
 
 class StrictRoute(APIRoute):
@@ -235,7 +257,7 @@ class _Request(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        return await aside(self, lambda: self._checked(body))
+        return await aside(self, len(body), lambda: self._checked(body))
 
     def _checked(self, body: bytes) -> Any:
         """The body as its kind: FastAPI takes such a value as it is, and would check any other in the event loop."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, TypeVar
-
-from fastapi import Request
+from typing import Any, NamedTuple
 
 from forerun.serve.chat_format import ChatFormat, chat_format_of
 from forerun.serve.guards import CLIENT
@@ -16,7 +14,6 @@ from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Samp
 from forerun.serve.session import Job, Session
 from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
 
-T = TypeVar("T")
 MAX_SCORED = 500_000  # Log-probabilities of prompts in one request: about 100 bytes each until they are written
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """Parameters that say what the answer must look like."""
@@ -98,25 +95,6 @@ async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerato
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client has gone; it will not read the 499."""
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client closed the connection", code="client_closed")
-        return task.result()
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: SamplingParams) -> Job:
