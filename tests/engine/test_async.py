@@ -114,6 +114,21 @@ async def test_a_failing_step_reaches_everybody_who_waits(llm: AsyncLLM, monkeyp
         await llm.generate(PROMPTS[0], GREEDY)
 
 
+async def test_time_counts_from_the_call(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from when others' large prompts and grammars have left time for this one."""
+    prepared = llm.llm.prepared
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(0.2)
+        return prepared(*arguments, **keywords)
+
+    monkeypatch.setattr(llm.llm, "prepared", slow)
+    [late] = await llm.generate(PROMPTS[0], GREEDY, timeout_s=0.1)
+    assert late.outputs[0].finish_reason == "abort" and not late.outputs[0].token_ids
+    [output] = await llm.generate(PROMPTS[0], GREEDY)
+    assert output.time_to_first_token_s is not None and output.time_to_first_token_s >= 0.2
+
+
 async def test_who_does_not_read_is_dropped(checkpoint: Path) -> None:
     async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=2) as llm:
         params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -57,8 +57,8 @@ def healthy(connection: socket.socket) -> bool:
 
 def posted(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    return head.encode() + content
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def test_more_connections_than_allowed_are_told_to_come_back(checkpoint: Path) -> None:

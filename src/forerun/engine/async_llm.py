@@ -98,7 +98,8 @@ class AsyncLLM:
         """`LLM.stream`; leaving the loop early aborts the request.
 
         Args:
-            timeout_s, cache_salt: see `LLM.generate`.
+            timeout_s: see `LLM.generate`; it counts from the call, also while the prompt waits to become tokens.
+            cache_salt: see `LLM.generate`.
             client, user, priority, adapt: see `LLM.submit`.
             max_unread: chunks of each of the `n` answers kept for a caller who does not read; with one more the request
                 is aborted and the stream ends with an error. None keeps them all.
@@ -108,12 +109,13 @@ class AsyncLLM:
             NumericError, RequestError: this request's numbers, or something else of it, failed; the others go on.
             SlowReaderError: more than `max_unread` x `n` chunks were waiting.
         """
-        params = sampling_params or SamplingParams()
+        params, arrived = sampling_params or SamplingParams(), time.perf_counter()
         number = self.llm.next_number()
         options: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
         work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **options))
         self._loop = asyncio.get_running_loop()
         request = await self._lanes.run(self.llm.lane(prompt, params), work, client=client)
+        request.queued_at = arrived
         request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
         submitted = self._loop.run_in_executor(
             self._worker, partial(_raisable, partial(self._submit, request, max_unread))

@@ -45,7 +45,7 @@ class Request:
     timeout_s: float | None = None  # Time from queueing to the end, seconds
     answers: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None  # Of what has been read of it
-    queued_at: float | None = None
+    queued_at: float | None = None  # Or when it arrived, where it waited before that; `time.perf_counter`
     first_token_at: float | None = None
     last_token_at: float | None = None
     cached_tokens: int = 0  # Prompt tokens that were in the cache already

@@ -60,7 +60,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue all answers of a request; an ArgumentError where one could not be held even if it ran alone."""
-        request.queued_at = time.perf_counter()
+        request.queued_at = request.queued_at or time.perf_counter()
         most = self.scheduling.kv_cache_tokens
         needed = max(len(answer.row.tokens) + answer.row.room for answer in request.answers)
         if most is not None and needed > most:
