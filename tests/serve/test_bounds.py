@@ -19,6 +19,7 @@ from forerun.engine.prompts import LARGE
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
 from forerun.serve import guards
+from forerun.serve.completing import CompletionWriter
 from forerun.serve.guards import MAX_BRACKETS, MAX_KEYS, Client
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -169,6 +170,23 @@ def test_large_bodies_are_read_in_a_thread_of_their_own(own: Live, monkeypatch: 
         small, large = own.post(path, {field: "x"}), own.post(path, {field: "the cat " * LARGE})
         assert small.status_code == 200 and large.status_code == (200 if path == "/tokenize" else 400)
     assert [("large" in name) for name in threads] == [False, True] * 3
+
+
+def test_many_log_probabilities_are_written_in_a_thread_of_their_own(
+    own: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, write = list[str](), CompletionWriter._logprobs_of_prompt
+
+    def seen(self: CompletionWriter, *args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return write(self, *args)
+
+    monkeypatch.setattr(CompletionWriter, "_logprobs_of_prompt", seen)
+    for stream in (False, True):
+        for count in (5, 150):
+            asked = {"prompt": list(range(20, 20 + count)), "echo": True, "logprobs": 10, "stream": stream}
+            assert own.post(TEXT, {**asked, "max_tokens": 1}).status_code == 200
+    assert [("large" in name) for name in threads] == [False, True] * 2
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_becomes_tokens(

@@ -143,6 +143,16 @@ class TestPromptLogprobs:
         found = choice["logprobs"]
         assert found["top_logprobs"] == [{"odd": -1.0, "even": -2.0}] and found["token_logprobs"] == [-3.0]
 
+    def test_a_token_is_named_once(self) -> None:
+        """However often it is among the likeliest."""
+        best = {place: TokenLogprob(logprob=-float(place), rank=place) for place in (1, 2, 3)}
+        token = OutputToken(id=3, text="", source=Source.TARGET, step=0, logprob=best[3], top_logprobs=best)
+        decoded = list[int]()
+        tokenizer: Any = SimpleNamespace(decode=lambda ids: (decoded.append(ids[0]), str(ids[0]))[1])
+        chunk = StreamChunk(request_id="", index=0, text="", tokens=[token] * 50, trace=None, finish_reason=None)
+        choice = CompletionWriter(CompletionRequest(prompt="", logprobs=3), NAME, tokenizer).delta(0, chunk)
+        assert choice["logprobs"]["tokens"] == ["3"] * 50 and sorted(decoded) == [1, 2, 3]
+
 
 def test_counts_grow_with_the_stream(live: Live, client: OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}

@@ -25,9 +25,9 @@ from forerun.engine.async_llm import all_or_none, whole_output
 from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
-from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer
+from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer, size_of
 from forerun.serve.guards import OPEN_PATHS, Guard, Recorder, StrictRoute, aside, own_path, refusal_of, unless_gone
-from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged
+from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merged
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake, refusal
@@ -115,7 +115,9 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
     if not writer.body.stream:
         with session.admitted(sum(job.params.n for job in jobs)):
             work = all_or_none(whole_output(session.answer(job)) for job in jobs)
-            return JSONResponse(writer.whole(await unless_gone(http, work)))
+            outputs = await unless_gone(http, work)
+            size = sum(size_of(one.tokens, output.prompt_logprobs) for output in outputs for one in output.outputs)
+            return await aside(http, size, lambda: JSONResponse(writer.whole(outputs)))
     events = _streamed(session, http, jobs, writer)
     try:
         first = await unless_gone(http, anext(events))
@@ -143,9 +145,10 @@ async def _streamed(
         async with aclosing(merged([session.answer(job) for job in jobs])) as chunks:
             try:
                 async for tagged in chunks:
-                    for event in writer.events(tagged):
+                    size = size_of(tagged.chunk.tokens, tagged.chunk.prompt_logprobs)
+                    for text in await aside(http, size, partial(_texts, writer, tagged)):
                         begun = True
-                        yield _written(event)
+                        yield text
                 for event in writer.closing_events():
                     yield _written(event)
             except Exception as error:
@@ -155,6 +158,11 @@ async def _streamed(
                     logs.write_error(error, message=session.settings.log_prompts)
                     error = mistake()
                 yield _written(error.body(own_path(http.scope)))
+
+
+def _texts(writer: Writer | ItemWriter, tagged: Tagged) -> list[str]:
+    """What is sent for one chunk."""
+    return [_written(event) for event in writer.events(tagged)]
 
 
 def _written(event: Event) -> str:

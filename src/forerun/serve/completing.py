@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -49,6 +50,7 @@ class Writer(ABC):
         self.body, self.tokenizer = body, tokenizer
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
         self.wants_tokens = self.wants_logprobs or body.return_token_ids  # Something is said of each token
+        self._text = cache(lambda token: str(tokenizer.decode([token])))  # Of one token
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
         self._sent = Counter[int]()  # Choice -> characters of its tokens so far, behind those of the echoed prompt
         self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its answer so far
@@ -105,8 +107,7 @@ class Writer(ABC):
             return found
 
         def told(other: int, value: TokenLogprob) -> dict[str, Any]:
-            name = self.tokenizer.decode([other])
-            return {"logprob": _finite(value), "rank": value.rank, "decoded_token": name}
+            return {"logprob": _finite(value), "rank": value.rank, "decoded_token": self._text(other)}
 
         found["prompt_logprobs"] = [
             entry and {str(it): told(it, value) for it, value in entry.items() if it == token or value.rank <= top}
@@ -124,7 +125,7 @@ class Writer(ABC):
 
     def _name(self, token: int) -> str:
         """How log-probabilities name a token: by its text, or by its id, which is never that of two."""
-        return f"token_id:{token}" if self.body.return_tokens_as_token_ids else str(self.tokenizer.decode([token]))
+        return f"token_id:{token}" if self.body.return_tokens_as_token_ids else self._text(token)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -160,7 +161,7 @@ class Writer(ABC):
         """One answer: its tokens with their sources, and what was drafted, accepted and spent in each step."""
         steps = []
         for step in answer.trace:
-            nodes = [{**asdict(node), "text": self.tokenizer.decode([node.token])} for node in step.nodes]
+            nodes = [{**asdict(node), "text": self._text(node.token)} for node in step.nodes]
             steps.append({**asdict(step), "nodes": nodes, "lossless": rule_named(step.rule).lossless})
         tokens = [{"id": one.id, "text": one.text, "source": one.source, "step": one.step} for one in answer.tokens]
         return {"first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0), "tokens": tokens, "steps": steps}
@@ -341,6 +342,13 @@ class MessageWriter:
     def finish_reason(self, reason: str | None) -> str | None:
         """The engine's reason, or that the model waits for what its calls bring."""
         return "tool_calls" if reason == "stop" and self.calls else reason
+
+
+def size_of(tokens: Sequence[OutputToken], prompt: PromptLogprobs | None) -> int:
+    """Of the log-probabilities of tokens, and of their prompt: about their bytes in JSON."""
+    numbers = sum(len(entry or ()) for entry in prompt or ())
+    numbers += sum(1 + len(token.top_logprobs or ()) for token in tokens if token.logprob is not None)
+    return 50 * numbers
 
 
 def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
