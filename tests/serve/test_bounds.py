@@ -18,7 +18,7 @@ from forerun.engine.drafting import DrafterPool
 from forerun.engine.prompts import LARGE
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
-from forerun.serve import guards
+from forerun.serve import guards, handling
 from forerun.serve.completing import CompletionWriter
 from forerun.serve.guards import MAX_BRACKETS, MAX_KEYS, Client
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
@@ -213,6 +213,21 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_becomes_tokens(
         answer = own.post(path, body)
         assert answer.status_code == 400 and "characters" in answer.json()["error"]["message"]
     assert max(read, default=0) < LARGE
+
+
+def test_log_probabilities_of_prompts_are_counted_by_tokens(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the cat sat on the mat and the dog"
+    ids = own.post("/tokenize", {"prompt": text}).json()["tokens"]
+    assert len(ids) < len(text)
+    monkeypatch.setattr(handling, "MAX_SCORED", 2 * len(ids))
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 1}
+    for prompt in (text, ids):
+        assert own.post(TEXT, {"prompt": prompt, **asked}).status_code == 200
+        refused = own.post(TEXT, {"prompt": [prompt, prompt], **asked})
+        message = refused.json()["error"]["message"]
+        assert refused.status_code == 400 and message.startswith(f"{4 * len(ids)} log-probabilities")
+    cut = {"prompt": text * 3, "truncate_prompt_tokens": 5, **asked}
+    assert own.post(TEXT, cut).json()["usage"]["prompt_tokens"] == 5
 
 
 def test_no_request_builds_a_drafter(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:

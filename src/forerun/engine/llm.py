@@ -240,6 +240,12 @@ class LLM:
         encode = partial(self._reader.encode, "prompt", add_special_tokens=False)
         return conversation(self.tokenizer, messages, tools, template, encode)
 
+    def read_prompt(self, prompt: Prompt, sampling_params: SamplingParams) -> dict[str, Any]:
+        """A prompt as `chat_prompt` gives one: its text, where it is read whole, and the token ids that are read.
+        ArgumentError: it is empty or does not fit."""
+        text, ids = self._reader.tokens(prompt, sampling_params)
+        return {"prompt": text, "prompt_token_ids": ids}
+
     def grammar_mark(self, text: str) -> str:
         """How a grammar (`StructuredOutputs.grammar`) names `text` for this model's tokenizer, which may have a special
         token for it."""

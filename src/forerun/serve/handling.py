@@ -52,8 +52,11 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     params = _params(session, body, limit, body.logprobs)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    _check_scored(params, sum(map(len, prompts)))
+    named: list[dict[str, Any]]
     named = [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
+    if params.prompt_logprobs is not None:  # so many for each token
+        named = [session.engine.llm.read_prompt(one, params) for one in named]
+        _check_scored(params, sum(len(one["prompt_token_ids"]) for one in named))
     return [_job(session, body, prompt, params) for prompt in named]
 
 
@@ -143,7 +146,7 @@ def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: 
 
 
 def _check_scored(params: SamplingParams, length: int) -> None:
-    """Refuse more log-probabilities of prompts than one request may cost; `length`: of all prompts."""
+    """Refuse more log-probabilities of prompts than one request may cost; `length`: of all prompts, tokens."""
     numbers = 0 if params.prompt_logprobs is None else length * (params.prompt_logprobs + 1)
     if numbers > MAX_SCORED:
         message = f"{numbers} log-probabilities of prompts are asked for, at most {MAX_SCORED} in one request: "
