@@ -57,8 +57,9 @@ class ChatFormat:
         """Whether marks that must be seen are special tokens, which are left out of texts."""
         wanted = [] if self.format is None else [self.format.mark, *self.format.marks]
         wanted += [] if self.marks is None else [self.marks.open, self.marks.close]
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        return not special.isdisjoint(wanted)
+        if not wanted:
+            return False
+        return any(token.special and token.content in wanted for token in tokenizer.added_tokens_decoder.values())
 
     def constrained(
         self, body: ChatRequest, own: StructuredOutputs | None, mark: Callable[[str], str]
@@ -123,10 +124,8 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
     return ChatFormat(prompt=prompt, format=calls, marks=marks, inside=inside)
 
 
-def reasoning_tokens(chat_format: ChatFormat, answer: CompletionOutput) -> int:
-    """How many tokens of an answer are reasoning, marks included."""
-    reader = chat_format.reader()
-    reader.whole(answer.text)
+def reasoning_tokens(reader: PieceReader, answer: CompletionOutput) -> int:
+    """How many tokens of an answer, which `reader` has read, are reasoning, marks included."""
     starts = accumulate((len(token.text) for token in answer.tokens[:-1]), initial=0)
     return sum(start < reader.incoming.reasoned for start in starts) if answer.tokens else 0
 

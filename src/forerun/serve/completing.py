@@ -178,10 +178,10 @@ class ChatWriter(Writer):
     ) -> None:
         super().__init__(body, model, tokenizer)
         self._chat_format = chat_format
-        self._streams = defaultdict[int, tuple[PieceReader, MessageWriter]](self._stream)
+        self._readers = defaultdict[int, tuple[PieceReader, MessageWriter]](self._reading)
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        reader, message = self._stream()
+        reader, message = self._readers[index]
         return {
             "index": index,
             "message": message.message(reader.whole(answer.text)),
@@ -195,7 +195,7 @@ class ChatWriter(Writer):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
-        reader, message = self._streams[index]
+        reader, message = self._readers[index]
         pieces = reader.feed(chunk.text)
         if chunk.finish_reason is not None:
             pieces += reader.close()
@@ -208,9 +208,9 @@ class ChatWriter(Writer):
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         if self._chat_format.marks is None:
             return None
-        return sum(reasoning_tokens(self._chat_format, answer) for answer in _answers(outputs))
+        return sum(reasoning_tokens(self._readers[answer.index][0], answer) for answer in _answers(outputs))
 
-    def _stream(self) -> tuple[PieceReader, MessageWriter]:
+    def _reading(self) -> tuple[PieceReader, MessageWriter]:
         return self._chat_format.reader(), MessageWriter(self._chat_format.new_id)
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:

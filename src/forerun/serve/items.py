@@ -157,7 +157,7 @@ class ResponsesWriter(ItemWriter):
     def _finished(self, output: RequestOutput) -> dict[str, Any]:
         answer = output.outputs[0]
         prompt, completion = len(output.prompt_token_ids), len(answer.token_ids)
-        reasoning = reasoning_tokens(self._chat_format, answer)
+        reasoning = reasoning_tokens(self._reader, answer)
         complete = answer.finish_reason == "stop"
         why = "max_output_tokens" if answer.finish_reason == "length" else answer.finish_reason
         return {
