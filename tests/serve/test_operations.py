@@ -152,7 +152,8 @@ def test_sigterm_drains_and_ends_with_zero(checkpoint: Path) -> None:
     try:
         wait_for(lambda: _health(url) == 200, seconds=60)
         body = {"prompt": "the", "max_tokens": 150, "ignore_eos": True, "n": 4}
-        thread = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body)))
+        ask = partial(httpx.post, url + "/v1/completions", json=body, timeout=60)
+        thread = threading.Thread(target=lambda: answers.append(ask()))
         thread.start()
         wait_for(lambda: "num_requests_running" in (text := httpx.get(url + "/metrics").text) and "} 4.0" in text)
         server.send_signal(signal.SIGTERM)
