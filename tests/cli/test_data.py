@@ -27,6 +27,7 @@ def chats(tmp_path: Path) -> Path:
 
 def test_prepare_writes_data_and_says_what_is_in_it(forerun: Forerun, chats: Path, tmp_path: Path) -> None:
     arguments: list[Any] = ["data", "prepare", chats, "--target", "demo", "--skip-bad", "--draft-vocab-size", 4000]
+    arguments += ["--chat-template-kwargs", '{"enable_thinking": false}']
     ran = forerun(*arguments, "--output", tmp_path / "a", "--json")
     said = json.loads(ran.out)
     assert ran.code == 0 and ran.out.count("\n") == 1 and "line 2" in ran.err
@@ -34,6 +35,7 @@ def test_prepare_writes_data_and_says_what_is_in_it(forerun: Forerun, chats: Pat
     assert (said["documents"], said["tokens"], said["skipped"]) == (2, data.num_tokens, 1)
     assert said["hash"] == data.hash and 0 < said["draft_vocabulary"]["coverage"] <= 1
     assert data.tokenizer.name == "demo"
+    assert data.manifest["options"]["chat_template_kwargs"] == {"enable_thinking": False}
     words = forerun(*arguments, "--output", tmp_path / "b")
     assert words.code == 0 and "2 documents" in words.out and "covers" in words.out and "1 records skipped" in words.out
 
@@ -51,6 +53,12 @@ def test_prepare_writes_data_and_says_what_is_in_it(forerun: Forerun, chats: Pat
         (["regenerate", "CHATS", "--output", "OUT", "--endpoint", "http://here"], "--model"),
         (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "--concurrency", "0"], "--concurrency"),
         (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "-n", "0"], "max_tokens"),
+        (["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--chat-template-kwargs", "on"], "is not JSON"),
+        (
+            ["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--chat-template-kwargs", '{"tools": 1}'],
+            "tools",
+        ),
+        (["regenerate", "CHATS", "--target", "demo", "--output", "OUT", "--chat-template-kwargs", "[]"], "JSON object"),
         (["regenerate", "CHATS", "--output", "OUT", "--endpoint", "here", "--model", "m", "--skip-bad"], "http://"),
     ],
 )
@@ -88,13 +96,14 @@ class Answering(BaseHTTPRequestHandler):
     """A server on this machine that answers everything with its length, and refuses what contains "no"."""
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
-        message = {"role": "assistant", "content": str(len(asked))}
-        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked, thinking = body["messages"][-1]["content"], body.get("chat_template_kwargs", {}).get("thinking", "")
+        message = {"role": "assistant", "content": f"{len(asked)}{thinking}"}
+        said = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
         self.send_response(422 if "no" in asked else 200)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(said)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(said)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Tests are quiet."""
@@ -123,3 +132,6 @@ def test_regenerate_at_an_endpoint(forerun: Forerun, server: str, tmp_path: Path
     assert written["messages"] == [{"role": "user", "content": "four"}, {"role": "assistant", "content": "4"}]
     limited = forerun(*arguments, "--limit", 1)
     assert limited.code == 0 and "1 were there already" in limited.out
+    output.unlink()
+    forerun(*arguments, "--limit", 1, "--chat-template-kwargs", '{"thinking": "on"}')
+    assert json.loads(output.read_text())["messages"][1]["content"] == "4on"

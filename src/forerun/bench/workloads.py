@@ -35,7 +35,7 @@ class Task:
         if self.text:
             return self.text
         messages = [message for question in self.questions for message in question]
-        if len(messages) > 1 or not isinstance(messages[0]["content"], str):
+        if len(messages) > 1:
             raise DataError(f"{self.id} is a conversation; a text can only be continued: leave --endpoint chat")
         return str(messages[0]["content"])
 

@@ -10,13 +10,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, SkipBad, SpeculationOptions
+from forerun.cli.options import (
+    LOADING,
+    SPECULATION,
+    Flag,
+    Json,
+    LoadOptions,
+    SkipBad,
+    SpeculationOptions,
+    json_object,
+)
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
     from forerun.training.data.regenerate import Plan
 
 LOCAL_CONCURRENCY, ENDPOINT_CONCURRENCY = 8, 32
+
+TemplateVariables = Annotated[
+    str | None,
+    Parameter(
+        allow_leading_hyphen=True,
+        help="JSON, variables of the chat template, e.g. '{\"enable_thinking\": false}'; of both verbs alike.",
+    ),
+]
 
 data = App(name="data", help="Prepare training data, or let the target write it.")
 
@@ -31,6 +48,7 @@ def prepare(
     skip_bad: SkipBad = False,
     last_turn_only: Flag = False,
     answer_tokens: int = 0,
+    chat_template_kwargs: TemplateVariables = None,
     draft_vocab_size: int | None = None,
     json: Json = False,
 ) -> int:
@@ -62,7 +80,7 @@ def prepare(
     from forerun.training.data.prepare import prepare as convert
 
     how: dict[str, Any] = {"max_length": max_length, "split_long": split_long, "last_turn_only": last_turn_only}
-    how |= {"answer_tokens": answer_tokens}
+    how |= {"answer_tokens": answer_tokens, "chat_template_kwargs": _variables(chat_template_kwargs)}
     tokenizer = session.load_tokenizer(target)
     known = TokenizerIdentity.of(tokenizer).vocab_size
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
@@ -132,6 +150,7 @@ class RegenerateOptions:
     """Same seed, same answers."""
     prompt_tokens: int = 64
     """Tokens of a plain text that are given; the target continues them."""
+    chat_template_kwargs: TemplateVariables = None
     limit: int | None = None
     """Only the first records of the file."""
     skip_bad: SkipBad = False
@@ -143,6 +162,10 @@ class RegenerateOptions:
             raise ArgumentError("--endpoint URL and --model NAME belong together")
         if self.concurrency is not None and self.concurrency < 1:
             raise ArgumentError(f"--concurrency must be at least 1, got {self.concurrency}")
+
+
+def _variables(given: str | None) -> dict[str, Any]:
+    return json_object(given, "--chat-template-kwargs") if given else {}
 
 
 @data.command
@@ -168,7 +191,8 @@ def regenerate(
 
     sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
     tokenizer = None if asked.target is None else session.load_tokenizer(asked.target)
-    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, params=SamplingParams(**sampling))
+    how: dict[str, Any] = {"params": SamplingParams(**sampling), "variables": _variables(asked.chat_template_kwargs)}
+    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, **how)
     with console.progress_bar("regenerating") as update:
 
         def tell(progress: Plan) -> None:

@@ -9,11 +9,12 @@ import asyncio
 import contextvars
 import ctypes
 import inspect
+import json
 import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -265,24 +266,57 @@ def conversation(
             token where it cannot be read as text, or whatever `encode` refuses.
     """
     ending = {"add_generation_prompt": True, "continue_final_message": False}
-    arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-    if reserved := sorted((arguments - ending.keys()) & variables.keys()):
-        raise ArgumentError(f"{', '.join(reserved)}: not a variable of the chat template; leave it out")
+    check_variables(tokenizer, variables.keys() - ending.keys())
     given = {"tools": list(tools or ()) or None, **ending, **variables}
 
     def applied(**options: Any) -> Any:
         try:
-            return tokenizer.apply_chat_template(list(messages), **given, **options)
+            return tokenizer.apply_chat_template(template_messages(tokenizer, messages), **given, **options)
         except Exception as error:  # a template is a program that came with the checkpoint
             raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
 
     text = applied(tokenize=False)
     ids, mark = encode(text), _written_mark(tokenizer, [messages, tools, variables])
     if mark is not None:
-        if _SANITIZE not in arguments:
+        if _SANITIZE not in _arguments(tokenizer):
             raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
         ids = applied(tokenize=True, return_dict=False, **{_SANITIZE: True})
     return {"prompt": text, "prompt_token_ids": list(ids)}
+
+
+def check_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> None:
+    """ArgumentError for names that are no variables of the chat template, but arguments of what renders it."""
+    if reserved := sorted((_arguments(tokenizer) | {"messages"}).intersection(names)):
+        raise ArgumentError(f"{', '.join(reserved)}: not a variable of the chat template; leave it out")
+
+
+def _arguments(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    return set(inspect.signature(tokenizer.apply_chat_template).parameters)
+
+
+_TEXT_ARGUMENTS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"  # In the templates that have arguments as text: DeepSeek's
+
+
+def template_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Messages as the chat template reads them: most want the arguments of calls as an object, some as JSON text."""
+    messages = list(messages)
+    if not any(message.get("tool_calls") for message in messages):
+        return messages
+    if _TEXT_ARGUMENTS not in tokenizer.get_chat_template(tools=[{}]):
+        return messages
+    return [_with_text_arguments(message) if message.get("tool_calls") else message for message in messages]
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = list[Any]()
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if not isinstance(arguments := function.get("arguments", ""), str):
+            function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
 
 
 def _written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:

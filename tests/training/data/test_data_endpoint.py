@@ -70,7 +70,8 @@ def assistant(text: str) -> dict[str, str]:
 def todo(folder: Path, records: list[Any], **more: Any) -> Plan:
     source = write_lines(folder / "in.jsonl", records)
     params = SamplingParams(**{"max_tokens": 1024, **more.pop("sampling", {})})
-    director = Director(tokenizer=byte_tokenizer(), prompt_tokens=4, params=params)
+    variables = more.pop("variables", {})
+    director = Director(tokenizer=byte_tokenizer(), prompt_tokens=4, params=params, variables=variables)
     return Plan(source, folder / "out.jsonl", director, **more)
 
 
@@ -115,6 +116,17 @@ def test_sampling_is_passed_on_and_each_question_has_a_seed_of_its_own(tmp_path:
     (tmp_path / "out.jsonl").unlink()
     ask(todo(tmp_path, [{"messages": TALK}]), plain)
     assert not {"seed", "temperature", "top_p", "tools"} & set(plain.bodies[0])
+
+
+def test_variables_of_the_chat_template_are_passed_on_with_conversations(tmp_path: Path) -> None:
+    server = Server()
+    work = todo(tmp_path, [{"prompt": "q"}, {"text": "once upon"}], variables={"enable_thinking": False})
+    ask(work, server, concurrency=1)
+    assert [body.get("chat_template_kwargs") for body in server.bodies] == [{"enable_thinking": False}, None]
+    plain = Server()
+    (tmp_path / "out.jsonl").unlink()
+    ask(todo(tmp_path, [{"prompt": "q"}]), plain)
+    assert "chat_template_kwargs" not in plain.bodies[0]
 
 
 def test_records_are_asked_at_once_but_not_more_than_allowed(tmp_path: Path) -> None:

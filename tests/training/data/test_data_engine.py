@@ -87,3 +87,27 @@ def test_an_interrupted_run_leaves_whole_lines_and_an_idle_engine(
     before = [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert 0 < len(before) < 6 and not llm.engine.busy
     assert sorted(line["id"] for line in run(llm, tmp_path, records)) == [str(n) for n in range(6)]
+
+
+def test_variables_of_the_chat_template_are_handed_to_it(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = llm.tokenizer.chat_template + "{{ 'the dog' if thinking else 'the cat' }}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    (line,) = run(llm, tmp_path, [{"prompt": "the log"}], variables={"thinking": True})
+    prompt = llm.chat_prompt(line["messages"][:1], thinking=True)
+    assert prompt["prompt"].endswith("the dog")
+    assert line["messages"][1]["content"] == llm.generate(prompt, GREEDY)[0].outputs[0].text
+
+
+def test_an_answer_whose_text_hides_a_control_token_is_a_failure(llm: LLM, tmp_path: Path) -> None:
+    """A reasoning model's marks, for example, without which its answer would be another text."""
+    hidden, shown = llm.tokenizer.pad_token_id, llm.tokenizer("a")["input_ids"][0]
+    sampled = SamplingParams(max_tokens=16, temperature=50.0, seed=1, allowed_token_ids=[hidden, shown])
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the cat"}])
+    plan = Plan(source, tmp_path / "out.jsonl", Director(tokenizer=llm.tokenizer, params=sampled))
+    with_engine(plan, llm)
+    assert (plan.failed, plan.written) == (1, 0)
+    assert "'<pad>' within its answer" in plan.complaints[0] and "--endpoint" in plan.complaints[0]
+    at_the_end = SamplingParams(max_tokens=3, temperature=0, allowed_token_ids=[hidden])
+    assert [line["messages"][1]["content"] for line in run(llm, tmp_path, [{"prompt": "a"}], params=at_the_end)] == [""]

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from forerun import demo
-from forerun.errors import DataError
+from forerun.errors import ArgumentError, DataError
 from forerun.training.data.prepare import Encoder
 from forerun.training.data.records import Record
 from forerun.training.data.store import UNWRITTEN
@@ -115,3 +115,92 @@ def test_the_end_of_a_truncated_answer_does_not_count() -> None:
     tokenizer = byte_tokenizer(MARKED)
     encoded = Encoder(tokenizer).encode(talk(*CHAT, truncated=True))
     assert counted(tokenizer, encoded) == ["yes</s>", "4"]
+
+
+THINKING = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% set thought = m.get('reasoning_content') or '' %}"
+    "<assistant>{% if loop.last %}{% if '</think>' in m['content'] %}{{ m['content'] }}{% else %}"
+    "<think>\n{{ thought.strip('\n') }}\n</think>\n\n{{ m['content'].lstrip('\n') }}{% endif %}"
+    "{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}</s>\n"
+    "{% else %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""As Qwen3's: the last answer begins with its thinking, which an answer without it gets empty."""
+
+
+def cut(**answer: Any) -> Record:
+    return talk(CHAT[1], {"role": "assistant", "content": "", **answer}, truncated=True)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, THINKING])
+@pytest.mark.parametrize("written", ["<think>\nlong", "<think>\nhm\n</think>\n\nye", "ye ", ""])
+def test_a_truncated_answer_is_its_prompt_and_what_was_written(template: str, written: str) -> None:
+    tokenizer = byte_tokenizer(template)
+    encoded = Encoder(tokenizer).encode(cut(content=written))
+    assert tokenizer.decode(encoded.tokens) == f"<user>hi</s>\n<assistant>{written}"
+    assert "".join(counted(tokenizer, encoded)) == written
+
+
+def test_a_truncated_answer_whose_thinking_was_told_apart_ends_where_it_was_cut() -> None:
+    tokenizer = byte_tokenizer(THINKING)
+    for answer, written in (
+        ({"reasoning_content": "long. "}, "<think>\nlong. "),
+        ({"reasoning_content": "hm", "content": "\nye"}, "<think>\nhm\n</think>\n\nye"),
+    ):
+        encoded = Encoder(tokenizer).encode(cut(**answer))
+        assert tokenizer.decode(encoded.tokens) == f"<user>hi</s>\n<assistant>{written}"
+        assert counted(tokenizer, encoded) == [written]
+    with pytest.raises(DataError, match=r"cut off.*does not show its reasoning_content.*--max-tokens"):
+        Encoder(byte_tokenizer(PLAIN)).encode(cut(reasoning_content="long"))
+
+
+def test_earlier_answers_of_a_truncated_conversation_count_unless_only_the_last_one_does() -> None:
+    for template in (PLAIN, MARKED):
+        tokenizer = byte_tokenizer(template)
+        record = talk(*CHAT, truncated=True)
+        assert counted(tokenizer, Encoder(tokenizer).encode(record)) == ["yes</s>", "4"]
+        assert counted(tokenizer, Encoder(tokenizer, last_turn_only=True).encode(record)) == ["4"]
+    with pytest.raises(DataError, match="begins with the assistant"):
+        Encoder(byte_tokenizer(MARKED)).encode(talk(CHAT[2], truncated=True))
+
+
+def test_truncated_texts_and_pairs_have_no_end() -> None:
+    tokenizer = byte_tokenizer(None)
+    encoded = Encoder(tokenizer).encode(talk(*CHAT[1:3], pair=("hi", "yes"), truncated=True))
+    assert counted(tokenizer, encoded) == ["yes"] and tokenizer.decode(encoded.tokens) == "hiyes"
+    for truncated, text in ((False, "abcd</s>"), (True, "abcd")):
+        encoded = Encoder(tokenizer).encode(Record(where="here", id="1", text="abcd</s>", truncated=truncated))
+        assert tokenizer.decode(encoded.tokens) == text and all(encoded.mask)
+
+
+CALLING = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% for call in m.get('tool_calls', []) %}{{ ARGUMENTS }}{% endfor %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "call.function.arguments | tojson",  # Llama, gpt-oss
+        "'<\uff5ctool\u2581calls\u2581begin\uff5c>'[:0] + call['function']['arguments']",  # DeepSeek
+    ],
+)
+def test_arguments_of_calls_are_rendered_as_the_model_writes_them(arguments: str) -> None:
+    tokenizer = byte_tokenizer(CALLING.replace("ARGUMENTS", arguments))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "é"}}}]}
+    encoded = Encoder(tokenizer).encode(talk(CHAT[1], call))
+    assert counted(tokenizer, encoded) == ['{"a": "é"}</s>']
+
+
+def test_variables_of_the_chat_template_are_handed_to_it() -> None:
+    tokenizer = byte_tokenizer(THINKING)
+    off = Encoder(tokenizer, variables={"enable_thinking": False}, answer_tokens=1)
+    assert tokenizer.decode(off.encode(talk(CHAT[1])).tokens[:-1]) == "<user>hi</s>\n<assistant><think>\n\n</think>\n\n"
+    assert counted(tokenizer, off.encode(talk(*CHAT[1:3]))) == ["yes</s>"]
+    assert counted(tokenizer, Encoder(tokenizer).encode(talk(*CHAT[1:3]))) == ["<think>\n\n</think>\n\nyes</s>"]
+    for name in ("tokenize", "add_generation_prompt", "messages"):
+        with pytest.raises(ArgumentError, match=f"{name}: not a variable of the chat template"):
+            Encoder(tokenizer, variables={name: True})

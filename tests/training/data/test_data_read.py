@@ -29,6 +29,7 @@ def records(path: Path, *, skip: bool = False) -> list[Record]:
         {"prompt": "hi", "response": "yes"},
         {"prompt": [TALK[0]], "completion": [TALK[1]]},
         {"question": "hi", "answer": "yes"},
+        {"question": "hi", "response": "yes"},
         {"prompt": "hi", "response": "yes", "messages": None, "text": None},
     ],
 )
@@ -150,3 +151,73 @@ def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
         records(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="directory"):
         records(tmp_path)
+
+
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return {**CALLED, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+
+
+def test_openai_s_messages_are_read_as_chat_templates_want_them(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i", "image_url": None}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts},
+        called('{"a": [1]}'),
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": ""}]},
+        called({"a": 1}),
+        TALK[1],
+    ]
+    (record,) = records(write_lines(tmp_path / "a.jsonl", [{"messages": messages}]))
+    assert record.messages[0] == {"role": "system", "content": "be brief"}
+    assert record.messages[1] == TALK[0]
+    assert record.messages[2]["tool_calls"] == called({"a": [1]})["tool_calls"]
+    assert record.messages[3]["tool_calls"] == [{"name": "f", "arguments": {}}]
+    assert record.messages[4]["tool_calls"] == called({"a": 1})["tool_calls"]
+
+
+@pytest.mark.parametrize("key", ["system", "system_prompt"])
+def test_a_system_prompt_beside_the_conversation_is_its_first_message(tmp_path: Path, key: str) -> None:
+    system = {"role": "system", "content": "be brief"}
+    entries = [
+        {key: "be brief", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        {key: "be brief", "question": "hi", "response": "yes"},
+        {key: "be brief", "prompt": "hi", "response": "yes"},
+        {key: "be long", "messages": [system, *TALK]},
+    ]
+    found = records(write_lines(tmp_path / "a.jsonl", entries))
+    assert [record.messages for record in found] == [(system, *TALK)] * 4
+    assert not any(record.pair for record in found), "a pair would leave it out"
+    (record,) = records(write_lines(tmp_path / "b.jsonl", [{key: "", "question": "hi", "response": "yes"}]))
+    assert record.messages == TALK
+
+
+@pytest.mark.parametrize("tools", ['[{"name": "add"}]', [{"name": "add"}]])
+def test_tools_may_be_json_text(tmp_path: Path, tools: Any) -> None:
+    (record,) = records(write_lines(tmp_path / "a.jsonl", [{"messages": list(TALK), "tools": tools}]))
+    assert record.tools == ({"name": "add"},)
+    for none in ("", "[]", []):
+        (record,) = records(write_lines(tmp_path / "a.jsonl", [{"messages": list(TALK), "tools": none}]))
+        assert record.tools == ()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 1 has a part .* 'image_url'"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "message 1 has a part of the type 'str'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 1 must be a string, got int"),
+        ({"messages": [TALK[0], called('{"a"')]}, "message 2 calls a tool with arguments that are no JSON"),
+        ({"messages": [TALK[0], called("[1]")]}, "message 2 calls a tool with arguments that are no JSON object"),
+        ({"messages": [TALK[0], {**CALLED, "tool_calls": "f()"}]}, "'tool_calls' of message 2 must be a list"),
+        ({"messages": list(TALK), "tools": "add"}, "'tools' is text, but no JSON"),
+        ({"messages": list(TALK), "tools": '{"name": "add"}'}, "'tools' must be a list of objects"),
+        ({"messages": list(TALK), "tools": ["add"]}, "'tools' must be a list of objects"),
+        ({"messages": list(TALK), "system": 3}, "must be a string, got int"),
+    ],
+)
+def test_what_a_chat_template_would_garble_is_refused(tmp_path: Path, entry: Any, message: str) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 1: .*{message}"):
+        records(write_lines(tmp_path / "a.jsonl", [entry]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forerun.engine.prompts import check_variables, template_messages
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
 from forerun.training.data.records import BadRecords, Message, Record, usable_records
@@ -46,14 +47,16 @@ def prepare(
     skip_bad: bool = False,
     last_turn_only: bool = False,
     answer_tokens: int = 0,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     name: str | None = None,
     on_record: Callable[[int], None] = lambda count: None,
 ) -> Prepared:
     """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`;
     the manifest calls it `name`. What is beyond `max_length` tokens is cut off, or split into further documents. A
-    conversation that ends with its user gets room for an answer of `answer_tokens`, written while a head trains;
-    `on_record` is told the number of records so far, after each. DataError for unusable input, or nothing left to learn
-    from; ArgumentError if `output` holds something."""
+    conversation that ends with its user gets room for an answer of `answer_tokens`, written while a head trains.
+    `chat_template_kwargs`: variables of the chat template, such as ``enable_thinking``. `on_record` is told the number
+    of records so far, after each. DataError for unusable input, or nothing left to learn from; ArgumentError if
+    `output` holds something."""
     if max_length < 2:
         raise ArgumentError(f"max_length must be at least 2 tokens, got {max_length}")
     if answer_tokens < 0:
@@ -64,7 +67,8 @@ def prepare(
     for index, path in enumerate(files):
         if path.resolve() in {other.resolve() for other in files[:index]}:
             raise DataError(f"data file {path} is named twice")
-    encoder = Encoder(tokenizer, last_turn_only=last_turn_only, answer_tokens=answer_tokens)
+    variables = dict(chat_template_kwargs or {})
+    encoder = Encoder(tokenizer, last_turn_only=last_turn_only, answer_tokens=answer_tokens, variables=variables)
     bad = BadRecords(skip=skip_bad)
     options = {
         "max_length": max_length,
@@ -72,6 +76,7 @@ def prepare(
         "skip_bad": skip_bad,
         "last_turn_only": last_turn_only,
         "answer_tokens": answer_tokens,
+        "chat_template_kwargs": variables,
     }
     # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting,
     # and those whose answer is yet to be written.
@@ -112,7 +117,9 @@ def prepare(
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 NO_TEMPLATE = "a conversation, but the tokenizer has no chat template; use plain text or another target"
+NO_PROMPT = "the conversation begins with the assistant, so its first answer has no prompt"
 _REMEDY = "use a template that marks the assistant's words with {% generation %} ... {% endgeneration %}, or "
+_END = "\ue000end\ue000"  # Stands behind the last piece of a rendered answer, where no text has it
 
 
 class Encoded(NamedTuple):
@@ -127,13 +134,19 @@ class Encoder:
 
     Where the chat template marks the assistant's words (``{% generation %}``), transformers says which tokens those
     are; where it does not, the conversation is rendered prefix by prefix, and that is refused where prefixes do not fit
-    into one another.
+    into one another. `variables` are the chat template's; ArgumentError for what cannot be one.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, last_turn_only: bool = False, answer_tokens: int = 0
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        last_turn_only: bool = False,
+        answer_tokens: int = 0,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.variables = tokenizer, dict(variables or {})
+        check_variables(tokenizer, self.variables)
         self.last_turn_only, self.answer_tokens = last_turn_only, answer_tokens
         self._special = frozenset(int(token) for token in tokenizer.added_tokens_decoder)
 
@@ -141,21 +154,16 @@ class Encoder:
         """Token ids and mask of a record; DataError without an assistant turn, a chat template, or a usable mask."""
         if not record.messages:
             tokens, given = self._ids(record.text), record.prompt_tokens
-            encoded = Encoded(tokens, [index >= given for index in range(len(tokens))])
-        elif not self.tokenizer.chat_template and record.pair is not None:
+            # A tokenizer may close a text, but what a limit cut off has no end.
+            while record.truncated and tokens and tokens[-1] in self.tokenizer.all_special_ids:
+                tokens.pop()
+            return Encoded(tokens, [index >= given for index in range(len(tokens))])
+        if not self.tokenizer.chat_template and record.pair is not None:
             prompt, answer = self._ids(record.pair[0]), self._ids(record.pair[1], special=False)
-            if self.tokenizer.eos_token_id is not None:
+            if self.tokenizer.eos_token_id is not None and not record.truncated:
                 answer.append(int(self.tokenizer.eos_token_id))
-            encoded = Encoded(prompt + answer, [False] * len(prompt) + [True] * len(answer))
-        else:
-            encoded = self._encode_chat(record)
-        if record.truncated:
-            # Not counted: the end-of-turn tokens by which the template closed an answer that a limit had cut off.
-            last = next((i for i in range(len(encoded.mask) - 1, -1, -1) if encoded.mask[i]), -1)
-            while last >= 0 and encoded.mask[last] and encoded.tokens[last] in self._special:
-                encoded.mask[last] = False
-                last -= 1
-        return encoded
+            return Encoded(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+        return self._encode_chat(record)
 
     def _encode_chat(self, record: Record) -> Encoded:
         if not self.tokenizer.chat_template:
@@ -171,10 +179,42 @@ class Encoder:
                 "--answer-tokens leaves room for one that is written while a head trains)"
             )
         messages = record.messages[: turns[-1] + 1]
+        if record.truncated:
+            return self._encode_cut(messages, turns, record)
+        return self._masked(messages, turns[-1:] if self.last_turn_only else turns, record)
+
+    def _encode_cut(self, messages: Sequence[Message], turns: Sequence[int], record: Record) -> Encoded:
+        """Of a last answer that a limit cut off there is what was written behind its prompt, and no end of its turn."""
+        if len(messages) == 1:
+            raise DataError(NO_PROMPT)
+        earlier = () if self.last_turn_only else turns[:-1]
+        prompt = self._masked(messages[:-1], earlier, record, add_generation_prompt=True)
+        written = self._ids(self._written(messages, record), special=False)
+        return Encoded(prompt.tokens + written, prompt.mask + [True] * len(written))
+
+    def _written(self, messages: Sequence[Message], record: Record) -> str:
+        """The text of the last answer; where its thinking was told apart, as the template shows both, up to the end of
+        what came last."""
+        *before, answer = messages
+        if not answer.get("reasoning_content"):
+            return str(answer["content"])
+        last = "content" if answer["content"] else "reasoning_content"
+        marked = [*before, {**answer, last: f"{answer[last]}{_END}"}]
+        prompt = self._rendered(before, record, add_generation_prompt=True, tokenize=False)
+        whole, found, _ = self._rendered(marked, record, tokenize=False).partition(_END)
+        if not found or not whole.startswith(prompt):
+            raise DataError(
+                f"the last answer was cut off, and the chat template does not show its {last} behind the prompt as it "
+                "was written; let the target write longer answers (forerun data regenerate --max-tokens)"
+            )
+        return str(whole[len(prompt) :])
+
+    def _masked(self, messages: Sequence[Message], turns: Sequence[int], record: Record, **ending: Any) -> Encoded:
+        """Messages of which the `turns` count; `ending`: how the rendering ends, where not with the last of them."""
         template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
-        if self.last_turn_only or not MARKER.search(template):
-            return self._by_prefixes(messages, turns[-1:] if self.last_turn_only else turns, record)
-        rendered = self._rendered(messages, record, return_assistant_tokens_mask=True)
+        if self.last_turn_only or not turns or not MARKER.search(template):
+            return self._by_prefixes(messages, turns, record, **ending)
+        rendered = self._rendered(messages, record, return_assistant_tokens_mask=True, **ending)
         mask = [bool(counted) for counted in rendered["assistant_masks"]]
         if not any(mask):
             raise DataError(
@@ -183,20 +223,20 @@ class Encoder:
             )
         return Encoded(list(rendered["input_ids"]), mask)
 
-    def _by_prefixes(self, messages: Sequence[Message], turns: Iterable[int], record: Record) -> Encoded:
-        tokens = self._rendered(messages, record)["input_ids"]
+    def _by_prefixes(self, messages: Sequence[Message], turns: Sequence[int], record: Record, **ending: Any) -> Encoded:
+        tokens = list(self._rendered(messages, record, **ending)["input_ids"])
         mask = [False] * len(tokens)
         for turn in turns:
             if turn == 0:
-                raise DataError("the conversation begins with the assistant, so its first answer has no prompt")
+                raise DataError(NO_PROMPT)
             prompt = self._rendered(messages[:turn], record, add_generation_prompt=True)["input_ids"]
-            last, part = turn == len(messages) - 1, f"messages 1 to {turn + 1}"
-            answered = tokens if last else self._rendered(messages[: turn + 1], record)["input_ids"]
+            whole, part = turn == len(messages) - 1 and not ending, f"messages 1 to {turn + 1}"
+            answered = tokens if whole else self._rendered(messages[: turn + 1], record)["input_ids"]
             self._check_prefix(prompt, answered, f"the prompt for message {turn + 1}", part)
             self._check_prefix(answered, tokens, part, "the whole conversation")
             for index in range(len(prompt), self._stop(tokens, len(prompt), len(answered))):
                 mask[index] = True
-        if not any(mask):
+        if turns and not any(mask):
             raise DataError("the chat template renders every answer of this conversation as nothing")
         return Encoded(tokens, mask)
 
@@ -223,7 +263,8 @@ class Encoder:
         return last + 1
 
     def _rendered(self, messages: Sequence[Message], record: Record, **options: Any) -> Any:
-        return apply_template(self.tokenizer, messages, record.tools, tokenize=True, return_dict=True, **options)
+        how = {"tokenize": True, "return_dict": True, **self.variables, **options}
+        return apply_template(self.tokenizer, messages, record.tools, **how)
 
     def _ids(self, text: str, *, special: bool = True) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -237,6 +278,6 @@ def apply_template(
 
     tools = [dict(tool) for tool in tools]
     try:
-        return tokenizer.apply_chat_template(list(messages), tools=tools or None, **options)
+        return tokenizer.apply_chat_template(template_messages(tokenizer, messages), tools=tools or None, **options)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"the chat template refuses the conversation: {error}") from error

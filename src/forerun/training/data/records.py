@@ -17,9 +17,9 @@ SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
-    **{"system": "system", "developer": "developer"},
+    **dict.fromkeys(("system", "developer"), "system"),
 }
-"""Who is meant by ShareGPT's ``from``, and by ``role``."""
+"""Who is meant by ShareGPT's ``from``, and by ``role``; chat templates know no developer, who is their system."""
 NAMES = ("id", "conversation_id", "uuid", "question_id", "task_id")
 """Keys that an entry may be named by."""
 EXAMPLES_KEPT = 5
@@ -164,24 +164,19 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     # Parquet fills what a row lacks with None.
     entry = {key: item for key, item in value.items() if item is not None}
     name = next((str(entry[key]) for key in NAMES if key in entry), fallback_id)
-    tools = tuple(entry["tools"]) if isinstance(entry.get("tools"), list) else ()
     common: dict[str, Any] = {"where": where, "id": name, "category": str(entry.get("category", ""))}
     common["truncated"] = bool(entry.get("truncated", False))
-    for key in ("messages", "conversations"):
-        if key in entry:
-            return Record(**common, messages=_messages(entry[key], key), tools=tools)
-    if "turns" in entry:
-        return Record(**common, messages=_turns(entry["turns"]))
-    if "question" in entry:
-        return Record(**common, messages=_messages(_asked(entry["question"], entry.get("answer")), "question"))
-    if "prompt" in entry:
-        messages, pair = _from_pair(entry)
-        return Record(**common, messages=messages, tools=tools, pair=pair)
+    messages, pair = _conversation(entry)
+    if messages:
+        system = entry.get("system") or entry.get("system_prompt")
+        if system and messages[0]["role"] != "system":
+            messages, pair = (_message({"role": "system", "content": system}, 0), *messages), None
+        return Record(**common, messages=messages, tools=_tools(entry.get("tools")), pair=pair)
     if "text" not in entry:
         raise DataError(
             f"no usable key among {sorted(map(str, entry))}; expected one of: 'messages' (role/content), "
-            "'conversations' (from/value), 'turns' (what a user asks), 'question' with or without 'answer', 'prompt' "
-            "with 'completion' or 'response', 'text'"
+            "'conversations' (from/value), 'turns' (what a user asks), 'question' with or without 'answer' or "
+            "'response', 'prompt' with 'completion' or 'response', 'text'"
         )
     text, count = entry["text"], entry.get("prompt_tokens", 0)
     if not isinstance(text, str) or not text:
@@ -189,6 +184,30 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise DataError(f"'prompt_tokens' must be a whole number of tokens, at least 0, got {count!r}")
     return Record(**common, text=text, prompt_tokens=count)
+
+
+def _conversation(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:
+    """The messages of an entry, none where it is no conversation; and prompt and completion, where it was that."""
+    for key in ("messages", "conversations"):
+        if key in entry:
+            return _messages(entry[key], key), None
+    if "turns" in entry:
+        return _turns(entry["turns"]), None
+    if "question" in entry:
+        asked = _asked(entry["question"], entry.get("answer", entry.get("response")))
+        return _messages(asked, "question"), None
+    return _from_pair(entry) if "prompt" in entry else ((), None)
+
+
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """A list of JSON schemas, or the text of one; nothing is none."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value else value or []
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"'tools' is text, but no JSON ({_brief(error)}); expected a list of tools") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"'tools' must be a list of objects, or the JSON text of one; got {str(tools)[:80]!r}")
+    return tuple(tools)
 
 
 def _messages(value: Any, key: str) -> tuple[Message, ...]:
@@ -205,7 +224,7 @@ def _turns(value: Any) -> tuple[Message, ...]:
 
 
 def _asked(question: Any, answer: Any) -> list[Message]:
-    """A question and, where there is one, its answer, as in GSM8K."""
+    """A question and, where there is one, its answer, as in GSM8K and OpenOrca."""
     answered = [] if answer is None else [{"role": "assistant", "content": answer}]
     return [{"role": "user", "content": question}, *answered]
 
@@ -221,9 +240,47 @@ def _message(value: Any, number: int) -> Message:
     content = message.pop("value", None) if "value" in message else message.pop("content", None)
     if content is None and not message.get("tool_calls"):
         raise DataError(f"message {number} ({role}) has no content")
-    if content is not None and not isinstance(content, str | list):
+    calls = {"tool_calls": _calls(message.pop("tool_calls"), number)} if "tool_calls" in message else {}
+    return {"role": role, "content": _joined(content, number), **message, **calls}
+
+
+def _joined(content: Any, number: int) -> str:
+    """The text of a message: a string, or the parts of one, as OpenAI has them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
         raise DataError(f"the content of message {number} must be a string, got {type(content).__name__}")
-    return {"role": role, "content": "" if content is None else content, **message}
+    texts = list[str]()
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(f"message {number} has a part of the type {kind!r}; expected parts of the type 'text'")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(value: Any, number: int) -> list[dict[str, Any]]:
+    """Calls of tools as chat templates read them: their arguments, which OpenAI has as JSON text, are objects."""
+    calls = list[dict[str, Any]]()
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise DataError(f"'tool_calls' of message {number} must be a list of objects, got {str(value)[:80]!r}")
+        calls.append(dict(call))
+        if isinstance(arguments := function.get("arguments"), str):
+            read = {**function, "arguments": _arguments(arguments, number)}
+            calls[-1] = {**call, "function": read} if "function" in call else read
+    return calls
+
+
+def _arguments(text: str, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"message {number} calls a tool with arguments that are no JSON ({_brief(error)})") from error
+    if not isinstance(found, dict):
+        raise DataError(f"message {number} calls a tool with arguments that are no JSON object: {text[:80]!r}")
+    return found
 
 
 def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:

@@ -13,10 +13,11 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forerun.engine.prompts import check_variables
 from forerun.errors import ArgumentError, DataError, ForerunError
 from forerun.training.data.records import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
 from forerun.types import SamplingParams
@@ -99,7 +100,9 @@ def with_engine(todo: Plan, llm: LLM, *, concurrency: int = 8) -> Plan:
             question = _next(script, answer)
             if isinstance(question, Question):
                 talk = question.messages
-                prompt = llm.chat_prompt(talk, question.tools or None) if talk else question.prompt
+                prompt: Any = question.prompt
+                if talk:
+                    prompt = llm.chat_prompt(talk, question.tools or None, **question.variables)
                 running[llm.submit(prompt, question.params)] = (record, script)
                 return
         except ForerunError as error:
@@ -120,13 +123,31 @@ def with_engine(todo: Plan, llm: LLM, *, concurrency: int = 8) -> Plan:
                     if chunk.error is not None:
                         todo.finish(record, chunk.error, write)
                         continue
-                    todo.answers += 1
                     written = chunk.output.outputs[0]
+                    if mark := _hidden_mark(written.token_ids, llm.tokenizer):
+                        todo.finish(record, DataError(_HIDDEN.format(mark=mark)), write)
+                        continue
+                    todo.answers += 1
                     advance(record, script, Answer(written.text, written.finish_reason == "length"))
         finally:
             for request in running:
                 llm.abort(request)
     return todo
+
+
+_HIDDEN = (
+    "the target wrote the control token {mark!r} within its answer, which text leaves out; let a server answer that "
+    "has a reasoning parser (--endpoint), or the target while a head trains (objective.writer=target)"
+)
+
+
+def _hidden_mark(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The first special token of an answer that the text of it does not show; those at its end end it."""
+    special = {token: mark.content for token, mark in tokenizer.added_tokens_decoder.items() if mark.special}
+    marks = [special.get(token) for token in token_ids]
+    while marks and marks[-1] is not None:
+        marks.pop()
+    return next((mark for mark in marks if mark is not None), None)
 
 
 def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Plan:
@@ -244,7 +265,9 @@ class Endpoint:
         """Ask one question; DataError if it is refused, EndpointError if the endpoint stays busy or refuses all."""
         path = "/chat/completions" if question.messages else "/completions"
         sampling = {name: getattr(question.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
-        asked = {"messages": question.messages} if question.messages else {"prompt": question.prompt}
+        asked: dict[str, Any] = {"prompt": question.prompt}
+        if question.messages:
+            asked = {"messages": question.messages, "chat_template_kwargs": dict(question.variables) or None}
         body = {"model": self.model, "tools": question.tools or None, **asked, **sampling}
         response = await self._post(client, path, {key: value for key, value in body.items() if value is not None})
         try:
@@ -305,11 +328,14 @@ class Director:
     tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
     prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
     params: SamplingParams = SAMPLING  # Its seed is mixed with a record's id and turn: a resumed run asks the same
+    variables: Mapping[str, Any] = field(default_factory=dict)  # Of the chat template
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not self.params.max_tokens:
             given = f"{self.prompt_tokens} and {self.params.max_tokens}"
             raise ArgumentError(f"prompt_tokens and max_tokens must be at least 1, got {given}")
+        if self.tokenizer is not None:
+            check_variables(self.tokenizer, self.variables)
 
     def script(self, record: Record) -> Script:
         """The questions of one record; advancing it raises DataError where nothing can be answered."""
@@ -364,7 +390,7 @@ class Director:
         if params.seed is not None:
             digest = hashlib.sha256(f"{params.seed}/{record.id}/{turn}".encode()).digest()
             params = replace(params, seed=int.from_bytes(digest[:4], "big") >> 1)  # below 2**31
-        return Question(messages=messages, tools=record.tools, prompt=prompt, params=params)
+        return Question(messages=messages, tools=record.tools, variables=self.variables, prompt=prompt, params=params)
 
 
 def _askable(messages: Sequence[Message]) -> list[Message]:
@@ -389,6 +415,7 @@ class Question:
 
     messages: tuple[Message, ...]  # The conversation so far; empty for plain text
     tools: tuple[Mapping[str, Any], ...]
+    variables: Mapping[str, Any]  # Of the chat template, besides these
     prompt: str  # The text to continue, where there is no conversation
     params: SamplingParams
 
