@@ -158,13 +158,13 @@ def test_a_missing_directory_is_no_hub_id(name: Any) -> None:
 def test_a_hub_id_is_downloaded_without_pickles(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns, ignore_patterns))
         return str(head)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert differences(sample(PLAIN), read_head("owner/head")) == []
-    assert asked == [("owner/head", ["*.json", "*.safetensors"])]
+    assert asked == [("owner/head", ["*.json", "*.safetensors"], ["*/*"])]
 
 
 def test_differences_are_named_and_counted_in_bits() -> None:

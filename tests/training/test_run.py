@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError, OutOfMemoryError
+from forerun.manifests import TokenizerIdentity
 from forerun.training import run
+from forerun.training.data.store import write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationSettings, read_recipe
 from forerun.training.run import load_target
@@ -143,6 +145,16 @@ def test_every_stored_dtype_is_planned_and_trained(
     assert main(made) == 0
     losses = logged(tmp_path / "run", "loss")
     assert losses and all(0 < loss < 10 for loss in losses)
+
+
+def test_prompts_of_another_tokenizer_are_refused(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "prompts"
+    identity = TokenizerIdentity(name="other", vocab_size=40, vocabulary="v", template="t")
+    write_prepared(other, [([1, 2, 3], [False, True, True])], identity)
+    assert main([*words(target, prepared, tmp_path / "run", 1), f"evaluation.prompts={other}"]) == 2
+    assert "was prepared with the tokenizer of 'other'" in capsys.readouterr().err
 
 
 def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:

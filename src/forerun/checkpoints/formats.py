@@ -243,7 +243,7 @@ def folder_of(path: str | Path) -> Path:
     from forerun.model.load import explained
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
     except Exception as error:
         raise explained(path, error) from error
 

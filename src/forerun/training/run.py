@@ -29,7 +29,7 @@ from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
 from forerun.training.data.on_policy import Writer
 from forerun.training.data.store import UNWRITTEN, PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, checkpoint_directory, describe
+from forerun.training.features.store import FeatureStore, describe, loaded_from
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
@@ -60,8 +60,8 @@ class Run:
         settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
         self.objective: Objective = make_objective(self.module, FrozenTarget.of(self.model), settings)
         self.batches = RunBatches(self, tokenizer)
-        prompts = recipe.evaluation.prompts
-        self.prompts = None if prompts is None else PreparedData(prompts)  # What is decoded while training
+        prompts = recipe.evaluation.prompts  # What is decoded while training
+        self.prompts = None if prompts is None else PreparedData(prompts, tokenizer=tokenizer)
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
         """Train, take the best weights, write what is finished. The outcome, for a report."""
@@ -168,7 +168,7 @@ class RunBatches(Batches):
         if recipe.features is None:
             self.source = OnlineFeatures(run.model, trained.boundaries)
         else:
-            directory, size = checkpoint_directory(recipe.target), text_config(run.model).hidden_size
+            directory, size = loaded_from(recipe.target), text_config(run.model).hidden_size
             wanted = describe(directory, recipe.target, tokenizer, run.data, trained.boundaries, hidden_size=size)
             self.source = FeatureStore(recipe.features, wanted)
 

@@ -395,6 +395,23 @@ def test_the_description_of_a_run_names_what_it_depends_on(tmp_path: Path) -> No
         describe(tmp_path, "a/b", tokenizer, Documents(()), (1,), hidden_size=64)
 
 
+def test_a_hub_id_is_fetched_without_the_same_weights_in_other_layouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "chat_template.jinja"]
+    others = ["original/model.safetensors", "metal/model.safetensors", "consolidated.safetensors", "model.bin"]
+
+    def download(name: str, **patterns: Any) -> str:
+        assert sorted(filter_repo_objects(wanted + others, **patterns)) == sorted(wanted)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert checkpoint_directory("owner/target") == tmp_path
+
+
 def test_the_next_batch_is_read_while_this_one_trains(store: FeatureStore) -> None:
     """By the step that follows; whatever is asked for instead is read then, and damage is told of when it is."""
     batches, asked, features = RunBatches.__new__(RunBatches), list[int](), store.features

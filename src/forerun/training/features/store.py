@@ -430,6 +430,10 @@ def check_lengths(lengths: Sequence[int], limit: int) -> None:
             )
 
 
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+_UNWANTED = ["*/*", "consolidated*"]  # The same weights once more, in their makers' own layout; a * is any folder, too
+
+
 def checkpoint_directory(target: str | Path) -> Path:
     """The target's files: a directory, a shipped model by its name, or a hub id, fetched; or CheckpointError."""
     name = demo.resolve(target)
@@ -440,7 +444,7 @@ def checkpoint_directory(target: str | Path) -> Path:
 
     check_directory(name)
     try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        return Path(snapshot_download(str(name), allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except Exception as error:
         raise explained(name, error) from error
 
