@@ -161,3 +161,20 @@ def test_agreement_and_overlap_are_counted_by_row_and_skipped_rows_are_zero() ->
     assert found.overlap[0] == pytest.approx(1.0, abs=1e-6)
     assert found.overlap[1] < 0.01
     assert found.overlap[2] == 0.0
+
+
+@pytest.mark.parametrize("divergence", list(Divergence), ids=str)
+def test_autocast_rounds_no_loss(divergence: Divergence) -> None:
+    """States of one 1 make logits that bfloat16 holds exactly, so that nothing else rounds."""
+    size = 300
+    hidden, logits, wanted = torch.eye(ROWS, size), 8 * drawn(ROWS, size, seed=1), 8 * drawn(ROWS, size, seed=2)
+    student, teacher = torch.zeros(size, size), torch.zeros(size, size)
+    student[:, :ROWS], teacher[:, :ROWS] = logits.T.bfloat16(), wanted.T.bfloat16()
+
+    def losses() -> Tensor:
+        return soft_loss(hidden, student, torch.ones(ROWS), Teacher(hidden=hidden, weight=teacher), divergence).losses
+
+    expected = losses()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = losses()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

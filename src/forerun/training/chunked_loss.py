@@ -252,7 +252,8 @@ def _loss_and_gradient(logits: Tensor, probs: _Probs | None, ids: Tensor | None,
     best = logits.argmax(-1, keepdim=True)
     losses = logits.gather(-1, best).squeeze(-1)
     if probs is not None:
-        losses -= (logits @ probs.renormalised.transpose(1, 2)).squeeze(-1)
+        with torch.autocast(logits.device.type, enabled=False):  # Rounded to half precision it is off by 0.06 nats
+            losses -= (logits @ probs.renormalised.transpose(1, 2)).squeeze(-1)
     if ids is not None:
         losses -= logits.gather(-1, ids[..., None]).squeeze(-1)
     student = torch.softmax(logits, -1, out=logits)
