@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, Objective, TokenBatch, working_dtype
@@ -172,6 +174,24 @@ class DecoderObjective(Objective):
             skip_unknown=self.settings.skip_unreachable,
             paths=paths,
         )
+
+
+def computed(run: Callable[..., Any], *given: Tensor, again: bool) -> Any:
+    """`run` of what is given; `again`: once more in the backward pass, instead of keeping its insides."""
+    return checkpoint(run, *given, use_reentrant=False) if again else run(*given)
+
+
+def chain_metrics(counts: Tensor, agrees: Tensor, overlap: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """``acceptance_D``: how often a chain of the likeliest tokens got to depth D; ``overlap_D``: the chance that a
+    token drawn there is accepted. Of what counts, agrees and overlaps at each depth, (D, ..)."""
+    # A chain that begins before the answer has depths that do not count: no such chain is drafted.
+    drafted = counts.cummin(0).values
+    survives, metrics = agrees.cumprod(0) * drafted, {}
+    for depth, seen in enumerate(counts):
+        metrics[f"acceptance_{depth}"] = (survives[depth].sum(), drafted[depth].sum().float())
+        if overlap is not None:
+            metrics[f"overlap_{depth}"] = ((overlap[depth] * seen).sum(), seen.sum().float())
+    return metrics
 
 
 def check_unrolling(steps: int, decay: float) -> None:

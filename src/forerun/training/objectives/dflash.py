@@ -15,13 +15,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.dflash import DFlashHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, TokenBatch
 from forerun.training.chunked_loss import Paths, VocabularyLoss
-from forerun.training.objectives.base import DecoderObjective, DecoderSettings, counted, evenly
+from forerun.training.objectives.base import DecoderObjective, DecoderSettings, chain_metrics, computed, counted, evenly
 from forerun.types import LAST_HIDDEN
 
 
@@ -69,13 +68,8 @@ class DFlashObjective(DecoderObjective):
         gamma = math.inf if self.settings.gamma is None else self.settings.gamma
         weights = torch.tensor([math.exp(-depth / gamma) for depth in range(depths)], device=blocks.output.device)
         found = self._loss(blocks, blocks.counted * weights, batch)
-        agrees, overlap = (part.view(blocks.counted.shape) for part in (found.agrees, found.overlap))
-        drafted, survives = blocks.counted.cummin(-1).values, agrees.cumprod(-1)
-        metrics = {}
-        for depth in range(depths):
-            seen = blocks.counted[..., depth]
-            metrics[f"acceptance_{depth}"] = ((survives * drafted)[..., depth].sum(), drafted[..., depth].sum().float())
-            metrics[f"overlap_{depth}"] = ((overlap[..., depth] * seen).sum(), seen.sum().float())
+        agrees, overlap = (part.view(blocks.counted.shape).movedim(-1, 0) for part in (found.agrees, found.overlap))
+        metrics = chain_metrics(blocks.counted.movedim(-1, 0), agrees, overlap)
         return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
 
     def blocks(self, batch: FeatureBatch) -> Blocks:
@@ -103,7 +97,7 @@ class DFlashObjective(DecoderObjective):
             return self.head.block(embeds, self.head.angles(positions, embeds), attend)
 
         embeds = self.embed(ids.flatten(1)).to(fused.dtype)
-        output = checkpoint(run, embeds, use_reentrant=False) if self.settings.gradient_checkpointing else run(embeds)
+        output = computed(run, embeds, again=self.settings.gradient_checkpointing)
         output = output.view(*anchors.shape, size, -1)[:, :, self.head.first : self.head.first + depths]
         each = torch.stack([counted(tokens, depth - 1).gather(1, anchors) for depth in range(depths)], -1)
         return Blocks(anchors=anchors, counted=each & chosen.unsqueeze(-1), output=output)

@@ -21,7 +21,7 @@ from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.masks import AttentionMask, MaskStyle
 from forerun.model.support import refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
-from forerun.training.chunked_loss import VocabularyLoss, soft_loss
+from forerun.training.chunked_loss import VocabularyLoss, hard_loss, soft_loss
 from forerun.training.features.online import additive_mask, packed_mask
 from forerun.training.objectives.base import DistanceSettings, FrozenTarget, counted
 from forerun.training.objectives.conditional_drop import Masked
@@ -65,6 +65,17 @@ class DraftStates:
     def linear(self, states: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
         """`FrozenTarget.linear` of the model's own output head as it is now."""
         return FrozenTarget.of(self.model).linear(states, vocabulary)
+
+    def loss(
+        self, states: Tensor, counts: Tensor, batch: FeatureBatch, target: FrozenTarget, learn_from: str
+    ) -> VocabularyLoss:
+        """Of its `states` (B, S, H) where `counts` (B, S): cross-entropy to the `target` as it was, or, as `learn_from`
+        says, to the data."""
+        hidden, weight = self.linear(states, len(target.lm_head))
+        shares = counts.flatten().float()
+        if learn_from == "data":
+            return hard_loss(hidden, weight, shares, batch.batch.tokens.roll(-1, 1).flatten())
+        return soft_loss(hidden, weight, shares, target.teacher(batch.features[LAST_HIDDEN], None))
 
     def _dtype(self, batch: TokenBatch) -> torch.dtype:
         return working_dtype(batch.tokens.device, self.model.dtype)

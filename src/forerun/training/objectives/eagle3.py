@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.base import Advanced
 from forerun.drafters.heads.eagle import EagleHead
@@ -27,7 +26,9 @@ from forerun.training.objectives.base import (
     FrozenTarget,
     ahead,
     behind,
+    chain_metrics,
     check_unrolling,
+    computed,
     counted,
     unrolled_weights,
 )
@@ -81,14 +82,9 @@ class Eagle3Objective(DecoderObjective):
         last = batch.features[LAST_HIDDEN]
         steps = list(self.unroll(batch))
         shares = torch.tensor(self.settings.weights, device=last.device).view(-1, 1, 1)
-        found = self._loss(steps, torch.stack([step.counted for step in steps]) * shares, last)
-        metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        drafted, survives = torch.ones_like(batch.batch.loss_mask), torch.ones_like(found.agrees[0])
-        for step, agrees, overlap in zip(steps, found.agrees, found.overlap, strict=True):
-            # A chain that begins before the answer has steps that are not counted: no such chain is drafted.
-            drafted, survives = drafted & step.counted, survives * agrees
-            metrics[f"acceptance_{step.step}"] = (survives.sum(), drafted.sum().float())
-            metrics[f"overlap_{step.step}"] = (overlap.sum(), step.counted.sum().float())
+        counts = torch.stack([step.counted for step in steps])
+        found = self._loss(steps, counts * shares, last)
+        metrics = chain_metrics(counts, found.agrees, found.overlap)
         return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
 
     def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
@@ -135,9 +131,7 @@ class Eagle3Objective(DecoderObjective):
             return (result.feature, result.output, *own)
 
         flat = [tensor for step in past for tensor in step]
-        if not self.settings.gradient_checkpointing:
-            return run(features, *flat)
-        found: tuple[Tensor, ...] = checkpoint(run, features, *flat, use_reentrant=False)
+        found: tuple[Tensor, ...] = computed(run, features, *flat, again=self.settings.gradient_checkpointing)
         return found
 
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:

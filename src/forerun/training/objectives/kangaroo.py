@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.base import AdapterHead
 from forerun.errors import UnsupportedModelError
 from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import soft_loss
-from forerun.training.objectives.base import DistanceSettings, FrozenTarget, counted
+from forerun.training.objectives.base import DistanceSettings, FrozenTarget, computed, counted
 from forerun.training.objectives.eagle3 import blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 
@@ -53,9 +52,7 @@ class KangarooObjective(Objective):
 
         states = batch.features[boundary]
         features = self.head.fuse([states.to(working_dtype(states.device, self.head.weight.dtype))])
-        if not self.settings.gradient_checkpointing:
-            return run(features)
-        found: Tensor = checkpoint(run, features, use_reentrant=False)
+        found: Tensor = computed(run, features, again=self.settings.gradient_checkpointing)
         return found
 
     def __call__(self, batch: FeatureBatch) -> LossReport:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from forerun.model.layers import base_of, captured, layers_of, norm_after_layers
 from forerun.model.support import text_config
 from forerun.training.batch import FeatureBatch, LossReport, Objective
-from forerun.training.chunked_loss import VocabularyLoss, hard_loss, soft_loss
+from forerun.training.chunked_loss import VocabularyLoss
 from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, counted
 from forerun.training.objectives.distill import DraftStates
-from forerun.types import LAST_HIDDEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +86,7 @@ class LayerSkipObjective(Objective):
         return list(every)
 
     def _loss(self, states: Tensor, counts: Tensor, batch: FeatureBatch) -> VocabularyLoss:
-        """The sum over the counted tokens, from states (B, S, H) behind the final norm."""
-        hidden, weight = self.reader.linear(states, len(self.target.lm_head))
-        shares = counts.flatten().float()
-        if self.settings.learn_from == "data":
-            return hard_loss(hidden, weight, shares, batch.batch.tokens.roll(-1, 1).flatten())
-        return soft_loss(hidden, weight, shares, self.target.teacher(batch.features[LAST_HIDDEN], None))
+        return self.reader.loss(states, counts, batch, self.target, self.settings.learn_from)
 
     @contextmanager
     def _dropping(self, rows: int) -> Iterator[None]:

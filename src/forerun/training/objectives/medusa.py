@@ -11,13 +11,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.medusa import MedusaHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import hard_loss
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, counted
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, chain_metrics, computed, counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,19 +47,17 @@ class MedusaObjective(Objective):
         features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
         features = features.to(working_dtype(features.device, self.head.weight.dtype))
         depths = self.head.config.num_heads
-        if not self.settings.gradient_checkpointing:
-            return self.head.states(features, depths)
-        found: Tensor = checkpoint(self.head.states, features, depths, use_reentrant=False)
+        again = self.settings.gradient_checkpointing
+        found: Tensor = computed(lambda features: self.head.states(features, depths), features, again=again)
         return found
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The weighted sum over all depths and counted tokens, and how often a chain got to each depth."""
         tokens, losses, weights = batch.batch, list[Tensor](), list[Tensor]()
-        metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        drafted, survives = torch.ones_like(tokens.loss_mask), torch.ones_like(tokens.loss_mask, dtype=torch.float32)
+        counts, agrees = list[Tensor](), list[Tensor]()
         for depth, states in enumerate(self.states(batch).unbind(2)):
-            counts = counted(tokens, depth)
-            shares = counts * self.settings.decay**depth
+            counts.append(counted(tokens, depth))
+            shares = counts[-1] * self.settings.decay**depth
             wanted = ahead(tokens.tokens, depth + 2, 0)
             output = self.head.output_weight(depth)
             found = hard_loss(
@@ -72,7 +69,6 @@ class MedusaObjective(Objective):
             )
             losses.append(found.loss)
             weights.append(found.weights.sum())
-            # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
-            drafted, survives = drafted & counts, survives * found.agrees.view_as(survives)
-            metrics[f"acceptance_{depth}"] = (survives.sum(), drafted.sum().float())
+            agrees.append(found.agrees.view_as(shares))
+        metrics = chain_metrics(torch.stack(counts), torch.stack(agrees))
         return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)

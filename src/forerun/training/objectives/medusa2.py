@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from forerun.drafters.heads.medusa import MedusaHead
 from forerun.training.batch import FeatureBatch, LossReport, Objective
-from forerun.training.chunked_loss import VocabularyLoss, hard_loss, soft_loss
 from forerun.training.objectives.base import FrozenTarget, counted
 from forerun.training.objectives.distill import DraftStates
 from forerun.training.objectives.medusa import MedusaObjective, MedusaSettings
@@ -95,18 +94,10 @@ class Medusa2Objective(Objective):
         else:
             states = self.reader.states(batch.batch)
             heads = self.heads(replace(batch, features={LAST_HIDDEN: states}))
-            own = self._own(states, counts, batch)
+            own = self.reader.loss(states, counts, batch, self.target, self.settings.learn_from)
             loss = own.loss + joint * self.settings.head_weight * heads.loss
             known = seen if self.settings.learn_from == "target" else torch.zeros_like(seen)
             target = {"loss": (own.loss.detach(), seen), "agrees": (own.agrees.sum(), known)}
             target["overlap"] = (own.overlap.sum(), known)
         metrics = {**heads.metrics, **{f"target_{name}": pair for name, pair in target.items()}}
         return LossReport(loss=loss, weight=seen, metrics=metrics)
-
-    def _own(self, states: Tensor, counts: Tensor, batch: FeatureBatch) -> VocabularyLoss:
-        """The target's own loss, from its states (B, S, H) as they are now."""
-        hidden, weight = self.reader.linear(states, len(self.target.lm_head))
-        shares = counts.flatten().float()
-        if self.settings.learn_from == "data":
-            return hard_loss(hidden, weight, shares, batch.batch.tokens.roll(-1, 1).flatten())
-        return soft_loss(hidden, weight, shares, self.target.teacher(batch.features[LAST_HIDDEN], None))

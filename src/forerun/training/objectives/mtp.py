@@ -12,12 +12,18 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport
 from forerun.training.chunked_loss import hard_loss
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, check_unrolling, unrolled_weights
+from forerun.training.objectives.base import (
+    FrozenTarget,
+    ObjectiveSettings,
+    ahead,
+    chain_metrics,
+    check_unrolling,
+    unrolled_weights,
+)
 from forerun.training.objectives.eagle3 import Eagle3Objective
 
 
@@ -74,9 +80,5 @@ class MtpObjective(Eagle3Objective):
             wanted.flatten(),
             temperature=self.target.temperature,
         )
-        metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
-        reached, survives = counts.cumprod(0), found.agrees.view_as(shares).cumprod(0)
-        for step, drafted, right in zip(steps, reached, survives, strict=True):
-            metrics[f"acceptance_{step.step}"] = (right.sum(), drafted.sum().float())
+        metrics = chain_metrics(counts, found.agrees.view_as(shares))
         return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)

@@ -13,11 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.peagle import PEagleHead
 from forerun.training.batch import FeatureBatch, LossReport
-from forerun.training.objectives.base import DecoderObjective, DecoderSettings, ahead
+from forerun.training.objectives.base import DecoderObjective, DecoderSettings, ahead, computed
 from forerun.training.objectives.conditional_drop import Masked, check_drop
 from forerun.types import LAST_HIDDEN
 
@@ -75,5 +74,4 @@ class PEagleObjective(DecoderObjective):
             return self.head.read(embeds, features, self.head.angles(positions, embeds), attend)
 
         embeds = self.embed(ids).to(fused.dtype)
-        kept_less = self.settings.gradient_checkpointing
-        return masked, checkpoint(run, embeds, fused, use_reentrant=False) if kept_less else run(embeds, fused)
+        return masked, computed(run, embeds, fused, again=self.settings.gradient_checkpointing)

@@ -12,12 +12,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.base import RecurrentHead
 from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import soft_loss
-from forerun.training.objectives.base import DistanceSettings, FrozenTarget, ahead, counted
+from forerun.training.objectives.base import DistanceSettings, FrozenTarget, ahead, chain_metrics, computed, counted
 from forerun.training.objectives.eagle3 import blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 
@@ -41,17 +40,16 @@ class RecurrentObjective(Objective):
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The sum over all depths and counted predictions, and how often a chain got to each depth."""
         tokens, last, losses, weights = batch.batch, batch.features[LAST_HIDDEN], list[Tensor](), list[Tensor]()
-        metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        drafted, survives = torch.ones_like(tokens.loss_mask), torch.ones_like(tokens.loss_mask, dtype=torch.float32)
+        counts, agrees, overlap = list[Tensor](), list[Tensor](), list[Tensor]()
         for depth, states in enumerate(self.outputs(batch)):
-            counts, output, (weight, bias) = counted(tokens, depth), states, self.head.output_head(depth)
+            seen, output, (weight, bias) = counted(tokens, depth), states, self.head.output_head(depth)
             if bias is not None:  # as one more entry of every state, which is 1
                 output = torch.cat([states, torch.ones_like(states[..., :1])], -1)
                 weight = torch.cat([weight, bias.unsqueeze(1)], 1)
             found = soft_loss(
                 output.flatten(0, 1),
                 weight,
-                counts.flatten().float(),
+                seen.flatten().float(),
                 self.target.teacher(ahead(last, depth + 1, 0.0), None),
                 self.settings.divergence,
                 self.settings.lk_decay,
@@ -59,10 +57,10 @@ class RecurrentObjective(Objective):
             )
             losses.append(found.loss)
             weights.append(found.weights.sum())
-            # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
-            drafted, survives = drafted & counts, survives * found.agrees.view_as(survives)
-            metrics[f"acceptance_{depth}"] = (survives.sum(), drafted.sum().float())
-            metrics[f"overlap_{depth}"] = (found.overlap.sum(), counts.sum().float())
+            counts.append(seen)
+            agrees.append(found.agrees.view_as(seen))
+            overlap.append(found.overlap.view_as(seen))
+        metrics = chain_metrics(torch.stack(counts), torch.stack(agrees), torch.stack(overlap))
         return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)
 
     def outputs(self, batch: FeatureBatch) -> tuple[Tensor, ...]:
@@ -86,9 +84,7 @@ class RecurrentObjective(Objective):
             return tuple(found)
 
         features = self.head.fuse([state.to(dtype) for state in states])
-        if not self.settings.gradient_checkpointing:
-            return run(features)
-        outputs: tuple[Tensor, ...] = checkpoint(run, features, use_reentrant=False)
+        outputs: tuple[Tensor, ...] = computed(run, features, again=self.settings.gradient_checkpointing)
         return outputs
 
     def _embed(self, ids: Tensor, depth: int) -> Tensor:
