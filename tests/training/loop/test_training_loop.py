@@ -21,6 +21,7 @@ from forerun.errors import ArgumentError, NumericError
 from forerun.training.batch import FeatureBatch, LossReport, Objective
 from forerun.training.loop import trainer
 from forerun.training.loop.checkpoint import weights_of
+from forerun.training.loop.distributed import Parallel
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import Muon, build_optimizers, moved_by_muon
 from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
@@ -299,12 +300,24 @@ def test_run_json_says_what_the_run_was_made_of(tmp_path: Path) -> None:
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     toy = Toy()
     toy.head.lm_head.weight = toy.head.embed_tokens.weight
-    assert "lm_head.weight" not in weights_of(toy.head)
+    assert "lm_head.weight" not in weights_of(toy.head, Parallel())
     train(toy, Numbers(), settings(steps=1), tmp_path)
     again = Toy()
     again.head.lm_head.weight = again.head.embed_tokens.weight
     train(again, Numbers(), settings(steps=1), tmp_path)
     assert torch.equal(again.head.lm_head.weight, toy.head.lm_head.weight)
+
+
+def test_only_the_first_process_copies_what_is_saved() -> None:
+    head = Toy().head
+    copies, held = weights_of(head, Parallel()), head.state_dict()
+    assert copies.keys() == held.keys()
+    for name, copy in copies.items():
+        assert (
+            torch.equal(copy, held[name])
+            and copy.untyped_storage().data_ptr() != held[name].untyped_storage().data_ptr()
+        )
+    assert weights_of(head, Parallel(rank=1, world=2)) == {}
 
 
 def test_an_objective_that_is_a_module_does_not_make_the_target_ours(tmp_path: Path) -> None:

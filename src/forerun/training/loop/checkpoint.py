@@ -71,9 +71,13 @@ def save(
     recipe: Mapping[str, Any],
 ) -> Path:
     """Write ``output/checkpoint-<step>``; all processes must call it. CheckpointError if the disk refuses."""
-    weights, names = weights_of(module), {id(parameter): name for name, parameter in module.named_parameters()}
+    weights, names = (
+        weights_of(module, parallel),
+        {id(parameter): name for name, parameter in module.named_parameters()},
+    )
     held = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
-    moments = {f"{name}|{kind}": whole(value) for name, state in held for kind, value in sorted(state.items())}
+    moments = {f"{name}|{kind}": value for name, state in held for kind, value in sorted(state.items())}
+    moments = whole(moments, parallel)
     states = parallel.collect(capture_random())
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
     folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
@@ -82,7 +86,7 @@ def save(
 
 def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:
     """Write the weights alone to ``output/best``, with ``best.json``; as `save`."""
-    weights, record = weights_of(module), {"step": step, "values": dict(values)}
+    weights, record = weights_of(module, parallel), {"step": step, "values": dict(values)}
     return parallel.on_first(lambda: _write(output / "best", {MODEL: weights}, {"best.json": record}))
 
 
@@ -95,20 +99,24 @@ def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapp
     return folder
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A detached, full, contiguous copy on the CPU. All processes must call it if sharded."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    # Views of one storage, which safetensors refuses, become tensors of their own.
-    return tensor.cpu().contiguous().clone()
+def whole(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
+    """Full copies on the CPU of the first process, none on the others, by name. All processes must call it."""
+    found = {}
+    for name, tensor in tensors.items():
+        full = tensor.detach()
+        if isinstance(full, DTensor):
+            full = full.full_tensor()
+        if parallel.first:
+            # Views of one storage, which safetensors refuses, become tensors of their own.
+            found[name] = full.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return found
 
 
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """name -> full tensor on the CPU, of parameters and persistent buffers; tied ones once, by their first name."""
+def weights_of(module: nn.Module, parallel: Parallel) -> dict[str, Tensor]:
+    """`whole` of parameters and persistent buffers; tied ones once, by their first name."""
     state = module.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(state.items())}
-    return {name: whole(state[name]) for name in first_names.values()}
+    return whole({name: state[name] for name in first_names.values()}, parallel)
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
