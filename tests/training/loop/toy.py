@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,12 @@ FLOAT = {"dtype": "float32", "learning_rate": 1e-2, "muon_learning_rate": 1e-2, 
 
 
 class Head(nn.Module):
-    """Names as in a real head: an embedding, layers, a norm, an output head, a frozen part, a buffer."""
+    """As a real head: a configuration, an embedding, layers, a norm, an output head, a frozen part, a buffer."""
 
     def __init__(self, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(seed)
+        self.config = SimpleNamespace(vocab_size=VOCABULARY)
         self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList([nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)])
         self.norm = nn.LayerNorm(WIDTH)

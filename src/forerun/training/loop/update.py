@@ -97,14 +97,24 @@ MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
 """Arguments of `torch.optim.Muon`; a group that was loaded holds more."""
 
 
-def embeds(name: str) -> bool:
-    """Whether a parameter is an embedding's, of tokens or positions, by its dotted name."""
-    return any("embed" in part or part in ("wte", "wpe") for part in name.split("."))
+def embeddings(module: nn.Module) -> set[str]:
+    """Names of the parameters of embeddings, of tokens or positions."""
+    own = {id(one) for part in module.modules() if isinstance(part, nn.Embedding) for one in part.parameters()}
+    return {name for name, parameter in module.named_parameters() if id(parameter) in own}
 
 
-def moved_by_muon(name: str, parameter: Tensor) -> bool:
-    """True for the two-dimensional matrices of the layers: neither embeddings nor output heads."""
-    return parameter.ndim == 2 and not embeds(name) and not {"lm_head", "output_head"} & set(name.split("."))
+def moved_by_muon(module: nn.Module) -> set[str]:
+    """Names of the two-dimensional matrices of layers: neither embeddings nor what has a row for each token, as an
+    output head does."""
+    configs = [getattr(part, "config", None) for part in module.modules()]
+    sizes = {getattr(config, key, None) for config in configs for key in ("vocab_size", "draft_vocab_size")}
+    embedded = embeddings(module)
+    return {
+        name
+        for name, parameter in module.named_parameters()
+        # A draft vocabulary may be as large as a layer is wide, and layers have no rows for tokens.
+        if parameter.ndim == 2 and name not in embedded and ("layers" in name.split(".") or len(parameter) not in sizes)
+    }
 
 
 def build_optimizers(
@@ -116,15 +126,16 @@ def build_optimizers(
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon":
-        matrices = _by_part([pair for pair in named if moved_by_muon(*pair)], parts)
-        named = [pair for pair in named if not moved_by_muon(*pair)]
+        moved = moved_by_muon(module)
+        matrices = _by_part([pair for pair in named if pair[0] in moved], parts)
+        named = [pair for pair in named if pair[0] not in moved]
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
         options |= {"lr": settings.muon_learning_rate, "adjust_lr_fn": "match_rms_adamw"}
         optimizers += [Muon(matrices, **options)] if matrices else []
-    groups = []
+    groups, embedded = [], embeddings(module)
     # Embeddings, norms and biases are not pulled to zero; output heads are.
     for pulled, decay in ((True, settings.weight_decay), (False, 0.0)):
-        members = [pair for pair in named if (pair[1].ndim >= 2 and not embeds(pair[0])) == pulled]
+        members = [pair for pair in named if (pair[1].ndim >= 2 and pair[0] not in embedded) == pulled]
         groups += [{**group, "weight_decay": decay} for group in _by_part(members, parts)]
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True))
