@@ -4,7 +4,8 @@
     .venv/bin/python benchmarks/training/gains.py --seconds 900
 
 DistillSpec on the draft model that ships, AdaSPEC for as many steps, LayerSkip on the target, and EAGLE-3 with and
-without text that target and head write together, from the start or going on from --head. Every run is a `forerun train`
+without text that target and head write together, from the start or going on from --head: beside one that never sees
+such text, and one for which the target answers prompts before, within the same time. Every run is a `forerun train`
 into --work; Ctrl-C ends it after its step, and the same command goes on for the seconds that are left. What is finished
 is only measured anew.
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import gc
 import shlex
+import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -38,6 +41,11 @@ from forerun.training.loop.checkpoint import checkpoints
 TEMPERATURES = (0.0, 1.0)
 CHAIN = 5
 """Tokens drafted, by whomever."""
+ANSWER = 250
+"""Most tokens of an answer to a prompt for an edit."""
+ANSWERED, TIMES = 1000, 4
+"""Prompts for edits that the target answers before training, in about a minute, and how often each answer stands in the
+data: together as often as all 4,000 prompts stand in those of train-with-decode."""
 LOOP = ("windows={length: 512, rows: 2}", "training={schedule: linear, warmup_steps: 20, save_every_s: 120}")
 """How every run trains."""
 FRESH = "draft.options={fc_norm: true, norm_output: true}"
@@ -66,6 +74,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
         "eagle3",
         (*HEAD, "objective.writer=target", "objective.written=0", "objective.reuse=2", "objective.at_once=64"),
     ),
+    "eagle3-answered": ("eagle3", HEAD),
 }
 """Name of a run -> the kind that is trained, and what its recipe says besides `LOOP`."""
 
@@ -106,22 +115,45 @@ class Bench:
         """A target that is decoded."""
         return LLM(model, max_num_seqs=8, max_model_len=1024 + self.arguments.tokens, enable_prefix_caching=False)
 
-    def texts(self, name: str, *more: str) -> Path:
-        """What the data were made of, as it is, nobody has let the target answer it: the files, and `more`."""
-        output, made_of = self.arguments.work / name, self.arguments.data.parent
+    def made_of(self, part: str) -> Path:
+        """A part of what the data were made of, as it is: nobody has let the target answer it."""
+        found: Path = self.arguments.data.parent / f"{part}.jsonl"
+        return found
+
+    def texts(self, name: str, *more: Path) -> Path:
+        """The files as training data, and `more` beside them."""
+        output = self.arguments.work / name
         if not output.exists():
-            files = [str(made_of / f"{part}.jsonl") for part in ("pieces", "library", *more)]
+            files = [str(path) for path in (self.made_of("pieces"), self.made_of("library"), *more)]
             self._forerun("data", "prepare", *files, "--target", self.arguments.target, "--output", str(output),
-                          "--max-length", "512", "--split-long", "--answer-tokens", "250")  # fmt: skip
+                          "--max-length", "512", "--split-long", "--answer-tokens", str(ANSWER))  # fmt: skip
         return output
 
-    def run(self, name: str, *words: str, data: Path | None = None, steps: int | None = None) -> Path:
-        """Train for the seconds that are asked for, or so many steps; the output. SystemExit: it was stopped, or failed
-        and has said why."""
+    def answered(self) -> tuple[list[Path], float]:
+        """`ANSWERED` prompts for edits with the target's answers, `TIMES` files of them, and the seconds that answering
+        took."""
+        output = self.arguments.work / "answered.jsonl"
+        took = output.with_suffix(".seconds")
+        if not took.exists():
+            began = time.perf_counter()
+            self._forerun("data", "regenerate", str(self.made_of("edits")), "--target", self.arguments.target,
+                          "--output", str(output), "--limit", str(ANSWERED), "--max-tokens", str(ANSWER),
+                          "--temperature", "1", "--concurrency", "64")  # fmt: skip
+            took.write_text(f"{time.perf_counter() - began:.1f}")
+        copies = [output.with_stem(f"answered-{number}") for number in range(TIMES)]
+        for copy in copies:
+            shutil.copyfile(output, copy)
+        return copies, float(took.read_text())
+
+    def run(
+        self, name: str, *words: str, data: Path | None = None, steps: int | None = None, spent: float = 0.0
+    ) -> Path:
+        """Train for the seconds that are asked for, less those `spent`, or so many steps; the output. SystemExit: it
+        was stopped, or failed and has said why."""
         asked, output = self.arguments, self.arguments.work / name
         kind, own = RUNS[name]
         given = [word.removeprefix(f"{name}:") for word in asked.set if word.startswith(f"{name}:")]
-        budget = f"training.seconds={asked.seconds}" if steps is None else f"training.steps={steps}"
+        budget = f"training.seconds={asked.seconds - spent:g}" if steps is None else f"training.steps={steps}"
         self._forerun("train", kind, *LOOP, *own, budget, *words, *given,
                       "--target", asked.target, "--data", str(data or asked.data), "--output", str(output))  # fmt: skip
         return output
@@ -209,22 +241,32 @@ def layerskip(bench: Bench) -> None:
 
 def decode(bench: Bench) -> None:
     """EAGLE-3 that learns from files and from what target and head write together behind prompts for edits, of which
-    nobody has answers, against one that learns from the files alone."""
+    nobody has answers, against one that learns from the files alone, and one that also has the answers which the target
+    gave before, in a part of the time."""
     start = bench.arguments.head
     begin = FRESH if start is None else f"draft.start={start}"
-    data = {"eagle3-decode": bench.texts("texts-and-prompts", "edits"), "eagle3": bench.texts("texts")}
-    heads = {name: str(bench.run(name, begin, data=folder) / "head") for name, folder in data.items()}
+    prompts = bench.made_of("edits")
+    answers, spent = bench.answered()
+    runs = {
+        "eagle3-decode": bench.run("eagle3-decode", begin, data=bench.texts("texts-and-prompts", prompts)),
+        "eagle3": bench.run("eagle3", begin, data=bench.texts("texts")),
+        "eagle3-answered": bench.run(
+            "eagle3-answered", begin, data=bench.texts("texts-and-answers", *answers), spent=spent
+        ),
+    }
+    heads = {name: str(output / "head") for name, output in runs.items()}
     if start is not None:
-        heads["eagle3, both before"] = start
-    asked = {"": [*bench.prompts, *bench.edits], ", files": bench.prompts, ", edits": bench.edits}
-    for where, prompts in asked.items():
+        heads["eagle3, all before"] = start
+    judged = {"": [*bench.prompts, *bench.edits], ", files": bench.prompts, ", edits": bench.edits}
+    for where, texts in judged.items():
         found = [
-            bench.measure(name + where, {"method": "eagle3", "model": head}, prompts=prompts)
+            bench.measure(name + where, {"method": "eagle3", "model": head}, prompts=texts)
             for name, head in heads.items()
         ]
         if not where:
-            what = "mean acceptance length, EAGLE-3 with train-with-decode / without"
-            bench.compare(what, 1.05, found[0], found[1])
+            what = "mean acceptance length, EAGLE-3 with train-with-decode / "
+            bench.compare(what + "without", 1.05, found[0], found[1])
+            bench.compare(what + "prompts answered before", 1.0, found[0], found[2])
 
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {"distill": distill, "layerskip": layerskip, "decode": decode}

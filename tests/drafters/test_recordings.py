@@ -114,8 +114,8 @@ def test_a_replay_drafts_what_a_run_would(
     for how in (Recordings(None), recordings):
         llm, drafts = engine(options, how, made)
         texts = [
-            answers(llm, [(4, 45)], settings),
-            answers(llm, [(5, 60), (40, 8), (9, 30), (3, 12), (12, 25)], settings),
+            answers(llm, [(4, 40)], settings),
+            answers(llm, [(5, 34), (40, 6), (9, 20), (3, 8), (12, 14)], settings),
         ]
         found.append((texts, drafts))
     assert found[0] == found[1]
