@@ -143,7 +143,7 @@ def test_gradient_checkpointing_reaches_the_head(converted: Any, monkeypatch: py
         calls.append(arguments)
         return _torch_checkpoint(*arguments, **keywords)
 
-    monkeypatch.setattr("forerun.training.objectives.eagle3.checkpoint", counted)
+    monkeypatch.setattr("forerun.training.objectives.base.checkpoint", counted)
     converted.train()
     plain = converted(text()).loss
     assert not calls
