@@ -37,7 +37,7 @@ LEADER_BOARD = {
     "hydra": ("training.optimizer=adamw", "draft.options={num_heads: 5}"),
     "mlp_speculator": ("training.optimizer=adamw", "draft.options={n_predict: 5}"),
     "dflash": ("draft.options={block_size: 8, num_hidden_layers: 3}", "objective={anchors: 64}"),
-    "dspark": ("draft.options={block_size: 7, num_hidden_layers: 3}",),
+    "dspark": ("draft.options={block_size: 7, num_hidden_layers: 3}", "training.learning_rate=4.0e-3"),
     "domino": ("draft.options={block_size: 8, num_hidden_layers: 3}",),
     "dflash2": ("draft.options={block_size: 8, num_hidden_layers: 3}",),
     "kangaroo": (),
