@@ -29,6 +29,8 @@ PROMPT_TOKENS = 96
 ANSWER_TOKENS = 160
 EDIT_TOKENS = 600
 TEMPERATURE = 0.8
+TABLES = "training.learning_rate=4.0e-3"
+"""Of heads with tables of the vocabulary, which AdamW moves beside Muon."""
 LEADER_BOARD = {
     "eagle3": ("draft.options={fc_norm: true, norm_output: true}", "objective={steps: 5, decay: 0.8}"),
     "eagle": (),
@@ -37,9 +39,9 @@ LEADER_BOARD = {
     "hydra": ("training.optimizer=adamw", "draft.options={num_heads: 5}"),
     "mlp_speculator": ("training.optimizer=adamw", "draft.options={n_predict: 5}"),
     "dflash": ("draft.options={block_size: 8, num_hidden_layers: 3}", "objective={anchors: 64}"),
-    "dspark": ("draft.options={block_size: 7, num_hidden_layers: 3}", "training.learning_rate=4.0e-3"),
-    "domino": ("draft.options={block_size: 8, num_hidden_layers: 3}",),
-    "dflash2": ("draft.options={block_size: 8, num_hidden_layers: 3}",),
+    "dspark": ("draft.options={block_size: 7, num_hidden_layers: 3}", TABLES),
+    "domino": ("draft.options={block_size: 8, num_hidden_layers: 3}", TABLES),
+    "dflash2": ("draft.options={block_size: 8, num_hidden_layers: 3}", TABLES),
     "kangaroo": (),
     "pard": ("training.optimizer=adamw", "training.learning_rate=5.0e-4", "draft.options={layers: 2}"),
 }

@@ -73,7 +73,7 @@ def demo(
     Parameters
     ----------
     scale
-        Enlarge the model to about this many billion parameters first, and EAGLE-3 heads with it. Its answers stay the
+        Enlarge the model to about this many billion parameters first, and its heads with it. Its answers stay the
         same, its cost becomes real.
     prompt_name
         Which shipped held-out file to continue ("chunk.py"), or which edit to ask for in a chat ("constant-2").
