@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, model
+from drafters.test_skip_layers import deep
 from drafters.tied import SPEED
 from engine.conftest import checkpoint, draft_checkpoint
 from forerun import LLM, SamplingParams, devices
@@ -173,6 +174,33 @@ def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
     most = len(prompts) * llm.target.num_layers
     assert len(forwards) <= most, "prompts run as they come, all other passes are replayed"
     assert not caplog.records, "no recording failed"
+
+
+def test_sub_layers_that_are_only_tried_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SWIFT judges a candidate in a few steps: what is recorded of it would hardly be replayed."""
+    candidates, kept = set[Any](), set[Any]()
+    draft = Target.draft
+
+    def noted(self: Target, rows: Any, nodes: Any, plan: Any, *head: Any, tried: bool = False) -> Any:
+        (candidates if tried else kept).add(plan)
+        return draft(self, rows, nodes, plan, *head, tried=tried)
+
+    monkeypatch.setattr(Target, "draft", noted)
+    config = {
+        "method": "skip_layers",
+        "search": "swift",
+        "skip_ratio": 0.3,
+        "search_window": 6,
+        "adaptive": False,
+        "num_speculative_tokens": 2,
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    with (device := SimulatedDevice()), recording(device):
+        llm = LLM(moved(deep()), tokenizer=False, speculative_config=config, max_model_len=64, self_check=False)
+        for _ in range(2):
+            llm.generate(as_prompts(PROMPTS[:1]), params)
+        recorded = {key[0][1] for key in llm.target.recordings._known if key[0][0] == "part"}
+    assert candidates - kept and recorded and recorded <= kept
 
 
 DRAFT_MODELS = [one for one in EVERY if str(one) in ("draft_model-chain", "draft_model-iid-tree", "tli-chain")]
