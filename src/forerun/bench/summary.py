@@ -114,20 +114,26 @@ def _part(answers: Sequence[Answer], seconds: float | None) -> dict[str, Any]:
     return found
 
 
+def older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Those loads of an older record that have one of the `labels`. ArgumentError: none has."""
+    known = {load["load"]: load for load in before.get("loads", ())}
+    found = {label: known[label] for label in labels if label in known}
+    if not found:
+        raise ArgumentError(
+            f"the older result has nothing to compare with: it holds {', '.join(known) or 'no load'}, asked for is "
+            f"{', '.join(labels)}"
+        )
+    return found
+
+
 def worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -> list[str]:
     """What is worse than in an older record of the same loads by more than `tolerance`, a share; a sentence each.
     ArgumentError: the two have no load in common."""
-    old = {load["load"]: load for load in before.get("loads", ())}
-    common = [load for load in now["loads"] if load["load"] in old]
-    if not common:
-        raise ArgumentError(
-            f"nothing to compare: the older result has {', '.join(old) or 'no load'}, "
-            f"this one {', '.join(load['load'] for load in now['loads'])}"
-        )
-    found = []
-    for load in common:
+    loads, found = {load["load"]: load for load in now["loads"]}, []
+    for label, old in older_loads(before, [*loads]).items():
+        load = loads[label]
         for name, better in JUDGED.items():
-            new, was = load.get(name), old[load["load"]].get(name)
+            new, was = load.get(name), old.get(name)
             if new and was and better * (new - was) < -tolerance * was:
-                found.append(f"{load['load']}: {name} {was:.4g} -> {new:.4g} ({(new - was) / was:+.1%})")
+                found.append(f"{label}: {name} {was:.4g} -> {new:.4g} ({(new - was) / was:+.1%})")
     return found

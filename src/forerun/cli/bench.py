@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.bench.report import draw, shown, source_of, write_page
-from forerun.bench.summary import worse
+from forerun.bench.summary import older_loads, worse
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
@@ -122,7 +122,9 @@ def bench(
     loads, limits, asking = _loads(load), objectives(goodput), _asking(workload, load, sampling)
     check_plot(plot)
     check_plot(None if report is None else report.with_suffix(".svg"))
-    older = None if compare is None else _older(compare, loads)
+    older = None if compare is None else _read(compare)
+    if older is not None:
+        older_loads(older, [load.label for load in loads])
     tasks = read_workload(workload.workload, subset=workload.subset, split=workload.split)
     count, seed = workload.num_prompts, sampling.seed or 0
     asked = drawn(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=seed)
@@ -200,16 +202,6 @@ def _read(path: Path) -> dict[str, Any]:
     found = read_object(path, "expected a result of forerun bench")
     if not isinstance(found.get("loads"), list):
         raise DataError(f"{path} is no result of forerun bench: it has no 'loads'")
-    return found
-
-
-def _older(path: Path, loads: Sequence[Load]) -> dict[str, Any]:
-    """A result to compare with. ArgumentError: it has none of these loads."""
-    found = _read(path)
-    known = [load["load"] for load in found["loads"]]
-    if not {load.label for load in loads} & {*known}:
-        asked = ", ".join(load.label for load in loads)
-        raise ArgumentError(f"{path} has nothing to compare with: it holds {', '.join(known)}, asked for is {asked}")
     return found
 
 

@@ -232,10 +232,11 @@ def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
     directories say; 0 where there is none to ask."""
     from forerun import demo
 
-    others = [one for one in (config.options.get("drafters", ()) if config else ()) if isinstance(one, Mapping)]
-    named = [one.get("model") for one in ([config.options, *others] if config else [])]
-    folders = [Path(demo.resolve(one)) for one in named if isinstance(one, str)]
-    folders = [folder for folder in folders if folder.is_dir()]
+    if config is None:
+        return 0, 0
+    others = [one for one in config.options.get("drafters", ()) if isinstance(one, Mapping)]
+    named = [one.get("model") for one in (config.options, *others)]
+    folders = [folder for one in named if isinstance(one, str) and (folder := Path(demo.resolve(one))).is_dir()]
     return sum(map(_weights, folders)), sum(map(_cached, folders))
 
 
@@ -247,12 +248,8 @@ def _cached(folder: Path) -> int:
         config = SimpleNamespace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
         single = "float32" in (getattr(config, "dtype", None), getattr(config, "torch_dtype", None))
         return cache_bytes_per_token(config, 4 if single else 2)
-    except (
-        AttributeError,
-        OSError,
-        ValueError,
-    ):  # A head without layers; what is wrong with another its loader says
-        return 0
+    except (AttributeError, OSError, ValueError):
+        return 0  # A head without layers; what is wrong with another its loader says
 
 
 def _weights(folder: Path) -> int:

@@ -291,9 +291,9 @@ class Engine:
 # --- the prefix cache -------------------------------------------------------------------------------------------------
 
 BLOCK = 16
-_FEW = FREE // 8  # Rows that a recorded pass over a few tokens of each runs without being asked
 """Tokens, vLLM's size. Beginnings are shared in whole blocks: the time of a prompt would else tell, token by token, how
 far a guess at another one is right."""
+_FEW = FREE // 8  # Rows that a recorded pass over a few tokens of each runs without being asked
 CachedText = tuple[Sequence[int], str | None]  # What a row's slots hold, and the isolation domain of that
 
 

@@ -94,6 +94,8 @@ class Plan:
 def with_engine(todo: Plan, llm: LLM, *, concurrency: int = 8) -> Plan:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
     waiting, running = deque(todo.records), dict[str, tuple[Record, Script]]()
+    added = {} if llm.tokenizer is None else llm.tokenizer.added_tokens_decoder
+    marks = {token: mark.content for token, mark in added.items() if mark.special}
 
     def advance(record: Record, script: Script, answer: Answer | None) -> None:
         try:
@@ -124,7 +126,7 @@ def with_engine(todo: Plan, llm: LLM, *, concurrency: int = 8) -> Plan:
                         todo.finish(record, chunk.error, write)
                         continue
                     written = chunk.output.outputs[0]
-                    if mark := _hidden_mark(written.token_ids, llm.tokenizer):
+                    if mark := _hidden_mark(written.token_ids, marks):
                         todo.finish(record, DataError(_HIDDEN.format(mark=mark)), write)
                         continue
                     todo.answers += 1
@@ -141,13 +143,10 @@ _HIDDEN = (
 )
 
 
-def _hidden_mark(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The first special token of an answer that the text of it does not show; those at its end end it."""
-    special = {token: mark.content for token, mark in tokenizer.added_tokens_decoder.items() if mark.special}
-    marks = [special.get(token) for token in token_ids]
-    while marks and marks[-1] is not None:
-        marks.pop()
-    return next((mark for mark in marks if mark is not None), None)
+def _hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | None:
+    """The first of the special tokens `marks` in an answer, whose text does not show it; those at its end end it."""
+    end = max((place for place, token in enumerate(token_ids) if token not in marks), default=0)
+    return next((marks[token] for token in token_ids[:end] if token in marks), None)
 
 
 def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Plan:

@@ -71,13 +71,11 @@ def save(
     recipe: Mapping[str, Any],
 ) -> Path:
     """Write ``output/checkpoint-<step>``; all processes must call it. CheckpointError if the disk refuses."""
-    weights, names = (
-        weights_of(module, parallel),
-        {id(parameter): name for name, parameter in module.named_parameters()},
-    )
+    weights = weights_of(module, parallel)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     held = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
-    moments = {f"{name}|{kind}": value for name, state in held for kind, value in sorted(state.items())}
-    moments = whole(moments, parallel)
+    kept = {f"{name}|{kind}": value for name, state in held for kind, value in sorted(state.items())}
+    moments = whole(kept, parallel)
     states = parallel.collect(capture_random())
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
     folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
