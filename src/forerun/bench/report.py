@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.plots import COLOURS, pyplot, save
 from forerun.writing import written
 
-ROWS = {
-    "completed": "requests answered",
-    "failed": "requests failed",
-    "output_throughput": "tokens per second, all users together",
-    "speedup": "times the baseline's tokens per second",
-    "identical_answers": "answers that are the baseline's, too",
-    "request_throughput": "requests per second",
-    "request_goodput": "good requests per second",
-    "median_ttft_ms": "time to first token, median (ms)",
-    "p99_ttft_ms": "time to first token, 99 % (ms)",
-    "median_tpot_ms": "time per output token, median (ms)",
-    "p99_tpot_ms": "time per output token, 99 % (ms)",
-    "median_itl_ms": "gap between chunks, median (ms)",
-    "median_e2el_ms": "latency, median (ms)",
-    "spec_decode_acceptance_length": "tokens per verifying pass",
-    "spec_decode_acceptance_rate": "accepted share of drafted tokens (%)",
-}
-"""Key of a load's record -> what it is; those that no load has are left out."""
+
+class Figure(NamedTuple):
+    """A figure of a load, as the page and the terminal name it."""
+
+    key: str  # In the load's record
+    words: str
+    column: str = ""  # Of the terminal's table, times in ms and as medians; empty: it is not there
+    of_parts: bool = False  # Whether the page shows it of each category
+
+
+FIGURES = (
+    Figure("completed", "requests answered", "done", of_parts=True),
+    Figure("failed", "requests failed", "failed"),
+    Figure("output_throughput", "tokens per second, all users together", "tok/s"),
+    Figure("speedup", "times the baseline's tokens per second", "x"),
+    Figure("identical_answers", "answers that are the baseline's, too"),
+    Figure("request_throughput", "requests per second"),
+    Figure("request_goodput", "good requests per second", "good/s"),
+    Figure("median_ttft_ms", "time to first token, median (ms)", "TTFT", of_parts=True),
+    Figure("p99_ttft_ms", "time to first token, 99 % (ms)", "p99"),
+    Figure("median_tpot_ms", "time per output token, median (ms)", "TPOT", of_parts=True),
+    Figure("p99_tpot_ms", "time per output token, 99 % (ms)", "p99"),
+    Figure("median_itl_ms", "gap between chunks, median (ms)"),
+    Figure("median_e2el_ms", "latency, median (ms)"),
+    Figure("spec_decode_acceptance_length", "tokens per verifying pass", "tok/pass", of_parts=True),
+    Figure("spec_decode_acceptance_rate", "accepted share of drafted tokens (%)", "acc%", of_parts=True),
+)
 PAGE = """\
 <!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>forerun bench: {{ server }}</title><style>
@@ -42,25 +51,23 @@ td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.da
 {{ workload | join(", ") }}, {{ date }}</p>
 <div class="light">{{ light | safe }}</div><div class="dark">{{ dark | safe }}</div>
 <div class="wide"><table><tr><th></th>{% for load in loads %}<th>{{ load.load }}</th>{% endfor %}</tr>
-{% for key, words in rows.items() %}<tr><td>{{ words }}</td>
-{% for load in loads %}<td>{{ shown(load.get(key)) }}</td>{% endfor %}</tr>{% endfor %}</table></div>
-{% for load in loads if load.categories %}{% set parts = known(load.categories.values()) %}
+{% for row in figures(loads) %}<tr><td>{{ row.words }}</td>
+{% for load in loads %}<td>{{ shown(load.get(row.key)) }}</td>{% endfor %}</tr>{% endfor %}</table></div>
+{% for load in loads if load.categories %}
+{% set columns = figures(load.categories.values()) | selectattr("of_parts") | list %}
 <h2>{{ load.load }}, by category</h2>
-<div class="wide"><table><tr><th></th>{% for key in parts %}<th>{{ rows_all[key] }}</th>{% endfor %}</tr>
+<div class="wide"><table><tr><th></th>{% for one in columns %}<th>{{ one.words }}</th>{% endfor %}</tr>
 {% for name, part in load.categories.items() %}<tr><td>{{ name }}</td>
-{% for key in parts %}<td>{{ shown(part.get(key)) }}</td>{% endfor %}</tr>{% endfor %}</table></div>{% endfor %}
+{% for one in columns %}<td>{{ shown(part.get(one.key)) }}</td>{% endfor %}</tr>{% endfor %}</table></div>{% endfor %}
 {% for load in loads if load.failures %}<h2>{{ load.load }}, failures</h2>
 <ul>{% for said, count in load.failures.items() %}<li>{{ count }} x {{ said }}</li>{% endfor %}</ul>{% endfor %}
 <p>{{ source }}</p></html>
 """
-PARTS = (
-    "completed",
-    "median_ttft_ms",
-    "median_tpot_ms",
-    "spec_decode_acceptance_length",
-    "spec_decode_acceptance_rate",
-)
-"""Rows of a category."""
+
+
+def figures(records: Collection[Mapping[str, Any]]) -> list[Figure]:
+    """Those that one of the records has."""
+    return [figure for figure in FIGURES if any(record.get(figure.key) is not None for record in records)]
 
 
 def shown(value: float | None) -> str:
@@ -89,17 +96,10 @@ def write_page(record: Mapping[str, Any], path: Path) -> None:
     """The tables and both pictures, light and dark, as one HTML file."""
     from jinja2 import Environment
 
-    loads = record["loads"]
-    rows = {key: words for key, words in ROWS.items() if any(load.get(key) is not None for load in loads)}
     pictures = {"light": _svg(record, "default"), "dark": _svg(record, "dark_background")}
     page = Environment(autoescape=True).from_string(PAGE)
     text = page.render(
-        {**record["about"], **record, **pictures},
-        rows=rows,
-        rows_all=ROWS,
-        known=lambda found: [key for key in PARTS if any(part.get(key) is not None for part in found)],
-        shown=shown,
-        source=source_of(record),
+        {**record["about"], **record, **pictures}, figures=figures, shown=shown, source=source_of(record)
     )
     with written(path) as fresh:
         fresh.write_text(text, encoding="utf-8")

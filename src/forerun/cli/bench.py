@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.text import Text
 
-from forerun.bench.report import draw, shown, source_of, write_page
+from forerun.bench.report import draw, figures, shown, source_of, write_page
 from forerun.bench.summary import older_loads, worse
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, SamplingOptions, json_object
@@ -215,22 +215,6 @@ def _begun(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
     return {"about": about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "loads": []}
 
 
-COLUMNS = {
-    "completed": "done",
-    "failed": "failed",
-    "output_throughput": "tok/s",
-    "speedup": "x",
-    "request_goodput": "good/s",
-    "median_ttft_ms": "TTFT",
-    "p99_ttft_ms": "p99",
-    "median_tpot_ms": "TPOT",
-    "p99_tpot_ms": "p99",
-    "spec_decode_acceptance_length": "tok/pass",
-    "spec_decode_acceptance_rate": "acc%",
-}
-"""Of the table, times in ms and as medians; those that no row has are left out."""
-
-
 def _show(record: Mapping[str, Any], complaints: Sequence[str], compared: bool) -> None:
     about, screen = record["about"], console.out()
     title = (
@@ -263,10 +247,9 @@ def _rows(load: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    columns = {key: name for key, name in COLUMNS.items() if any(row.get(key) is not None for _, row in rows)}
-    if not any(row.get("failed") for _, row in rows):
-        columns.pop("failed", None)
-    table = console.table(first, *columns.values(), title=title, numbers_from=1)
+    failed = any(row.get("failed") for _, row in rows)
+    columns = [one for one in figures([row for _, row in rows]) if one.column and (failed or one.key != "failed")]
+    table = console.table(first, *(one.column for one in columns), title=title, numbers_from=1)
     for name, row in rows:
-        table.add_row(name, *(shown(row.get(key)) for key in columns))
+        table.add_row(name, *(shown(row.get(one.key)) for one in columns))
     console.out().print(table)
