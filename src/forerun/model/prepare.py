@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -41,7 +41,7 @@ def prepare(
     """The checked target; see `Target.load`."""
     if rows < 1 or (slots is not None and slots < 1) or min(reserve, reserve_per_slot) < 0:
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
-    named, sizes = isinstance(source, (str, Path)), (rows, slots, reserve, reserve_per_slot)
+    named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
     # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
     plain = named and not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
@@ -60,7 +60,13 @@ def prepare(
     return target
 
 
-_Sizes = tuple[int, int | None, int, int]  # Rows, slots, bytes to leave free in all, and for each slot of a row
+class _Sizes(NamedTuple):
+    """What memory is planned for."""
+
+    rows: int
+    slots: int | None  # Of a row; None: nobody asked for a number
+    reserve: int  # Bytes to leave free
+    reserve_per_slot: int  # The same, for each slot of a row
 
 
 def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
@@ -96,16 +102,17 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
 def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int) -> int:
     """Slots of a row; fewer than the default where memory is short, else OutOfMemoryError. Without a `device` the model
     goes on several: transformers decides what fits where, and nothing is checked before."""
-    rows, asked, reserve, drafted = sizes
-    slots = asked if asked is not None else default_slots(context_length(config))
+    rows, slots = sizes.rows, sizes.slots
+    if slots is None:
+        slots = default_slots(context_length(config))
     if device is None:
         return slots
-    token = cache_bytes_per_token(config, itemsize) + drafted
+    token = cache_bytes_per_token(config, itemsize) + sizes.reserve_per_slot
     probs = rows * SCORED_NODES * config.vocab_size * (itemsize + 4)
-    plan = MemoryPlan(rows=rows, slots=slots, weights=weights, token=token, probs=probs, reserve=reserve)
+    plan = MemoryPlan(rows=rows, slots=slots, weights=weights, token=token, probs=probs, reserve=sizes.reserve)
     available = available_bytes(device)
     fitting = plan.fitting_slots(available)
-    if asked is None and LEAST_SLOTS <= fitting < slots:
+    if sizes.slots is None and LEAST_SLOTS <= fitting < slots:
         _log.warning("%d slots a row instead of %d: the memory of %s ends there", fitting, slots, device)
         return fitting
     plan.check(available, str(device))
