@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
+from forerun.engine.completion import Request
 from forerun.training.data.prepare import prepare
 from forerun.training.data.regenerate import Director, Plan, with_engine
 from training.data.conftest import write_lines
@@ -65,6 +67,21 @@ def test_a_seed_makes_sampling_repeatable(llm: LLM, tmp_path: Path) -> None:
 def test_a_prompt_that_does_not_fit_costs_only_itself(llm: LLM, tmp_path: Path) -> None:
     found = run(llm, tmp_path, [{"prompt": "the cat " * 200}, {"id": "good", "prompt": "the cat"}])
     assert [line["id"] for line in found] == ["good"]
+
+
+def test_an_answer_that_nobody_can_write_down_costs_only_itself(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, outputs = Request.output, count()
+
+    def output(request: Request) -> Any:
+        if next(outputs) == 0:
+            raise ValueError("no output")
+        return whole(request)
+
+    monkeypatch.setattr(Request, "output", output)
+    found = run(llm, tmp_path, [{"id": "first", "prompt": "the cat"}, {"id": "second", "prompt": "the cat"}])
+    assert len(found) == 1 and not llm.engine.busy
 
 
 def test_an_interrupted_run_leaves_whole_lines_and_an_idle_engine(

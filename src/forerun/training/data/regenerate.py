@@ -10,17 +10,18 @@ import itertools
 import json
 import os
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.engine.prompts import check_variables
 from forerun.errors import ArgumentError, DataError, ForerunError
 from forerun.training.data.records import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
-from forerun.types import SamplingParams
+from forerun.types import SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,47 +94,33 @@ class Plan:
 
 def with_engine(todo: Plan, llm: LLM, *, concurrency: int = 8) -> Plan:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
-    waiting, running = deque(todo.records), dict[str, tuple[Record, Script]]()
     added = {} if llm.tokenizer is None else llm.tokenizer.added_tokens_decoder
     marks = {token: mark.content for token, mark in added.items() if mark.special}
+    ended = dict[str, StreamChunk]()  # The last chunks, by request
 
-    def advance(record: Record, script: Script, answer: Answer | None) -> None:
-        try:
-            question = _next(script, answer)
-            if isinstance(question, Question):
-                talk = question.messages
-                prompt: Any = question.prompt
-                if talk:
-                    prompt = llm.chat_prompt(talk, question.tools or None, **question.variables)
-                running[llm.submit(prompt, question.params)] = (record, script)
-                return
-        except ForerunError as error:
-            todo.finish(record, error, write)
-        else:
-            todo.finish(record, question, write)
+    def step() -> None:
+        ended.update((chunk.request_id, chunk) for chunk in llm.engine.step() if chunk.output or chunk.error)
 
-    with _appended(todo.output) as write:
+    async def ask(question: Question) -> Answer:
+        prompt: Any = question.prompt
+        if question.messages:
+            prompt = llm.chat_prompt(question.messages, question.tools or None, **question.variables)
+        request = llm.submit(prompt, question.params)
         try:
-            while waiting or running:
-                while waiting and len(running) < concurrency:
-                    record = waiting.popleft()
-                    advance(record, todo.director.script(record), None)
-                for chunk in llm.engine.step():
-                    if chunk.output is None:
-                        continue
-                    record, script = running.pop(chunk.request_id)
-                    if chunk.error is not None:
-                        todo.finish(record, chunk.error, write)
-                        continue
-                    written = chunk.output.outputs[0]
-                    if mark := _hidden_mark(written.token_ids, marks):
-                        todo.finish(record, DataError(_HIDDEN.format(mark=mark)), write)
-                        continue
-                    todo.answers += 1
-                    advance(record, script, Answer(written.text, written.finish_reason == "length"))
+            while request not in ended:
+                await asyncio.sleep(0)  # until the next step
         finally:
-            for request in running:
-                llm.abort(request)
+            llm.abort(request)
+        chunk = ended.pop(request)
+        if chunk.error is not None:
+            raise chunk.error
+        assert chunk.output is not None
+        written = chunk.output.outputs[0]
+        if mark := _hidden_mark(written.token_ids, marks):
+            raise DataError(_HIDDEN.format(mark=mark))
+        return Answer(written.text, written.finish_reason == "length")
+
+    asyncio.run(_answer_all(todo, ask, concurrency, step))
     return todo
 
 
@@ -152,11 +139,19 @@ def _hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | No
 def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Plan:
     """Answer everything with an endpoint, `concurrency` records at a time; `transport` replaces httpx's, for tests.
     EndpointError if it refuses everything, or cannot be reached any more; what is written stays."""
-    asyncio.run(_ask_all(todo, endpoint, concurrency, transport))
+
+    async def ask_all() -> None:
+        async with endpoint.client(transport, concurrency) as client:
+            await _answer_all(todo, partial(endpoint.ask, client), concurrency)
+
+    asyncio.run(ask_all())
     return todo
 
 
-async def _ask_all(todo: Plan, endpoint: Endpoint, concurrency: int, transport: Any) -> None:
+async def _answer_all(
+    todo: Plan, ask: Callable[[Question], Awaitable[Answer]], concurrency: int, step: Callable[[], None] | None = None
+) -> None:
+    """Go through the scripts, `concurrency` at a time; `step`, if given, is what answers all that were asked."""
     waiting, failures = iter(todo.records), 0  # the workers share both
 
     async def work() -> None:
@@ -165,27 +160,28 @@ async def _ask_all(todo: Plan, endpoint: Endpoint, concurrency: int, transport: 
             script, answer = todo.director.script(record), None
             try:
                 while isinstance(question := _next(script, answer), Question):
-                    answer = await endpoint.ask(client, question)
+                    answer = await ask(question)
                     todo.answers += 1
             except EndpointError as error:
                 failures += 1
                 if failures >= MOST_FAILURES or not todo.answers:
                     raise
                 todo.finish(record, error, write)
-            except DataError as error:
+            except ForerunError as error:
                 todo.finish(record, error, write)
             else:
                 failures = 0
                 todo.finish(record, question, write)
 
-    async with endpoint.client(transport, concurrency) as client:
-        with _appended(todo.output) as write:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(concurrency, len(todo.records))):
-                        group.create_task(work())
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+    with _appended(todo.output) as write:
+        try:
+            async with asyncio.TaskGroup() as group:
+                workers = [group.create_task(work()) for _ in range(min(concurrency, len(todo.records)))]
+                while step is not None and not all(worker.done() for worker in workers):
+                    await asyncio.sleep(0)  # until all have asked
+                    step()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
 
 def _next(script: Script, answer: Answer | None) -> Question | dict[str, Any]:
