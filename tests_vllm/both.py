@@ -17,10 +17,9 @@ from rich.table import Table
 
 from forerun import LLM
 from forerun.demo import FOLDER, prompts
-from forerun.deploy.compare import Answer, Position, Steps, mean_length, positions, same_steps
 from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
 from forerun.deploy.in_vllm import ask_vllm
-from forerun.deploy.trial import ROWS, answers
+from forerun.deploy.trial import ROWS, Answer, Position, Steps, answers, mean_length, positions, same_steps
 
 SOURCE = Path(__file__).parents[1] / "src"
 CONTEXT, MAX_MODEL_LEN, LENGTH = 300, 1024, 5

@@ -8,15 +8,17 @@ captures must be the target's own hidden states.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import features
 import pytest
 from both import ENVIRONMENT, LENGTH, Arm, Lab, counters
 from rich.console import Console
 
+from forerun.certify.reference import first_difference
 from forerun.demo import FOLDER
-from forerun.deploy.compare import bound, text_differences
 from forerun.deploy.in_vllm import ENVIRONMENT as VLLM
+from forerun.deploy.trial import Answer, bound
 
 DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -78,8 +80,7 @@ def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
         row.refused = known[0]
         return
     assert not row.refused, row.refused
-    parted = [*text_differences(name, lab.plain[arm.target], row.theirs)]
-    parted += text_differences(name, lab.plain[arm.target], row.ours)
+    parted = differences(lab.plain[arm.target], row.theirs) + differences(lab.plain[arm.target], row.ours)
     row.texts = not parted
     if not arm.plain:
         assert counters(row, lab.found[name]) == ""
@@ -93,6 +94,15 @@ def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
     assert not far, "a difference that is no noise"
     if arm.compared == "steps":
         assert row.steps.agree, row.steps
+
+
+def differences(plain: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[int, int | None]]:
+    """Prompts whose answers are not our plain ones, and the first token that differs; None: the text alone does."""
+    return [
+        (prompt, first_difference(one.token_ids, other.token_ids))
+        for prompt, (one, other) in enumerate(zip(plain, others, strict=True))
+        if (one.token_ids, one.text) != (other.token_ids, other.text)
+    ]
 
 
 def test_features_are_the_targets_own_states(lab: Lab) -> None:

@@ -15,10 +15,9 @@ import pytest
 from scipy.stats import fisher_exact
 
 from forerun.deploy import in_vllm, trial
-from forerun.deploy.compare import Answer, fisher
 from forerun.deploy.in_llama_cpp import InLlamaCpp
 from forerun.deploy.in_vllm import InVllm
-from forerun.deploy.trial import Drafting, Installed, Question, RefusedError, Trial
+from forerun.deploy.trial import Answer, Drafting, Installed, Question, RefusedError, Trial, fisher
 from forerun.errors import ArgumentError, ForerunError
 
 Change = Callable[[Answer], Answer]

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.checkpoints.gguf import OUTTYPES, SCRIPT, conversion
-from forerun.deploy.compare import Answer
 from forerun.deploy.engines.llamacpp import SERVER, LlamaCpp
 from forerun.deploy.gguf_converter import UNKNOWN
-from forerun.deploy.trial import Drafting, Installed, Question, RefusedError, last_lines
+from forerun.deploy.trial import Answer, Drafting, Installed, Question, RefusedError, last_lines
 from forerun.errors import ArgumentError, ForerunError
 
 LOADING = 1800.0

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.deploy.compare import Answer
 from forerun.deploy.engines.vllm import Vllm
 from forerun.deploy.launch import Asked, version_of
-from forerun.deploy.trial import ROWS, Drafting, Installed, Question, RefusedError, last_lines
+from forerun.deploy.trial import ROWS, Answer, Drafting, Installed, Question, RefusedError, last_lines
 from forerun.errors import ArgumentError, ForerunError
 
 _VERSION = """
