@@ -118,7 +118,7 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
             outputs = await unless_gone(http, work)
             size = sum(size_of(one.tokens, output.prompt_logprobs) for output in outputs for one in output.outputs)
             return await aside(http, size, lambda: JSONResponse(writer.whole(outputs)))
-    events = _streamed(session, http, jobs, writer)
+    events = _events(session, http, jobs, writer)
     try:
         first = await unless_gone(http, anext(events))
     except BaseException:
@@ -126,38 +126,32 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
         raise
 
     async def sent() -> AsyncIterator[str]:
-        async with aclosing(events):
-            yield first
-            async for one in events:
-                yield one
+        try:
+            async with aclosing(events):
+                yield first
+                async for one in events:
+                    yield one
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logs.write_error(error, message=session.settings.log_prompts)
+                error = mistake()
+            yield _written(error.body(own_path(http.scope)))
         if isinstance(writer, Writer):
             yield "data: [DONE]\n\n"  # which only the completion endpoints have
 
     return StreamingResponse(sent(), media_type="text/event-stream", headers=_STREAM_HEADERS)
 
 
-async def _streamed(
-    session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter
-) -> AsyncGenerator[str]:
-    """Server-sent events; an error before the first of them is raised."""
-    begun = False
+async def _events(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> AsyncGenerator[str]:
+    """Server-sent events."""
     with session.admitted(sum(job.params.n for job in jobs)):
         async with aclosing(merged([session.answer(job) for job in jobs])) as chunks:
-            try:
-                async for tagged in chunks:
-                    size = size_of(tagged.chunk.tokens, tagged.chunk.prompt_logprobs)
-                    for text in await aside(http, size, partial(_texts, writer, tagged)):
-                        begun = True
-                        yield text
-                for event in writer.closing_events():
-                    yield _written(event)
-            except Exception as error:
-                if not begun:
-                    raise
-                if not isinstance(error, ApiError):
-                    logs.write_error(error, message=session.settings.log_prompts)
-                    error = mistake()
-                yield _written(error.body(own_path(http.scope)))
+            async for tagged in chunks:
+                size = size_of(tagged.chunk.tokens, tagged.chunk.prompt_logprobs)
+                for text in await aside(http, size, partial(_texts, writer, tagged)):
+                    yield text
+            for event in writer.closing_events():
+                yield _written(event)
 
 
 def _texts(writer: Writer | ItemWriter, tagged: Tagged) -> list[str]:
