@@ -87,22 +87,22 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
 def _add_completions(app: FastAPI, session: Session) -> None:
     name = session.settings.model_name
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, http: Request) -> Response:
         jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body))
         return await _respond(session, http, jobs, ChatWriter(body, name, _tokenizer(session), chat_format))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=_STREAM)
     async def complete(body: CompletionRequest, http: Request) -> Response:
         jobs = await _prepared(session, http, body, lambda: completion_jobs(session, body))
         return await _respond(session, http, jobs, CompletionWriter(body, name, _tokenizer(session)))
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=_STREAM)
     async def respond(body: ResponsesRequest, http: Request) -> Response:
         jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body.chat()))
         return await _respond(session, http, jobs, ResponsesWriter(body, name, chat_format))
 
-    @app.post("/v1/messages")
+    @app.post("/v1/messages", responses=_STREAM)
     async def message(body: MessagesRequest, http: Request) -> Response:
         jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body.chat()))
         return await _respond(session, http, jobs, MessagesWriter(body, name, chat_format))
@@ -226,8 +226,8 @@ def _add_operations(app: FastAPI, session: Session) -> None:
         check_model(session, name)
         return card()
 
-    @app.get("/health")
-    @app.get("/ping")
+    @app.get("/health", responses=_NOT_READY)
+    @app.get("/ping", responses=_NOT_READY)
     @app.post("/ping", include_in_schema=False)
     async def health() -> Response:
         state = session.health
@@ -241,7 +241,7 @@ def _add_operations(app: FastAPI, session: Session) -> None:
     async def versions() -> dict[str, str]:
         return {"version": version("forerun")}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return PlainTextResponse(session.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -292,7 +292,14 @@ _ERRORS = {
     500: "The server made a mistake.",
     503: "The server is loading, draining, or has too many connections; `Retry-After` says when to come back.",
 }
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")  # Where ``stream`` is true
+Answers = dict[int | str, dict[str, Any]]
+_STREAM: Answers = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_NOT_READY: Answers = {
+    503: {
+        "description": "The server is loading, draining, or has failed.",
+        "content": {"application/json": {"schema": {}}},
+    }
+}
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -319,7 +326,10 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, methods in found["paths"].items():
             for method, operation in methods.items():
-                _describe_operation(operation, path, posts=method == "post")
+                answers = operation["responses"]
+                answers.pop("422", None)
+                if "503" not in answers:  # which /health says in its own words
+                    answers |= _errors(path, posts=method == "post")
                 if keyed and path not in OPEN_PATHS:
                     operation["security"] = [{"key": []}]
         return found
@@ -327,20 +337,13 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _describe_operation(operation: dict[str, Any], path: str, *, posts: bool) -> None:
-    answers = operation["responses"]
-    answers.pop("422", None)
-    if path in _STREAMED:
-        answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    if path == "/metrics":
-        answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    if path in ("/health", "/ping"):
-        answers["503"] = {**answers["200"], "description": "The server is loading, draining, or has failed."}
-        return
+def _errors(path: str, *, posts: bool) -> dict[str, Any]:
+    """What else a route answers with, by status."""
     envelope = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
     headers = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
-    for status, description in _ERRORS.items():
-        if posts or status in (401, 408, 500, 503):
-            again = {"headers": headers} if status in (429, 503) else {}
-            answers[str(status)] = {"description": description, "content": content, **again}
+    return {
+        str(status): {"description": words, "content": content} | ({"headers": headers} if status in (429, 503) else {})
+        for status, words in _ERRORS.items()
+        if posts or status in (401, 408, 500, 503)
+    }
