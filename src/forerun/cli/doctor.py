@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.text import Text
@@ -33,6 +33,30 @@ RUNS = ("vllm", "llama.cpp")
 COLOURS = {"ok": "green", "check": "cyan", "degrades": "yellow", "fails": "bold red"}
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialOptions:
+    """How a head is tried in an engine."""
+
+    python: Path = Path(sys.executable)
+    """Of the environment that has vLLM, or what llama.cpp's converter imports (torch, transformers, sentencepiece); by
+    default this one."""
+    llama_cpp: Path | None = None
+    """Directory of llama.cpp's sources, with llama-server built in build/bin or on the path."""
+    prompts: Path | None = None
+    """File with one prompt a line, or JSON lines with 'prompt' or 'messages'; by default held-out source files that
+    ship with forerun."""
+    num_speculative_tokens: Annotated[int, Parameter(alias="-k")] = 5
+    """Tokens of each draft."""
+    max_tokens: int = 64
+    """Of each answer."""
+    dtype: str = "auto"
+    """Of the target, here and in the engine: float32 parts two engines' texts least."""
+
+
+TRIAL = TrialOptions()
+
+
 def doctor(
     head: str | None = None,
     /,
@@ -40,12 +64,7 @@ def doctor(
     target: str | None = None,
     engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     run: Flag = False,
-    python: Path = Path(sys.executable),
-    llama_cpp: Path | None = None,
-    prompts: Path | None = None,
-    num_speculative_tokens: Annotated[int, Parameter(name=("--num-speculative-tokens", "-k"))] = 5,
-    max_tokens: int = 64,
-    dtype: str = "auto",
+    trial: TrialOptions = TRIAL,
     json: Json = False,
 ) -> int:
     """Say what this machine offers, or what each serving engine does with a draft head.
@@ -63,20 +82,6 @@ def doctor(
     run
         Load the head in the engine (vllm, the default, or llama.cpp), and compare what is accepted with forerun's own
         drafting.
-    python
-        Of the environment that has vLLM, or what llama.cpp's converter imports (torch, transformers, sentencepiece); by
-        default this one.
-    llama_cpp
-        Directory of llama.cpp's sources, with llama-server built in build/bin or on the path.
-    prompts
-        File with one prompt a line, or JSON lines with 'prompt' or 'messages'; by default held-out source files that
-        ship with forerun.
-    num_speculative_tokens
-        Tokens of each draft.
-    max_tokens
-        Of each answer.
-    dtype
-        Of the target, here and in the engine: float32 parts two engines' texts least.
     """
     if head is not None:
         chosen = engine or ((RUNS[0],) if run else ())
@@ -85,8 +90,7 @@ def doctor(
                 f"--run runs a head in {' or '.join(RUNS)}, not in {', '.join(chosen)}; say --engine {RUNS[0]}, or "
                 "nothing"
             )
-        trial = _Asked(python, llama_cpp, prompts, num_speculative_tokens, max_tokens, dtype) if run else None
-        return _examine_head(head, target, chosen, trial, json)
+        return _examine_head(head, target, chosen, trial if run else None, json)
     if target is not None or engine or run:
         raise ArgumentError(
             "--target, --engine and --run belong to a head; name its directory first: forerun doctor HEAD"
@@ -107,18 +111,9 @@ def doctor(
     return 0
 
 
-class _Asked(NamedTuple):
-    """How a head is to be tried."""
-
-    python: Path
-    llama_cpp: Path | None
-    prompts: Path | None
-    k: int
-    tokens: int
-    dtype: str
-
-
-def _examine_head(head: str, target: str | None, engines: tuple[str, ...], asked: _Asked | None, json: bool) -> int:
+def _examine_head(
+    head: str, target: str | None, engines: tuple[str, ...], asked: TrialOptions | None, json: bool
+) -> int:
     from forerun import demo
 
     head = str(demo.resolve(head))
@@ -147,7 +142,7 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], asked
     kind = "pard" if model else checkpoint.config.kind
     trial = None if asked is None else _tried(chosen[0], head, kind, target, asked)
     if json:
-        findings = [dataclasses.asdict(finding) for finding in found]
+        findings = [asdict(finding) for finding in found]
         report = {"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)}
         console.write_json(report if trial is None else {**report, "run": trial.as_json()})
     else:
@@ -159,12 +154,12 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], asked
     return int("fails" in verdicts.values() or not (trial is None or trial.good))
 
 
-def _tried(name: str, head: str, kind: str, target: str, asked: _Asked) -> Trial:
+def _tried(name: str, head: str, kind: str, target: str, asked: TrialOptions) -> Trial:
     from forerun import demo
     from forerun.deploy.trial import Drafting, Installed, tried
     from forerun.plan.measured import read_prompts
 
-    drafting = Drafting(head=head, kind=kind, target=str(demo.resolve(target)), k=asked.k)
+    drafting = Drafting(head=head, kind=kind, target=str(demo.resolve(target)), k=asked.num_speculative_tokens)
     engine: Installed
     if name == "vllm":
         from forerun.deploy.in_vllm import InVllm
@@ -176,7 +171,7 @@ def _tried(name: str, head: str, kind: str, target: str, asked: _Asked) -> Trial
         engine = InLlamaCpp(drafting, asked.llama_cpp, asked.python)
     given = read_prompts(asked.prompts) if asked.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]
     with console.telling(f"drafting here, then in {engine.title}"):
-        return tried(engine, prompts=given, tokens=asked.tokens, dtype=asked.dtype)
+        return tried(engine, prompts=given, tokens=asked.max_tokens, dtype=asked.dtype)
 
 
 def _show_trial(trial: Trial) -> None:
