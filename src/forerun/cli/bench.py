@@ -16,7 +16,7 @@ from rich.text import Text
 from forerun.bench.report import draw, figures, shown, source_of, write_page
 from forerun.bench.summary import older_loads, worse
 from forerun.cli import CHECK_FAILED, OK, console
-from forerun.cli.options import SAMPLING, Json, SamplingOptions, json_object
+from forerun.cli.options import SAMPLING, Json, Many, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import read_object
 from forerun.plots import check_plot
@@ -25,8 +25,6 @@ from forerun.writing import written
 if TYPE_CHECKING:
     from forerun.bench.client import Asking
     from forerun.bench.load import Load
-
-Many = Parameter(consume_multiple=True, negative="")
 
 
 @Parameter(name="*")

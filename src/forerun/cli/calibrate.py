@@ -7,11 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, Model, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, Many, Model, SpeculationOptions
 from forerun.errors import ArgumentError
 from forerun.plan.plot import draw_cost
 from forerun.plots import check_plot
@@ -28,9 +27,9 @@ def calibrate(
     model: Model,
     /,
     *,
-    rows: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (1,),
-    nodes: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (),
-    contexts: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (),
+    rows: Annotated[tuple[int, ...], Many] = (1,),
+    nodes: Annotated[tuple[int, ...], Many] = (),
+    contexts: Annotated[tuple[int, ...], Many] = (),
     seconds: float = 10.0,
     force: Flag = False,
     plot: Path | None = None,

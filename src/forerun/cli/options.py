@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
 """A switch without a ``--no-...`` form."""
+Many = Parameter(consume_multiple=True, negative="")
+"""Of an option with one or more values: ``--rows 1 4 16``."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
 SkipBad = Annotated[bool, Parameter(negative="", help="Leave unusable records out instead of stopping at the first.")]
 Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM.")]

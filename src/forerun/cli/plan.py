@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, SpeculationOptions, numbers
+from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Many, SpeculationOptions, numbers
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import assumptions, theory
@@ -81,7 +81,7 @@ class PlanOptions(ForecastOptions):
     """Sequences that are decoded together."""
     prompts: Path | None = None
     """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
-    choose_draft: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
+    choose_draft: Annotated[tuple[str, ...], Many] = ()
     """Candidate draft models, ranked by measured acceptance and cost."""
     max_tokens: int = 96
     """Tokens of each measured answer."""
