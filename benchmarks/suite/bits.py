@@ -83,7 +83,7 @@ def compare(model: object, texts: Sequence[Sequence[int]], plan: BitPlan) -> lis
     plain = _plain(target, texts, plan.context, steps)
     counts = []
     for name, branching in (("chain", False), ("tree", True)):
-        epsilon = TIE_EPSILON.get(str(target.dtype).removeprefix("torch."), 0.0)
+        epsilon = TIE_EPSILON.get(target.dtype_name, 0.0)
         count = BitCount(name=name, batch=batch, epsilon=epsilon)
         _speculative(target, texts, plain, (plan.context, branching), count)
         counts.append(count)

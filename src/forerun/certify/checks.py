@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forerun.certify.enumeration import TOLERANCE, check_rules
-from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, dtype_name, epsilon_of, first_worse
+from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, epsilon_of, first_worse
 from forerun.core.rules import rule_named
 from forerun.errors import ArgumentError
 from forerun.types import CompletionOutput, SamplingParams, SpeculationStats
@@ -61,7 +61,7 @@ def certify(
     run = Run(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
     checks = [*_text_checks(run), *_distribution_checks(run)]
     checks = [*_rule_checks(run), *checks]  # of the rules that were seen in the others
-    model, device, dtype = llm.target.name_or_path, str(llm.target.device), dtype_name(llm)
+    model, device, dtype = llm.target.name_or_path, str(llm.target.device), llm.target.dtype_name
     return Report(model=model, drafter=llm.speculative.method, dtype=dtype, device=device, checks=checks)
 
 
@@ -214,7 +214,7 @@ def _greedy_checks(run: Run) -> list[Check]:
             assert token.logprob is not None
             expected = float(logits[position].log_softmax(-1)[token.id])
             worst, compared = max(worst, abs(expected - token.logprob.logprob)), compared + 1
-    tolerance = LOGPROB_TOLERANCE.get(dtype_name(run.llm), 5e-4)
+    tolerance = LOGPROB_TOLERANCE.get(run.llm.target.dtype_name, 5e-4)
     logprobs = Check(
         name="log-probabilities",
         passed=worst <= tolerance and compared > 0,

@@ -89,14 +89,9 @@ class Difference:
         return self.gap < self.epsilon
 
 
-def dtype_name(llm: LLM) -> str:
-    """The target's number format, for example ``"bfloat16"``."""
-    return str(llm.target.dtype).removeprefix("torch.")
-
-
 def epsilon_of(llm: LLM) -> float:
     """Largest gap that counts as a tie in the target's number format, nats."""
-    return TIE_EPSILON.get(dtype_name(llm), 0.0)
+    return TIE_EPSILON.get(llm.target.dtype_name, 0.0)
 
 
 def first_worse(logits: Tensor, answer: Sequence[int], index: int, epsilon: float) -> Difference | None:

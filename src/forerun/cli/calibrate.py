@@ -70,7 +70,7 @@ def calibrate(
         cost = load_or_measure(llm.target, seconds=seconds, force=force, tell=tell, **sizes)
         if config is not None and (force or config.key not in cost.drafts):
             cost = _drafter(llm, cost, config, tell)
-    where = f"{model}, {str(llm.target.dtype).removeprefix('torch.')} on {device_name(llm.target.device)}"
+    where = f"{model}, {llm.target.dtype_name} on {device_name(llm.target.device)}"
     path = file_of(llm.target)
     if plot is not None:
         draw_cost(cost, plot, where)

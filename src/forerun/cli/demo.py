@@ -145,12 +145,12 @@ def _all(
     plain = leaderboard.run(llm, board, max_tokens=max_tokens)
     out, speeds = console.out(), {f"{t:g}": round(plain.speed(t), 2) for t in leaderboard.TEMPERATURES}
     if json:
-        where = {"scale_note": note, "dtype": _dtype(llm), "device": str(llm.target.device)}
+        where = {"scale_note": note, "dtype": llm.target.dtype_name, "device": str(llm.target.device)}
         lines = leaderboard.records(plain, board)
         console.write_json({**where, "plain_tokens_per_second": speeds, "drafters": lines})
     else:
         out.print(leaderboard.table(plain, board, out.width))
-        said = f"plain {speeds['0']:.1f} tokens/s at T = 0; {_dtype(llm)} on {llm.target.device}"
+        said = f"plain {speeds['0']:.1f} tokens/s at T = 0; {llm.target.dtype_name} on {llm.target.device}"
         out.print(Text(f"{note or 'the model as it ships'}; {said}", "dim"))
     return 1 if any(entry.unlike for entry in board) else 0
 
@@ -289,7 +289,7 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     tokens = _tokens(found.runs["plain"][0])
     details = (
         f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
-        f"{len(found.runs['plain']) - 1} interleaved runs; {_dtype(llm)} on {llm.target.device}"
+        f"{len(found.runs['plain']) - 1} interleaved runs; {llm.target.dtype_name} on {llm.target.device}"
     )
     out.print(Text(details, "dim"))
     if isinstance(setting.question, Edit):
@@ -383,7 +383,7 @@ def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
         "seed": setting.params.seed,
         "repetition": round(_repetition(tokens), 4),
         "runs": len(found.runs["plain"]) - 1,
-        "dtype": _dtype(llm),
+        "dtype": llm.target.dtype_name,
         "device": str(llm.target.device),
         "text": answer.text,
     }
@@ -393,7 +393,3 @@ def _repetition(tokens: list[int], size: int = 8) -> float:
     """Share of the answer's runs of `size` tokens that occurred before in it: text in circles flatters any drafter."""
     runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
-
-
-def _dtype(llm: LLM) -> str:
-    return str(llm.target.dtype).removeprefix("torch.")

@@ -138,7 +138,7 @@ def _file(llm: LLM, model: str, tuned: Tuned, asked: SearchOptions, *, prompts: 
         "seconds": tuned.seconds,
         "interrupted": tuned.interrupted,
         "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         "threads": torch.get_num_threads(),
     }
     return SkipFile(

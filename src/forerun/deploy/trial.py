@@ -180,7 +180,7 @@ def tried(engine: Installed, *, prompts: Sequence[UserPrompt], tokens: int, dtyp
     ours = answers(
         llm, encoded, tokens, {**drafting.config.drafter_options, **chain, "method": kind, "adaptive": False}
     )
-    shown = str(llm.engine.target.dtype).removeprefix("torch.")
+    shown = llm.target.dtype_name
     del llm  # before the engine wants the same memory
     _free_memory()
     room = max(map(len, encoded)) + tokens + k + 1

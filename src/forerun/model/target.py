@@ -110,6 +110,11 @@ class Target:
             reserve_per_slot=reserve_bytes_per_slot,
         )
 
+    @property
+    def dtype_name(self) -> str:
+        """Its number format in words, for example ``"bfloat16"``."""
+        return str(self.dtype).removeprefix("torch.")
+
     @torch.inference_mode()
     def prefill(
         self,
