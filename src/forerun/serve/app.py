@@ -90,12 +90,12 @@ def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, http: Request) -> Response:
         jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body))
-        return await _respond(session, http, jobs, ChatWriter(body, name, _tokenizer(session), chat_format))
+        return await _respond(session, http, jobs, ChatWriter(body, name, session.tokenizer, chat_format))
 
     @app.post("/v1/completions", responses=_STREAM)
     async def complete(body: CompletionRequest, http: Request) -> Response:
         jobs = await _prepared(session, http, body, lambda: completion_jobs(session, body))
-        return await _respond(session, http, jobs, CompletionWriter(body, name, _tokenizer(session)))
+        return await _respond(session, http, jobs, CompletionWriter(body, name, session.tokenizer))
 
     @app.post("/v1/responses", responses=_STREAM)
     async def respond(body: ResponsesRequest, http: Request) -> Response:
@@ -173,7 +173,7 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
             if body.messages is not None:
                 ids = llm.chat_prompt([message.plain() for message in body.messages])["prompt_token_ids"]
             else:
-                ids = _tokenizer(session).encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+                ids = session.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
             return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len})
 
         return await _prepared(session, http, body, answer)
@@ -185,7 +185,7 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
             wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
             if wrong is not None:
                 raise bad_request(f"token id {wrong} is outside the vocabulary of {vocabulary}", "tokens")
-            return JSONResponse({"prompt": _tokenizer(session).decode(body.tokens)})
+            return JSONResponse({"prompt": session.tokenizer.decode(body.tokens)})
 
         return await _prepared(session, http, body, answer)
 
@@ -253,12 +253,6 @@ def _add_playground(app: FastAPI) -> None:
 
     for path in ("/", *(f"/{name}" for name in _PAGE)):
         app.add_api_route(path, show(path[1:] or "index.html"), include_in_schema=False)
-
-
-def _tokenizer(session: Session) -> Any:
-    tokenizer = session.engine.llm.tokenizer
-    assert tokenizer is not None, "the server loads a model with its tokenizer"
-    return tokenizer
 
 
 async def _prepared(session: Session, http: Request, body: Any, make: Callable[[], T]) -> T:

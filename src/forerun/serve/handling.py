@@ -29,12 +29,11 @@ class Tagged(NamedTuple):
 def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatFormat]:
     """The one job of a chat request, and how its answers are to be read."""
     llm = session.engine.llm
-    assert llm.tokenizer is not None, "the server loads a model with its tokenizer"
     chat_format = chat_format_of(llm, session.settings, body)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = _params(session, body, limit, (body.top_logprobs or 0) if body.logprobs else None)
     form = chat_format.constrained(body, params.structured_outputs, llm.grammar_mark)
-    skips = params.skip_special_tokens and not chat_format.hides_marks(llm.tokenizer)
+    skips = params.skip_special_tokens and not chat_format.hides_marks(session.tokenizer)
     params = replace(params, structured_outputs=form, skip_special_tokens=skips)
     _check_scored(params, len(chat_format.prompt["prompt_token_ids"]))
     return [_job(session, body, chat_format.prompt, params)], chat_format

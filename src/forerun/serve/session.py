@@ -20,6 +20,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from transformers import PreTrainedTokenizerBase
 
 from forerun import AsyncLLM, errors
 from forerun.drafters import default_length
@@ -59,6 +60,13 @@ class Session:
         if self._engine is None or health is not State.READY:
             raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
         return self._engine
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's."""
+        tokenizer = self.engine.llm.tokenizer
+        assert tokenizer is not None, "the server loads a model with its tokenizer"
+        return tokenizer
 
     @property
     def in_flight(self) -> int:
