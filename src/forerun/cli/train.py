@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import Any
 
-from forerun.cli import console
+from forerun.cli import INTERRUPTED, OK, console
 from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError
 
@@ -85,7 +85,7 @@ def train(
                 console.warn(_FINISHED.format(recipe.output, outcome["steps"]))
             _show(outcome, dry_run=dry_run, json=json)
         processes.wait()  # a process that leaves while another still talks to it takes that one down (gloo aborts)
-        return 130 if outcome.get("interrupted") else 0
+        return INTERRUPTED if outcome.get("interrupted") else OK
     finally:
         processes.close()
 

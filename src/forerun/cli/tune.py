@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from forerun.cli import console
+from forerun.cli import INTERRUPTED, OK, console
 from forerun.cli.options import LOADING, Json, LoadOptions, Model
 from forerun.errors import ArgumentError, DataError
 
@@ -93,7 +93,7 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
     file = _file(llm, model, tuned, asked, prompts=len(found))
     file.write(asked.output)
     _show(file, tuned, asked.output, json=json)
-    return 130 if tuned.interrupted else 0
+    return INTERRUPTED if tuned.interrupted else OK
 
 
 def _tokens(llm: LLM, questions: list[Record], asked: SearchOptions) -> list[list[int]]:
