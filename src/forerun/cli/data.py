@@ -25,8 +25,6 @@ from forerun.errors import ArgumentError
 if TYPE_CHECKING:
     from forerun.training.data.regenerate import Plan
 
-LOCAL_CONCURRENCY, ENDPOINT_CONCURRENCY = 8, 32
-
 TemplateVariables = Annotated[
     str | None,
     Parameter(
@@ -202,9 +200,9 @@ def regenerate(
         try:
             if asked.endpoint is not None:
                 server = Endpoint(url=asked.endpoint, model=str(asked.model))
-                with_endpoint(todo, server, concurrency=asked.concurrency or ENDPOINT_CONCURRENCY)
+                with_endpoint(todo, server, concurrency=asked.concurrency or 32)
             elif todo.records:
-                rows = asked.concurrency or LOCAL_CONCURRENCY
+                rows = asked.concurrency or 8
                 llm = session.load(str(asked.target), loading, speculation.config(), max_num_seqs=rows)
                 with_engine(todo, llm, concurrency=rows)
         except BaseException:

@@ -123,7 +123,7 @@ def test_an_answer_whose_text_hides_a_control_token_is_a_failure(llm: LLM, tmp_p
     sampled = SamplingParams(max_tokens=16, temperature=50.0, seed=1, allowed_token_ids=[hidden, shown])
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the cat"}])
     plan = Plan(source, tmp_path / "out.jsonl", Director(tokenizer=llm.tokenizer, params=sampled))
-    with_engine(plan, llm)
+    with_engine(plan, llm, concurrency=1)
     assert (plan.failed, plan.written) == (1, 0)
     assert "'<pad>' within its answer" in plan.complaints[0] and "--endpoint" in plan.complaints[0]
     at_the_end = SamplingParams(max_tokens=3, temperature=0, allowed_token_ids=[hidden])

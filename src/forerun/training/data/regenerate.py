@@ -92,7 +92,7 @@ class Plan:
         self.tell(self)
 
 
-def with_engine(todo: Plan, llm: LLM, *, concurrency: int = 8) -> Plan:
+def with_engine(todo: Plan, llm: LLM, *, concurrency: int) -> Plan:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
     added = {} if llm.tokenizer is None else llm.tokenizer.added_tokens_decoder
     marks = {token: mark.content for token, mark in added.items() if mark.special}
@@ -136,7 +136,7 @@ def _hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | No
     return next((marks[token] for token in token_ids[:end] if token in marks), None)
 
 
-def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Plan:
+def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int, transport: Any = None) -> Plan:
     """Answer everything with an endpoint, `concurrency` records at a time; `transport` replaces httpx's, for tests.
     EndpointError if it refuses everything, or cannot be reached any more; what is written stays."""
 
