@@ -16,7 +16,7 @@ from bench.scripted import Script, said, scripted
 from forerun.bench.client import Answer, Asking, Server
 from forerun.bench.counters import Speculation, between, parse, together, told
 from forerun.bench.load import Load, Measured, measure
-from forerun.bench.summary import summarise, worse
+from forerun.bench.summary import objectives, summarise, worse
 from forerun.bench.workloads import Task, drawn, read_workload
 from forerun.cli import main
 from forerun.errors import ArgumentError, DataError
@@ -69,6 +69,9 @@ class TestSummary:
         measured = Measured(load=Load(rate=1.0), answers=answers, seconds=2.0, speculation=None)
         assert summarise(measured, {"ttft": 200.0, "tpot": 150.0})["request_goodput"] == 0.5
         assert summarise(measured, {"e2el": 1e4})["request_goodput"] == 1.5
+        with pytest.raises(ArgumentError) as refused:
+            objectives(["itl:5"])
+        assert "Did you mean" not in str(refused.value), "gaps between chunks are no objective"
 
     def test_a_category_has_figures_of_its_own(self) -> None:
         own = Speculation(drafts=2, draft_tokens=6, accepted_tokens=3, accepted_per_position=(2, 1, 0))

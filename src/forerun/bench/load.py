@@ -71,10 +71,10 @@ class Measured:
 
 
 async def measure(
-    server: Server, tasks: Sequence[Task], load: Load, asking: Asking, tell: Tell = lambda done: None, *, seed: int = 0
+    server: Server, tasks: Sequence[Task], load: Load, asking: Asking, tell: Tell = lambda done: None
 ) -> Measured:
     """Ask all `tasks`; `tell` hears how many are done."""
-    arrivals = load.arrivals(len(tasks), seed)
+    arrivals = load.arrivals(len(tasks), seed=0)
     slots = asyncio.Semaphore(load.concurrency or len(tasks) or 1)
     before = await server.metrics()
     began = time.perf_counter()

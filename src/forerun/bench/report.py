@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from forerun.bench.summary import figures
 from forerun.plots import COLOURS, pyplot, save
 from forerun.writing import written
 
-
-class Figure(NamedTuple):
-    """A figure of a load, as the page and the terminal name it."""
-
-    key: str  # In the load's record
-    words: str
-    column: str = ""  # Of the terminal's table, times in ms and as medians; empty: it is not there
-    of_parts: bool = False  # Whether the page shows it of each category
-
-
-FIGURES = (
-    Figure("completed", "requests answered", "done", of_parts=True),
-    Figure("failed", "requests failed", "failed"),
-    Figure("output_throughput", "tokens per second, all users together", "tok/s"),
-    Figure("speedup", "times the baseline's tokens per second", "x"),
-    Figure("identical_answers", "answers that are the baseline's, too"),
-    Figure("request_throughput", "requests per second"),
-    Figure("request_goodput", "good requests per second", "good/s"),
-    Figure("median_ttft_ms", "time to first token, median (ms)", "TTFT", of_parts=True),
-    Figure("p99_ttft_ms", "time to first token, 99 % (ms)", "p99"),
-    Figure("median_tpot_ms", "time per output token, median (ms)", "TPOT", of_parts=True),
-    Figure("p99_tpot_ms", "time per output token, 99 % (ms)", "p99"),
-    Figure("median_itl_ms", "gap between chunks, median (ms)"),
-    Figure("median_e2el_ms", "latency, median (ms)"),
-    Figure("spec_decode_acceptance_length", "tokens per verifying pass", "tok/pass", of_parts=True),
-    Figure("spec_decode_acceptance_rate", "accepted share of drafted tokens (%)", "acc%", of_parts=True),
-)
 PAGE = """\
 <!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>forerun bench: {{ server }}</title><style>
@@ -63,11 +37,6 @@ td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.da
 <ul>{% for said, count in load.failures.items() %}<li>{{ count }} x {{ said }}</li>{% endfor %}</ul>{% endfor %}
 <p>{{ source }}</p></html>
 """
-
-
-def figures(records: Collection[Mapping[str, Any]]) -> list[Figure]:
-    """Those that one of the records has."""
-    return [figure for figure in FIGURES if any(record.get(figure.key) is not None for record in records)]
 
 
 def shown(value: float | None) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,13 +12,42 @@ from forerun.bench.counters import together
 from forerun.bench.load import Measured
 from forerun.errors import ArgumentError, nearest
 
-TIMES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "gap between chunks", "e2el": "latency"}
-"""All in ms. A chunk holds several tokens where drafts are accepted, so `itl` says little of a speculative server."""
 PERCENTILES = (90, 99)
 HIGHER, LOWER = 1, -1
-JUDGED = {"output_throughput": HIGHER, "median_ttft_ms": LOWER, "median_tpot_ms": LOWER,
-          "spec_decode_acceptance_length": HIGHER}  # fmt: skip
-"""What `worse` compares, and which way is better."""
+
+
+class Figure(NamedTuple):
+    """A figure of a load, as the page and the terminal name it."""
+
+    key: str  # In the load's record
+    words: str
+    column: str = ""  # Of the terminal's table, times in ms and as medians; empty: it is not there
+    of_parts: bool = False  # Whether the page shows it of each category
+    better: int = 0  # `HIGHER` or `LOWER`, where `worse` compares it
+
+
+FIGURES = (
+    Figure("completed", "requests answered", "done", of_parts=True),
+    Figure("failed", "requests failed", "failed"),
+    Figure("output_throughput", "tokens per second, all users together", "tok/s", better=HIGHER),
+    Figure("speedup", "times the baseline's tokens per second", "x"),
+    Figure("identical_answers", "answers that are the baseline's, too"),
+    Figure("request_throughput", "requests per second"),
+    Figure("request_goodput", "good requests per second", "good/s"),
+    Figure("median_ttft_ms", "time to first token, median (ms)", "TTFT", of_parts=True, better=LOWER),
+    Figure("p99_ttft_ms", "time to first token, 99 % (ms)", "p99"),
+    Figure("median_tpot_ms", "time per output token, median (ms)", "TPOT", of_parts=True, better=LOWER),
+    Figure("p99_tpot_ms", "time per output token, 99 % (ms)", "p99"),
+    Figure("median_itl_ms", "gap between chunks, median (ms)"),
+    Figure("median_e2el_ms", "latency, median (ms)"),
+    Figure("spec_decode_acceptance_length", "tokens per verifying pass", "tok/pass", of_parts=True, better=HIGHER),
+    Figure("spec_decode_acceptance_rate", "accepted share of drafted tokens (%)", "acc%", of_parts=True),
+)
+
+
+def figures(records: Collection[Mapping[str, Any]]) -> list[Figure]:
+    """Those that one of the records has."""
+    return [figure for figure in FIGURES if any(record.get(figure.key) is not None for record in records)]
 
 
 def objectives(words: Sequence[str]) -> dict[str, float]:
@@ -27,8 +55,10 @@ def objectives(words: Sequence[str]) -> dict[str, float]:
     found = {}
     for word in words:
         name, _, limit = word.partition(":")
-        if name not in ("ttft", "tpot", "e2el"):
-            raise ArgumentError(f"--goodput takes ttft:MS, tpot:MS or e2el:MS, got {word!r}{nearest(name, TIMES)}")
+        if name not in Latency._fields:
+            raise ArgumentError(
+                f"--goodput takes ttft:MS, tpot:MS or e2el:MS, got {word!r}{nearest(name, Latency._fields)}"
+            )
         try:
             found[name] = float(limit)
         except ValueError:
@@ -36,9 +66,8 @@ def objectives(words: Sequence[str]) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """One request's times in ms."""
+class Latency(NamedTuple):
+    """One request's times in ms: to its first token, for each token behind it, to its end."""
 
     ttft: float
     tpot: float | None
@@ -103,6 +132,7 @@ def _part(answers: Sequence[Answer], seconds: float | None) -> dict[str, Any]:
     values = {
         "ttft": [one.ttft for one in latencies],
         "tpot": [one.tpot for one in latencies if one.tpot is not None],
+        # Several tokens come in one chunk where drafts are accepted: of a speculative server this says little.
         "itl": [1e3 * gap for answer in answers for gap in answer.gaps_s],
         "e2el": [one.e2el for one in latencies],
     }
@@ -132,8 +162,8 @@ def worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -
     loads, found = {load["load"]: load for load in now["loads"]}, []
     for label, old in older_loads(before, [*loads]).items():
         load = loads[label]
-        for name, better in JUDGED.items():
-            new, was = load.get(name), old.get(name)
-            if new and was and better * (new - was) < -tolerance * was:
-                found.append(f"{label}: {name} {was:.4g} -> {new:.4g} ({(new - was) / was:+.1%})")
+        for figure in FIGURES:
+            new, was = load.get(figure.key), old.get(figure.key)
+            if figure.better and new and was and figure.better * (new - was) < -tolerance * was:
+                found.append(f"{label}: {figure.key} {was:.4g} -> {new:.4g} ({(new - was) / was:+.1%})")
     return found

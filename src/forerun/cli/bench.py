@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.text import Text
 
-from forerun.bench.report import draw, figures, shown, source_of, write_page
-from forerun.bench.summary import older_loads, worse
+from forerun.bench.report import draw, shown, source_of, write_page
+from forerun.bench.summary import figures, older_loads, worse
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, Many, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
