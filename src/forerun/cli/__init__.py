@@ -18,14 +18,12 @@ from forerun.errors import ArgumentError, ForerunError
 if TYPE_CHECKING:
     from cyclopts import App, ArgumentCollection
 
-FLAG = "--config"
-
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Fill in what ``--config FILE`` says and neither flags nor environment variables do; cyclopts' ``App.config``.
     Keys are the flags' names, with or without dashes, in YAML (so JSON is understood, too) or, with that suffix, TOML.
     """
-    named = next((argument for argument in arguments if FLAG in argument.names and argument.tokens), None)
+    named = next((argument for argument in arguments if "--config" in argument.names and argument.tokens), None)
     if named is None:
         return
     from cyclopts.config import Dict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -36,7 +36,6 @@ PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 3
 EDIT_TOKENS = 512  # At most; an edit ends by itself
 SHOWN_LINES, CHANGED_LINES = 6, 24  # Of a file; of what an edit changed
 ARMS = ("plain", "speculative")
-Show = Callable[[str, Any], "RequestOutput"]
 
 
 class _Setting(NamedTuple):
@@ -116,7 +115,7 @@ def demo(
     if not json:
         _introduce(setting)
     prompt: Any = asked.text if isinstance(asked, Prompt) else llm.chat_prompt(asked.messages)
-    result = Race(llm, prompt, params, repeats=repeats, show=None if json else _shown)
+    result = Race(llm, prompt, params, repeats=repeats, show=not json)
     if json:
         console.write_json(record(llm, setting, result))
     else:
@@ -231,28 +230,25 @@ def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
 
 
 class Race:
-    """One prompt, answered plainly and speculatively, once for `show` and `repeats` times for the clock, taking turns.
-    Decoding speed alone is compared: tokens after the first over the time after the first; medians. `show` is given an
-    arm's name and its stream, prints it and returns the finished request."""
+    """One prompt, answered plainly and speculatively, once to `show` and `repeats` times for the clock, taking turns.
+    Decoding speed alone is compared: tokens after the first over the time after the first; medians."""
 
-    def __init__(
-        self, llm: LLM, prompt: Any, params: SamplingParams, *, repeats: int, show: Show | None = None
-    ) -> None:
+    def __init__(self, llm: LLM, prompt: Any, params: SamplingParams, *, repeats: int, show: bool = False) -> None:
         from forerun.certify.reference import difference
         from forerun.cli.session import tokens_per_second
 
         numbers = itertools.count()
 
-        def run(arm: str, show: Show | None = None) -> RequestOutput:
+        def run(arm: str, *, show: bool = False) -> RequestOutput:
             # A domain of its own for each run, or drafters that remember answers would copy the run before.
             options: dict[str, Any] = {"speculative": None if arm == "speculative" else False}
             options["cache_salt"] = f"run {next(numbers)}"
-            if show is None:
-                return llm.generate([prompt], params, **options)[0]
-            return show(arm, llm.stream(prompt, params, **options))
+            if show:
+                return _shown(arm, llm.stream(prompt, params, **options))
+            return llm.generate([prompt], params, **options)[0]
 
         # The first run of an arm pays for what is made once and for the printing, so it is not timed.
-        self.runs = runs = {arm: [run(arm, show)] for arm in ARMS}
+        self.runs = runs = {arm: [run(arm, show=show)] for arm in ARMS}
         for turn in range(repeats):
             for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
                 runs[arm].append(run(arm))
