@@ -7,7 +7,6 @@ drafted and accepted so far (``tools/server/server-context.cpp`` of llama.cpp 0.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 import shutil
@@ -115,9 +114,7 @@ def converted(sources: Path, python: Path, folder: Path, file: Path, *, dtype: s
         RefusedError: llama.cpp's converter stops at these files.
         ForerunError: this Python lacks what the converter imports.
     """
-    script = importlib.util.find_spec("forerun.deploy.gguf_converter")
-    assert script is not None and script.origin is not None
-    command = [str(python), script.origin, str(sources)]
+    command = [str(python), str(Path(__file__).with_name("gguf_converter.py")), str(sources)]
     command += conversion(folder, target=target, outtype=OUTTYPES[dtype], file=file)
     log = file.with_suffix(".log")
     with log.open("w", encoding="utf-8") as out:
