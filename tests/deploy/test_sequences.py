@@ -30,6 +30,22 @@ def sequences(config: dict[str, Any] | None = None, rows: int = 6, **options: An
     return Sequences(NGRAM if config is None else config, **given)
 
 
+def treed(made: Sequences, texts: Sequence[NDArray[np.int32]], most: Sequence[int]) -> list[TokenTree]:
+    """Drafts for rows of an engine's table."""
+    return made.trees(*table_of(texts), np.array(most, np.int64))
+
+
+def chained(made: Sequences, texts: Sequence[NDArray[np.int32]], most: Sequence[int]) -> list[list[int]]:
+    return made.chains(*table_of(texts), np.array(most, np.int64))
+
+
+def table_of(texts: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    table = np.full((len(texts), 4000), 49, np.int32)
+    for row, text in zip(table, texts, strict=True):
+        row[: len(text)] = text
+    return table, array([len(text) for text in texts])
+
+
 def array(tokens: Sequence[int]) -> NDArray[np.int32]:
     return np.array(tokens, np.int32)
 
@@ -75,10 +91,10 @@ def test_drafts_are_those_of_each_request_alone(seed: int) -> None:
     for _ in range(300):
         engine.step()
         texts = engine.texts()
-        trees = shared.draft(texts, [4] * len(texts))
+        trees = treed(shared, texts, [4] * len(texts))
         for text, tree in zip(texts, trees, strict=True):
             alone = sequences(rows=1)
-            (expected,) = alone.draft([text], [4])
+            (expected,) = treed(alone, [text], [4])
             assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
             drafted += tree.size
         moved += bool(engine.preempted)
@@ -96,40 +112,40 @@ def test_only_what_is_new_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda context: (read.extend(zip(context.rows, context.fresh, strict=True)), extend(context)),
     )
     one, two = [1, 2, 3, 1, 2], [4, 4, 4]
-    shared.draft([array(one), array(two)], [1, 1])
+    treed(shared, [array(one), array(two)], [1, 1])
     rows = [row for row, _ in read]
     assert [fresh for _, fresh in read] == [5, 3]
     read.clear()
-    shared.draft([array([*two, 4]), array([*one, 3, 1])], [1, 1])
+    treed(shared, [array([*two, 4]), array([*one, 3, 1])], [1, 1])
     assert read == [(rows[1], 1), (rows[0], 2)], "swapped, and still themselves"
     read.clear()
-    shared.draft([array([*one, 3, 1])], [1])
+    treed(shared, [array([*one, 3, 1])], [1])
     assert read == [], "the other one ended, and nothing is new"
-    shared.draft([array([*one, 3, 1]), array([*two, 4])], [1, 1])
+    treed(shared, [array([*one, 3, 1]), array([*two, 4])], [1, 1])
     assert [fresh for _, fresh in read] == [4], "whoever comes back is read again"
 
 
 def test_what_ended_is_forgotten() -> None:
     shared = sequences(rows=2)
     for number in range(50):
-        shared.draft([array([number % 50, 1, 2]), array([number % 50, 1, 2])], [2, 2])
-    assert len(shared.drafters[0].drafter._rows) == 2  # type: ignore[attr-defined]
-    shared.draft([], [])
-    assert not shared.drafters[0].drafter._rows  # type: ignore[attr-defined]
+        treed(shared, [array([number % 50, 1, 2]), array([number % 50, 1, 2])], [2, 2])
+    assert len(shared.drafters[0].drafter._texts) == 2  # type: ignore[attr-defined]
+    treed(shared, [], [])
+    assert not shared.drafters[0].drafter._texts  # type: ignore[attr-defined]
 
 
 def test_suffix_remembers_answers_that_ended() -> None:
     shared = sequences({"method": "suffix", "adaptive": False})
     answer = [7, 8, 9, 10, 11, 12]
     for length in range(3, 3 + len(answer)):
-        shared.draft([array([1, 2, 3, *answer][: length + 1])], [0])
-    shared.draft([], [])
-    (tree,) = shared.draft([array([4, 5, 7, 8])], [3])
+        treed(shared, [array([1, 2, 3, *answer][: length + 1])], [0])
+    treed(shared, [], [])
+    (tree,) = treed(shared, [array([4, 5, 7, 8])], [3])
     assert tree.tokens[1:3] == (9, 10)
 
 
 def test_a_row_that_asks_for_nothing_gets_nothing() -> None:
-    trees = sequences().draft([array([1, 2, 1, 2, 1]), array([1, 2, 1, 2, 1])], [0, 3])
+    trees = treed(sequences(), [array([1, 2, 1, 2, 1]), array([1, 2, 1, 2, 1])], [0, 3])
     assert [tree.size for tree in trees] == [0, 3]
 
 
@@ -165,7 +181,7 @@ def test_every_drafter_that_copies_can_be_asked_for() -> None:
     given["merge"] = given["first_of"]
     for method in COPYING:
         if method != "rest":  # which wants a corpus
-            (tree,) = sequences({"method": method, **given.get(method, {})}).draft([array([1, 2, 3, 1, 2])], [3])
+            (tree,) = treed(sequences({"method": method, **given.get(method, {})}), [array([1, 2, 3, 1, 2])], [3])
             assert tree.size <= 3
 
 
@@ -179,7 +195,7 @@ class TestAdaptive:
         made = sequences(config or {"method": "suffix"}, slots=4000, clock=lambda: now[0])
         known = [next(text) for _ in range(40)]
         for _ in range(150):
-            (tree,) = made.draft([array(known)], [8])
+            (tree,) = treed(made, [array(known)], [8])
             draft, accepted = list(tree.tokens[1:]), 0
             now[0] += 1e-3 * (10 + node_ms * len(draft))
             known.append(next(text))
@@ -221,7 +237,7 @@ class TestAdaptive:
     def test_several_drafters_make_one_chain(self) -> None:
         made = sequences({"method": "merge", "drafters": ["suffix", "ngram"]})
         for _ in range(4):  # the first steps are plain, which is what the others are held against
-            (tree,) = made.draft([array([1, 2, 3, 4, 1, 2, 5, 1, 2])], [8])
+            (tree,) = treed(made, [array([1, 2, 3, 4, 1, 2, 5, 1, 2])], [8])
         assert list(tree.parents) == list(range(-1, tree.size))
 
     def test_rows_come_and_go(self) -> None:
@@ -231,7 +247,7 @@ class TestAdaptive:
             now[0] += 10e-3
             engine.step()
             texts = engine.texts()
-            trees = shared.draft(texts, [engine.chance.choice((0, 3, 6)) for _ in texts])
+            trees = treed(shared, texts, [engine.chance.choice((0, 3, 6)) for _ in texts])
             assert [tree.tokens[0] for tree in trees] == [text[-1] for text in texts]
             drafted += sum(tree.size for tree in trees)
             if max(map(len, engine.running), default=0) > SLOTS - 10:

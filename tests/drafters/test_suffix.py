@@ -6,12 +6,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
 from forerun.core.tree import TokenTree
-from forerun.drafters.lookup.automaton import Cursor, OutputStore
+from forerun.drafters.lookup.automaton import OutputStore
 from forerun.drafters.lookup.compiled.drafts import SEPARATOR
 from forerun.drafters.lookup.suffix import SuffixConfig, SuffixDrafter
 from forerun.engine.config import SpeculativeConfig
@@ -197,17 +196,17 @@ def test_the_store_stays_within_its_bounds_and_keeps_the_latest() -> None:
     assert not any(2000 in text for text in texts)
 
 
-def test_a_cursor_begins_anew_where_the_store_has_grown() -> None:
-    store = OutputStore(depth=8, tokens=1000, requests=10)
-    store.add(range(40))
-    cursor = Cursor(store.generations[0])
-    cursor.follow(np.array([30, 31], np.int32))
-    assert cursor.matched == 2
-    cursor.follow(np.array([30, 31, 50], np.int32))
-    assert cursor.matched == 0
-    store.add([31, 50])
-    cursor.follow(np.array([30, 31, 50], np.int32))
-    assert cursor.matched == 2
+def test_a_running_row_is_looked_for_anew_where_the_store_has_grown() -> None:
+    made = drafter(max_tree_depth=8)
+    answered(made, [900], list(range(40)))
+    text = [901, 30, 31]
+    made.extend(context(text, 3, row=1))
+    assert paths(*made.propose(context(text, 0, row=1), ROOMY)) == [[32, 33]]
+    text.append(50)
+    made.extend(context(text, 1, row=1))
+    assert paths(*made.propose(context(text, 0, row=1), ROOMY)) == []
+    answered(made, [900], [31, 50, 60, 61])
+    assert paths(*made.propose(context(text, 0, row=1), ROOMY)) == [[60, 61]]
 
 
 def test_of_an_output_longer_than_half_the_store_the_end_is_kept() -> None:

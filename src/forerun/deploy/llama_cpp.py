@@ -53,5 +53,6 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
         """(K,) drafted tokens, K of 0 or more, for a text of (N,) token ids."""
-        (tree,) = self.sequences.draft([input_ids], [self.most])
-        return np.array(tree.tokens[1:], dtype=np.intc)
+        table, lengths = input_ids.reshape(1, -1), np.array([len(input_ids)], np.int32)
+        (draft,) = self.sequences.chains(table, lengths, np.array([self.most]))
+        return np.array(draft, dtype=np.intc)

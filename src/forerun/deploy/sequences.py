@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forerun.core.row import Row
 from forerun.core.sampling import Sampler
 from forerun.core.step import Emitted, context_for
 from forerun.core.tree import TokenTree
 from forerun.deploy import COPYING, methods
+from forerun.deploy.known_rows import KnownRows, Recognised
 from forerun.drafters import AUTO, drafter_class
-from forerun.drafters.base import Drafter, DrafterSetup
+from forerun.drafters.base import DrafterSetup
 from forerun.drafters.guarded import Guarded
+from forerun.drafters.lookup.base import LookupDrafter
+from forerun.drafters.lookup.compiled.batch import Longs
+from forerun.drafters.lookup.compiled.drafts import Ints
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.engine.costs import Nominal
 from forerun.engine.policy.policy import Policy, policy_for
@@ -68,42 +71,19 @@ class Stranger:
         return 1
 
 
-@dataclass(slots=True)
-class _Sequence:
-    row: Row
-    held: NDArray[np.int32]  # The row's tokens, with room to grow
-
-    def grow(self, tokens: NDArray[np.int32]) -> int:
-        """Take over what `tokens` have behind the text; how many."""
-        known = len(self.row.tokens)
-        if len(tokens) > len(self.held):
-            self.held = np.resize(self.held, 2 * len(tokens))
-        self.held[known : len(tokens)] = tokens[known:]
-        self.row.commit(tokens[known:].tolist())
-        return len(tokens) - known
-
-    def begins(self, tokens: NDArray[np.int32]) -> bool:
-        """Whether `tokens` go on with this text."""
-        known = len(self.row.tokens)
-        return known <= len(tokens) and bool((tokens[:known] == self.held[:known]).all())
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What was drafted, until it is known how the texts go on."""
 
-    sequences: Sequence[_Sequence]
+    rows: Sequence[Row]
     lengths: Sequence[int]  # Their tokens then
     began: float  # s
     ended: float
 
 
 class Sequences:
-    """Rows of tokens that another engine keeps, and a drafter's drafts for them.
-
-    A row that goes on with a known text is that sequence, wherever it stands now: two that hold the same are the same
-    to a drafter, too. What is in no row any more is forgotten; a request that was preempted is read again.
-    """
+    """Rows of tokens that another engine keeps, and a drafter's drafts for them. What is in no row any more is
+    forgotten; a request that was preempted is read again."""
 
     def __init__(
         self,
@@ -140,36 +120,53 @@ class Sequences:
             self._policy = policy_for(
                 arms, setup, nodes=nodes, costs=Nominal(), measure=True, chains=chains, clock=clock
             )
-            self.drafters: list[Drafter] = [arm.drafter for arm in self._policy.arms]
+            self.drafters: list[Guarded] = [arm.drafter for arm in self._policy.arms]
         else:
             self.drafters = [Guarded.built(parsed.method, parsed.drafter_options, setup)]
         self._slots, self._nodes, self._chains, self._clock = slots, nodes, chains, clock
-        self._free = list(range(rows))[::-1]
-        self._sequences: list[_Sequence] = []
+        self._known = KnownRows(rows)
+        self._rows: dict[int, Row] = {}  # By the place where they are known
         self._step: _Step | None = None
+        inside = self.drafters[0].drafter if self._policy is None else None
+        chained = isinstance(inside, LookupDrafter) and inside.kind(_GREEDY).chain
+        self._lookup = cast("LookupDrafter[Any]", inside) if chained else None
 
-    def draft(self, texts: Sequence[NDArray[np.int32]], most: Sequence[int]) -> list[TokenTree]:
-        """A tree of at most ``most[i]`` nodes for each row's text, prompt and answer so far; 0 for none."""
+    def chains(self, table: Ints, lengths: Ints, most: Longs) -> list[list[int]]:
+        """At most ``most[i]`` tokens to go on with ``table[i, : lengths[i]]``, prompt and answer so far, for each row;
+        of a tree the best path. In one go where compiled code sees to the whole batch."""
+        if self._lookup is None:
+            return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
+        found = self._recognised(table, lengths)
+        if found.new:
+            for place, start, end in zip(*map(np.ndarray.tolist, found[:3]), strict=True):
+                if start == place * self._known.width:
+                    self._lookup.begin(place, _prompt(end - start))
+        self._lookup.read(found.places, self._known.tokens, found.starts, found.ends)
+        return self._lookup.chains(found.places, most)
+
+    def trees(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
+        """A tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``; its root alone for 0."""
         began = self._clock()
-        found, fresh = self._found(texts)
+        rows, fresh = self._found(table, lengths)
         if self._policy is not None and self._step is not None:
             self._learn(self._policy, self._step, began)
-        rows = [one.row for one in found]
         if grown := [index for index, count in enumerate(fresh) if count]:
             context = context_for(rows, grown, [fresh[index] for index in grown], {})
             for drafter in self.drafters:
                 drafter.extend(context)
-        trees = dict[int, TokenTree]()
-        asked = [index for index, limit in enumerate(most) if limit > 0]
+        trees, limits = dict[int, TokenTree](), [min(limit, self._nodes) for limit in most.tolist()]
+        asked = [index for index, limit in enumerate(limits) if limit > 0]
         self._step = None
         if asked:
-            limits = [min(most[index], self._nodes) for index in asked]
-            for index, tree in zip(asked, self._drafted([rows[index] for index in asked], limits), strict=True):
-                trees[index] = tree
-            chosen = [found[index] for index in asked]
-            lengths = [len(one.row.tokens) for one in chosen]
-            self._step = _Step(chosen, lengths, began, self._clock())
+            chosen = [rows[index] for index in asked]
+            drafted = self._drafted(chosen, [limits[index] for index in asked])
+            trees = dict(zip(asked, drafted, strict=True))
+            self._step = _Step(chosen, [len(row.tokens) for row in chosen], began, self._clock())
         return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.chains(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
 
     def _drafted(self, rows: list[Row], limits: list[int]) -> list[TokenTree]:
         everyone = range(len(rows))
@@ -190,9 +187,9 @@ class Sequences:
 
     def _learn(self, policy: Policy, step: _Step, now: float) -> None:
         """Tell the policy how the texts went on; what became of rows that have left is not known."""
-        running = {id(one) for one in self._sequences}
-        gained = [one.row.tokens[length:] for one, length in zip(step.sequences, step.lengths, strict=True)]
-        if not all(gained) or not all(id(one) in running for one in step.sequences):
+        running = {id(row) for row in self._rows.values()}
+        gained = [row.tokens[length:] for row, length in zip(step.rows, step.lengths, strict=True)]
+        if not all(gained) or not all(id(row) in running for row in step.rows):
             return
         trace = StepTrace(
             step=policy.steps,
@@ -211,46 +208,47 @@ class Sequences:
             [Emitted(tokens=tokens, sources=[], drafted=0, depth=0, logprobs=None, trace=trace) for tokens in gained]
         )
 
-    def _found(self, texts: Sequence[NDArray[np.int32]]) -> tuple[list[_Sequence], list[int]]:
-        """Each row's sequence and how many of its tokens are new. They are kept in the order of the rows, so that a row
-        which stays where it was is found at once."""
-        left = dict(enumerate(self._sequences))
-        known: list[_Sequence | None] = []
-        for index, tokens in enumerate(texts):
-            one = left.get(index)
-            known.append(left.pop(index) if one is not None and one.begins(tokens) else None)
-        for index, tokens in enumerate(texts):
-            if known[index] is None:
-                at = max(
-                    (at for at, one in left.items() if one.begins(tokens)),
-                    key=lambda at: len(left[at].row.tokens),
-                    default=None,
-                )
-                known[index] = None if at is None else left.pop(at)
-        if left:
-            self._forget([one.row.cache_row for one in left.values()])
-        self._sequences = [self._new(tokens) if one is None else one for one, tokens in zip(known, texts, strict=True)]
-        return self._sequences, [one.grow(tokens) for one, tokens in zip(self._sequences, texts, strict=True)]
+    def _recognised(self, table: Ints, lengths: Ints) -> Recognised:
+        """Whose the rows are; what is in none any more is forgotten."""
+        found = self._known.recognise(table, lengths)
+        if found.gone:
+            nothing = [0] * len(found.gone)
+            if self._policy is not None:
+                self._policy.forget(found.gone, nothing)
+            else:
+                self.drafters[0].truncate(found.gone, nothing)
+            for place in found.gone:
+                self._rows.pop(place, None)
+        return found
 
-    def _forget(self, rows: list[int]) -> None:
-        self._free += rows
-        if self._policy is not None:
-            self._policy.forget(rows, [0] * len(rows))
-        else:
-            self.drafters[0].truncate(rows, [0] * len(rows))
+    def _found(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
+        """Each row, and how many of its tokens are new."""
+        rows, fresh, places = list[Row](), list[int](), self._recognised(table, lengths).places
+        for text, length, place in zip(table, lengths.tolist(), places.tolist(), strict=False):
+            if place not in self._rows:
+                self._rows[place] = _row(place, length)
+            row = self._rows[place]
+            fresh.append(length - len(row.tokens))
+            row.commit(text[len(row.tokens) : length].tolist())
+            rows.append(row)
+        return rows, fresh
 
-    def _new(self, tokens: NDArray[np.int32]) -> _Sequence:
-        assert self._free, "more rows than the engine said"
-        row = Row(
-            cache_row=self._free.pop(),
-            tokens=[],
-            prompt_length=max(1, len(tokens) - 1),
-            sampler=_GREEDY,
-            seed=0,
-            stop_ids=frozenset(),
-            room=1,
-        )
-        return _Sequence(row, np.empty(0, np.int32))
+
+def _prompt(tokens: int) -> int:
+    """How many of a new text's tokens are the prompt's: the target has answered it with one."""
+    return max(1, tokens - 1)
+
+
+def _row(place: int, tokens: int) -> Row:
+    return Row(
+        cache_row=place,
+        tokens=[],
+        prompt_length=_prompt(tokens),
+        sampler=_GREEDY,
+        seed=0,
+        stop_ids=frozenset(),
+        room=1,
+    )
 
 
 def _parsed(config: Config) -> SpeculativeConfig:

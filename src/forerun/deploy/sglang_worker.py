@@ -43,7 +43,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
     def clear_cache_pool(self) -> None:
         """The cache was flushed: what was drafted from is forgotten with it."""
         super().clear_cache_pool()
-        self.sequences.draft([], [])
+        self.sequences.clear()
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Of each request its tree: (B * N,) tokens, and (B * N * N,) who is an ancestor of whom or the node itself."""
@@ -51,7 +51,11 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
             np.concatenate([np.asarray(part, dtype=np.int32) for part in (prompt, answer, accepted)])
             for prompt, answer, accepted in zip(*self._parts(batch), strict=True)
         ]
-        trees = self.sequences.draft(texts, [self.draft_token_num - 1] * len(texts))
+        lengths = np.array([len(text) for text in texts], np.int32)
+        table = np.zeros((len(texts), max(lengths, default=1)), np.int32)
+        for row, text in zip(table, texts, strict=True):
+            row[: len(text)] = text
+        trees = self.sequences.trees(table, lengths, np.full(len(texts), self.draft_token_num - 1))
         filled = [padded(tree, self.draft_token_num) for tree in trees]
         tokens, masks = zip(*filled, strict=True)
         return np.concatenate(tokens), np.concatenate(masks)

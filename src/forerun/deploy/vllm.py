@@ -59,16 +59,12 @@ class ForerunProposer:
     ) -> list[list[int]]:
         """Drafts for each row: those of ``token_ids_cpu[i, :num_tokens_no_spec[i]]``; none for a row that sampled
         nothing, because its prompt is not read yet."""
-        rows = len(sampled_token_ids)
-        lengths = [int(length) for length in num_tokens_no_spec[:rows]]
-        running = sum(map(bool, sampled_token_ids))
-        asked = self.tokens_at(running)
-        most = [
-            min(asked, self.max_model_len - length) if sampled else 0
-            for sampled, length in zip(sampled_token_ids, lengths, strict=True)
-        ]
-        texts = [token_ids_cpu[row, :length] for row, length in enumerate(lengths)]
-        return [list(tree.tokens[1:]) for tree in self.sequences.draft(texts, most)]
+        rows, running = len(sampled_token_ids), sum(map(bool, sampled_token_ids))
+        lengths = num_tokens_no_spec[:rows]
+        most = np.minimum(self.tokens_at(running), self.max_model_len - lengths.astype(np.int64))
+        if running < rows:
+            most[[not sampled for sampled in sampled_token_ids]] = 0
+        return self.sequences.chains(token_ids_cpu, lengths, most)
 
     def tokens_at(self, batch: int) -> int:
         """How many tokens are drafted for each of so many requests."""

@@ -5,89 +5,60 @@ for every token is in `compiled.suffixes`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 
+from forerun.drafters.lookup.base import Text
 from forerun.drafters.lookup.compiled import suffixes
-from forerun.drafters.lookup.compiled.drafts import SEPARATOR, Ints, empty_slots, room_for
-from forerun.drafters.lookup.compiled.suffixes import ROOT, Arrays
+from forerun.drafters.lookup.compiled.drafts import SEPARATOR, Ints, room_for
+
+_NUMBERS = count(1)
 
 
-class SuffixAutomaton:
+class SuffixAutomaton(Text):
     """All substrings of a text, one state for those that end at the same positions.
 
     A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
-    strings of at most `depth` >= 2 tokens. Flat arrays of 32 bits hold states and transitions; the token of a state's
-    transition along its first occurrence is read from the text, so that only branchings need an entry of their own: 92
-    to 190 bytes per token, and while the arrays grow twice that.
+    strings of at most `depth` >= 2 tokens. One flat array of 32 bits holds states and transitions; the token of a
+    state's transition along its first occurrence is read from the text, so that only branchings need an entry of their
+    own: 92 to 190 bytes per token, and while the array grows twice that.
     """
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.arrays = _made(0)
+        self.number = next(_NUMBERS)  # No two have the same
+        self.whole = _empty(0)
+        self.arrays = suffixes.parts_of(self.whole)
         suffixes.start(self.arrays, depth)
-        self._size = 0
-        self.repeated = ROOT, 0
-        """State and length of the longest suffix of the text that occurs in it before its end too."""
-
-    def __len__(self) -> int:
-        return self._size
 
     @property
     def tokens(self) -> Ints:
-        """(N,) int32, the text; a view, which does not grow."""
-        return self.arrays.tokens[: self._size]
+        return self.arrays.tokens[: len(self)]
 
     def extend(self, tokens: Sequence[int] | Ints) -> None:
         """Append tokens to the text."""
-        needed = self._size + len(tokens)
-        if needed > len(self.arrays.tokens):
-            larger = _made(needed)
-            for old, new in zip(self.arrays[:-1], larger[:-1], strict=True):
+        self.make_room(len(self) + len(tokens))
+        suffixes.extend(self.arrays, np.asarray(tokens, np.int32))
+
+    def make_room(self, tokens: int) -> None:
+        if tokens > len(self.arrays.tokens):
+            self.whole = _empty(tokens)
+            larger = suffixes.parts_of(self.whole)
+            larger.head[: suffixes.ROOM] = self.arrays.head[: suffixes.ROOM]
+            for old, new in zip(self.arrays[1:-1], larger[1:-1], strict=True):
                 new[: len(old)] = old
             self.arrays = larger
             suffixes.reindex(larger, 0)
-        self.repeated = suffixes.extend(self.arrays, np.asarray(tokens, np.int32))
-        self._size = needed
-
-    def place(self, state: int) -> int:
-        """Index in the text behind the first occurrence of the state's strings."""
-        return int(self.arrays.states[state, suffixes.END])
-
-    def memory_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(values.nbytes for values in self.arrays)
 
 
-def _made(tokens: int) -> Arrays:
-    """Arrays for so many tokens and more, the index empty."""
+def _empty(tokens: int) -> Ints:
+    """An array with room for so many tokens and more, the index empty."""
     room = room_for(tokens)
-    return Arrays(
-        head=np.zeros(suffixes.HEAD, np.int32),
-        tokens=np.empty(room, np.int32),
-        states=np.empty((2 * room, suffixes.STATE_COLUMNS), np.int32),
-        edges=np.empty((room, suffixes.EDGE_COLUMNS), np.int32),
-        slots=empty_slots(room),
-    )
-
-
-class Cursor:
-    """The longest end of a growing text, at least up to the automaton's depth, that occurs in an automaton."""
-
-    def __init__(self, automaton: SuffixAutomaton) -> None:
-        self.automaton = automaton
-        self.state, self.matched = ROOT, 0
-        self._read = 0
-        self._size = 0
-
-    def follow(self, text: Ints) -> None:
-        """Take in what `text` has gained; starts anew where the automaton has grown, or `text` has shrunk."""
-        start, automaton = self._read, self.automaton
-        if len(automaton) != self._size or not 0 <= len(text) - start <= automaton.depth:
-            start = max(0, len(text) - automaton.depth)
-            self.state, self.matched = ROOT, 0
-        self.state, self.matched = suffixes.follow(automaton.arrays, text[start:], self.state, self.matched)
-        self._read, self._size = len(text), len(automaton)
+    whole = np.empty(suffixes.size_of(room), np.int32)
+    whole[: suffixes.HEAD] = 0
+    whole[suffixes.ROOM] = room
+    suffixes.parts_of(whole).slots.fill(suffixes.NONE)
+    return whole
 
 
 class OutputStore:
@@ -99,7 +70,6 @@ class OutputStore:
         self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2
         self.generations = [SuffixAutomaton(depth)]  # The youngest first; at most two
         self._outputs = 0  # In the younger one
-        self.read = 0  # Tokens ever taken in
 
     @property
     def held(self) -> int:
@@ -115,7 +85,6 @@ class OutputStore:
             self.generations, self._outputs = [SuffixAutomaton(self._depth), self.generations[0]], 0
         self.generations[0].extend(np.append(kept, np.int32(SEPARATOR)))
         self._outputs += 1
-        self.read += len(kept)
 
     def memory_bytes(self) -> int:
-        return sum(generation.memory_bytes() for generation in self.generations)
+        return sum(generation.whole.nbytes for generation in self.generations)

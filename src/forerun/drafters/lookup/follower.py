@@ -48,14 +48,11 @@ class Follower:
     @property
     def agreed(self) -> int:
         """How much speaks for the place: tokens that agreed, of late and since the last change."""
-        if self._place[following.PLACE] == NONE:
-            return 0
-        return int(self._place[following.TRUST] + self._place[following.MATCHED])
+        return following.agreed(self._place)
 
     def start(self, place: int, matched: int) -> None:
         """The text goes on at this place of its source, before which so many tokens agree."""
-        self._place[following.PLACE], self._place[following.FOUND], self._place[following.MATCHED] = place, 1, matched
-        self._place[[following.TRUST, following.MISSED, following.DUE]] = 0
+        following.start(self._place, place, matched)
 
     def read(self, source: Ints, text: Ints, first: int, last: int, *, same: bool = False) -> None:
         """The text gained the tokens ``first:last``; tokens are read in their order. `same`: it is its own source."""

@@ -7,20 +7,19 @@ What runs for every token is in `compiled.grams`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from forerun.core.sampling import Sampler
-from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain, check_choice, check_least
+from forerun.drafters.base import DrafterSetup, PerDomain, check_choice, check_least
+from forerun.drafters.lookup.base import LookupDrafter, Text
 from forerun.drafters.lookup.compiled import grams
-from forerun.drafters.lookup.compiled.drafts import Draft, Floats, Ints, empty_slots, learn, room_for, unseen
-from forerun.drafters.lookup.compiled.grams import Choice, Grams
+from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, Longs, address
+from forerun.drafters.lookup.compiled.drafts import NONE, Floats, Ints, room_for, unseen
+from forerun.drafters.lookup.compiled.grams import Choice
 from forerun.errors import ArgumentError
-from forerun.types import Budget, DraftKind
+from forerun.types import DraftKind
 
 _MATCHES = ("last", "first", "most_frequent")
 
@@ -46,104 +45,55 @@ class NgramConfig:
         check_choice("ngram", self, "match", _MATCHES)
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(LookupDrafter[Floats]):
     """Copies what followed an earlier occurrence of the text's last tokens, of the longest n-gram that has one."""
 
     name = "ngram"
     Config = NgramConfig
 
     def __init__(self, config: NgramConfig, setup: DrafterSetup) -> None:
+        branches, length = config.max_branches, config.num_speculative_tokens
+        super().__init__(PerDomain(unseen), columns=COLUMNS, nodes=branches * length)
         self.config = config
-        self._rows: dict[int, _Row] = {}
-        self._counts = PerDomain(unseen)
-        _compile()
+        self._choice = Choice(_MATCHES.index(config.match), config.min_hits, branches, length)
+        self._compile()
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=self.config.max_branches == 1)
 
-    def extend(self, context: DraftContext) -> None:
-        for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
-            if row_id not in self._rows:
-                self._rows[row_id] = _Row(self.config, self._counts.of(context.salt(index)))
-            row = self._rows[row_id]
-            row.shrink(len(tokens) - fresh)
-            row.read(tokens[row.size :])
+    def _new_text(self) -> NgramText:
+        return NgramText(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
 
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        trees, limits = context.trees(), zip(context.rows, budget.nodes, budget.depth, strict=True)
-        for index, (row_id, nodes, depth) in enumerate(limits):
-            if (row := self._rows.get(row_id)) is not None:
-                trees[index] = row.draft(context.tokens[index][-1], nodes, depth)
-        return trees
+    def _point(self, row: int, domain: Floats) -> None:
+        self.batch.rows[row, COUNTS] = address(domain)
 
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        for row_id, length in zip(rows, lengths, strict=True):
-            if length == 0:
-                self._rows.pop(row_id, None)
-            elif row_id in self._rows:
-                self._rows[row_id].shrink(length)
+    def _read(self, which: Longs, new: Ints, starts: Longs, ends: Longs) -> int:
+        return grams.read_rows(self.batch, which, new, starts, ends)
 
-    def memory_bytes(self) -> int:
-        return sum(row.memory_bytes() for row in self._rows.values())
+    def _draft(self, which: Longs, nodes: Longs, depths: Longs) -> None:
+        grams.draft_rows(self.batch, which, nodes, depths, self._choice)
 
 
-class _Row:
-    """A running request's text, and where its n-grams ended."""
+class NgramText(Text):
+    """A text, and where its n-grams of `low` to `high` tokens ended."""
 
-    def __init__(self, config: NgramConfig, counts: Floats) -> None:
-        self.config, self.counts = config, counts  # Accepted and tried, of nodes by what was known of them
-        self.size = 0  # Tokens of the text
-        self.drafted: Ints | None = None  # The nodes of the last draft
-        self.text = self._made(0)
+    def __init__(self, low: int, high: int) -> None:
+        self._sizes = low, high + 1 - low
+        self.whole = self._empty(0)
 
-    def _made(self, tokens: int) -> Grams:
-        """Arrays for so many tokens and more, and none of them there."""
-        low, high = self.config.prompt_lookup_min, self.config.prompt_lookup_max
-        sizes, room = high + 1 - low, room_for(tokens)
-        return Grams(
-            head=np.array((0, low), np.int32),
-            tokens=np.empty(room, np.int32),
-            before=np.empty((room, sizes), np.int32),
-            slots=empty_slots(room * sizes),
-        )
+    @property
+    def tokens(self) -> Ints:
+        return grams.parts_of(self.whole).tokens[: len(self)]
 
-    def shrink(self, length: int) -> None:
-        """Of a text that becomes shorter everything is read again: linear, and rare."""
-        if self.size > length:
-            kept = self.text.tokens[:length]
-            self.text, self.size, self.drafted = self._made(length), 0, None
-            self.read(kept)
+    def make_room(self, tokens: int) -> None:
+        if tokens > self.whole[grams.ROOM]:
+            known, self.whole = self.tokens, self._empty(tokens)
+            grams.extend(grams.parts_of(self.whole), known)
 
-    def read(self, tokens: Sequence[int] | Ints) -> None:
-        """The text goes on with these tokens."""
-        new = np.asarray(tokens, np.int32)
-        if self.drafted is not None:
-            learn(self.drafted, new, self.counts)
-            self.drafted = None
-        known, self.size = self.size, self.size + len(new)
-        if self.size > len(self.text.tokens):
-            new = np.append(self.text.tokens[:known], new)
-            self.text = self._made(self.size)
-        grams.extend(self.text, new)
-
-    def draft(self, root: int, nodes: int, depth: int) -> TokenTree:
-        """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
-        config = self.config
-        length, branches = min(config.num_speculative_tokens, depth), config.max_branches
-        made = Draft.of(max(0, min(nodes, branches * length)))
-        choice = Choice(_MATCHES.index(config.match), config.min_hits, branches, length)
-        drafted = made.first(grams.draft(self.text, choice, self.counts, made))
-        self.drafted = drafted.nodes
-        return drafted.tree(root)
-
-    def memory_bytes(self) -> int:
-        return sum(values.nbytes for values in self.text)
-
-
-@cache
-def _compile() -> None:
-    """Have everything compiled, or read from disk, before a request waits for it."""
-    row = _Row(NgramConfig(), unseen())
-    row.read([1, 2, 1])
-    row.draft(1, 2, 2)
-    row.read([2])
+    def _empty(self, tokens: int) -> Ints:
+        """An array with room for so many tokens and more, and none of them there."""
+        room, (low, sizes) = room_for(tokens), self._sizes
+        whole = np.empty(grams.size_of(room, sizes), np.int32)
+        whole[: grams.HEAD] = 0, room, low, sizes
+        grams.parts_of(whole).slots.fill(NONE)
+        return whole

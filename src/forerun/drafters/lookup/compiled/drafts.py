@@ -55,9 +55,13 @@ def room_for(tokens: int) -> int:
     return max(64, tokens + tokens // 2)
 
 
-def empty_slots(entries: int) -> Ints:
-    """(a power of two,) an index of so many entries, at least half of it empty; NONE where nothing is."""
-    return np.full(1 << (2 * entries - 1).bit_length(), NONE, np.int32)
+@compiled
+def slots_for(entries: int) -> int:
+    """Size of an index of so many entries: a power of two, at least half of it empty; NONE is where nothing is."""
+    size = 1
+    while size < 2 * entries:
+        size *= 2
+    return size
 
 
 @compiled

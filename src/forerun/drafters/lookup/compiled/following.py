@@ -53,6 +53,19 @@ class Following(NamedTuple):
 
 
 @compiled
+def start(place: Ints, at: int, matched: int) -> None:
+    """The text goes on at this index of its source, before which so many tokens agree."""
+    place[PLACE], place[FOUND], place[MATCHED] = at, 1, matched
+    place[TRUST] = place[MISSED] = place[DUE] = 0
+
+
+@compiled
+def agreed(place: Ints) -> int:
+    """How much speaks for the place: tokens that agreed, of late and since the last change."""
+    return 0 if place[PLACE] == NONE else int(place[TRUST] + place[MATCHED])
+
+
+@compiled
 def _replacement(follower: Following, source: Ints, at: int, end: int) -> int:
     """The replacement that is to be made again at an index of the source; NONE if there is none."""
     place, replacements = follower.place, follower.replacements

@@ -6,6 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.drafters.lookup.compiled.batch import (
+    COUNTS,
+    DRAFTED,
+    READ,
+    TEXT,
+    Batch,
+    Longs,
+    counts_at,
+    ints_at,
+    learn_draft,
+    room_of,
+)
 from forerun.drafters.lookup.compiled.drafts import (
     MIX,
     NGRAM,
@@ -19,26 +31,27 @@ from forerun.drafters.lookup.compiled.drafts import (
     likelihood,
     put,
     slot_of,
+    slots_for,
 )
 
 # Places in `head`
 SIZE = 0  # Tokens of the text
-LOWEST = 1  # Tokens of the shortest n-gram
-HEAD = 2
+ROOM = 1  # Those that there is room for
+LOWEST, SIZES = 2, 3  # Tokens of the shortest n-gram, and how many sizes there are
+HEAD = 4
 
 LAST, FIRST, MOST_FREQUENT = range(3)  # Which of several places is copied from
 _SCANNED = 32  # Most earlier places looked at for one n-gram, at the end that is preferred
 
 
 class Grams(NamedTuple):
-    """A text and its n-grams of several sizes in a row. A place is the index of the token behind an n-gram."""
+    """A text and its n-grams of several sizes in a row, views into one array. A place is the index of the token behind
+    an n-gram."""
 
     head: Ints  # (HEAD,)
     tokens: Ints  # (room,)
     before: Ints  # (room, sizes) by place - 1 and size: where the same n-gram ended before; 0 where it did not
-    slots: (
-        Ints  # (a power of two,) open addressing: place * sizes + size's index of where an n-gram ended last, or NONE
-    )
+    slots: Ints  # (a power of two,) open addressing: place * sizes + size's index of where an n-gram ended last, or NONE
 
 
 class Choice(NamedTuple):
@@ -48,6 +61,28 @@ class Choice(NamedTuple):
     hits: int  # Earlier places that an n-gram must have
     branches: int  # Most different continuations
     length: int  # Tokens of each
+
+
+@compiled
+def size_of(room: int, sizes: int) -> int:
+    """Numbers of a text with room for so many tokens."""
+    return HEAD + room * (1 + sizes) + slots_for(room * sizes)
+
+
+@compiled
+def parts_of(whole: Ints) -> Grams:
+    """The parts of a text that is one array; its head is written."""
+    room, sizes = whole[ROOM], whole[SIZES]
+    tokens = HEAD + room
+    before = tokens + room * sizes
+    return Grams(whole[:HEAD], whole[HEAD:tokens], whole[tokens:before].reshape(room, sizes), whole[before:])
+
+
+@compiled
+def grams_at(place: int) -> Grams:
+    """The text at an address."""
+    head = ints_at(place, HEAD)
+    return parts_of(ints_at(place, size_of(head[ROOM], head[SIZES])))
 
 
 @compiled
@@ -179,3 +214,36 @@ def draft(text: Grams, choice: Choice, counts: Floats, made: Draft) -> int:
                 parent = child
             branches += size > before
     return size
+
+
+# --- a batch of rows --------------------------------------------------------------------------------------------------
+
+
+@compiled
+def read_rows(batch: Batch, which: Longs, new: Ints, starts: Longs, ends: Longs) -> int:
+    """The texts of the rows `which` go on with ``new[starts[i] : ends[i]]``. The index of the first whose text
+    has no room for that; how many rows there are where all had."""
+    for index in range(len(which)):
+        row = which[index]
+        gained = new[starts[index] : ends[index]]
+        text = grams_at(batch.rows[row, TEXT])
+        if text.head[SIZE] + len(gained) > len(text.tokens):
+            return index
+        if len(gained) > 0:
+            learn_draft(batch, row, gained)
+            extend(text, gained)
+            batch.rows[row, READ] = text.head[SIZE]
+    return len(which)
+
+
+@compiled
+def draft_rows(batch: Batch, which: Longs, nodes: Longs, depths: Longs, choice: Choice) -> None:
+    """Leave a draft for each of the rows `which` in the batch: at most ``nodes[i]`` nodes and ``depths[i]`` tokens on
+    a path."""
+    for index in range(len(which)):
+        row = which[index]
+        length = min(choice.length, depths[index])
+        made = room_of(batch, row, min(nodes[index], choice.branches * length))
+        own = Choice(choice.match, choice.hits, choice.branches, length)
+        text, counts = grams_at(batch.rows[row, TEXT]), counts_at(batch.rows[row, COUNTS])
+        batch.rows[row, DRAFTED] = draft(text, own, counts, made)

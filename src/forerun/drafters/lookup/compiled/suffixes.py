@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.drafters.lookup.compiled.batch import ints_at
 from forerun.drafters.lookup.compiled.drafts import (
     MIX,
     NONE,
@@ -17,6 +18,7 @@ from forerun.drafters.lookup.compiled.drafts import (
     likelihood,
     put,
     slot_of,
+    slots_for,
 )
 
 ROOT = 0  # The state of the empty string
@@ -40,7 +42,8 @@ STATES, USED = 1, 2  # States and edges in use
 LAST = 3  # State of the whole text
 DEEP, DEEP_LENGTH = 4, 5  # State of the text's last `depth` tokens, and how many these are
 DEPTH = 6  # Longest string that is counted, tokens
-HEAD = 7
+ROOM = 7  # Tokens that there is room for
+HEAD = 8
 
 _SEEN = 32  # Most continuations of one string looked at for a tree: a frequent word has thousands
 _WIDTH = 8  # Most of them that become nodes, the most frequent ones
@@ -49,13 +52,42 @@ _UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts
 
 
 class Arrays(NamedTuple):
-    """A suffix automaton over N tokens: at most 2 N states and N further transitions (Blumer et al. 1985)."""
+    """A suffix automaton over N tokens: at most 2 N states and N further transitions (Blumer et al. 1985). Views into
+    one array, `parts_of` it."""
 
     head: Ints  # (HEAD,)
     tokens: Ints  # (room,)
     states: Ints  # (2 room, STATE_COLUMNS)
     edges: Ints  # (room, EDGE_COLUMNS)
     slots: Ints  # (a power of two,) open addressing: the edge of a state and a token, NONE where there is none
+
+
+@compiled
+def size_of(room: int) -> int:
+    """Numbers of an automaton with room for so many tokens."""
+    return HEAD + room * (1 + 2 * STATE_COLUMNS + EDGE_COLUMNS) + slots_for(room)
+
+
+@compiled
+def parts_of(whole: Ints) -> Arrays:
+    """The parts of an automaton that is one array; its head is written."""
+    room = whole[ROOM]
+    tokens = HEAD + room
+    states = tokens + 2 * room * STATE_COLUMNS
+    edges = states + room * EDGE_COLUMNS
+    return Arrays(
+        whole[:HEAD],
+        whole[HEAD:tokens],
+        whole[tokens:states].reshape(2 * room, STATE_COLUMNS),
+        whole[states:edges].reshape(room, EDGE_COLUMNS),
+        whole[edges:],
+    )
+
+
+@compiled
+def automaton_at(place: int) -> Arrays:
+    """The automaton at an address."""
+    return parts_of(ints_at(place, size_of(ints_at(place, HEAD)[ROOM])))
 
 
 @compiled
@@ -133,7 +165,7 @@ def _new(text: Arrays, length: int, end: int) -> int:
 @compiled
 def start(text: Arrays, depth: int) -> None:
     """The automaton of the empty text."""
-    text.head[:] = 0
+    text.head[:ROOM] = 0
     text.head[DEPTH] = depth
     text.slots[:] = NONE
     text.states[_new(text, 0, 0), LINK] = NONE
@@ -150,9 +182,8 @@ def _add_edge(text: Arrays, state: int, token: int, target: int) -> None:
 
 
 @compiled
-def extend(text: Arrays, new: Ints) -> tuple[int, int]:
-    """Append tokens, for which there is room: amortised O(1) for each, and O(`depth`) to count it. Returns state and
-    length of the longest suffix of the text that occurs in it before its end too."""
+def extend(text: Arrays, new: Ints) -> None:
+    """Append tokens, for which there is room: amortised O(1) for each, and O(`depth`) to count it."""
     states = text.states
     for token in new:
         size = text.head[SIZE] + 1
@@ -173,8 +204,13 @@ def extend(text: Arrays, new: Ints) -> tuple[int, int]:
             state = states[state, LINK]
         text.head[LAST] = made
         _tally(text, token)
-    repeated = max(ROOT, states[text.head[LAST], LINK])
-    return repeated, states[repeated, LENGTH]
+
+
+@compiled
+def repeated(text: Arrays) -> tuple[int, int]:
+    """State and length of the longest suffix of the text that occurs in it before its end too."""
+    state = max(ROOT, text.states[text.head[LAST], LINK])
+    return state, int(text.states[state, LENGTH])
 
 
 @compiled
@@ -238,7 +274,7 @@ def _elect(text: Arrays, before: int, after: int) -> None:
 
 @compiled
 def follow(text: Arrays, other: Ints, state: int, matched: int) -> tuple[int, int]:
-    """`advance` over several tokens of another text."""
+    """`advance` over several tokens of another text: state and length of the longest match."""
     for token in other:
         state, matched = advance(text, state, matched, token)
     return state, matched

@@ -1,0 +1,84 @@
+"""What compiled code knows of a batch of rows, so that one call sees to all of them.
+
+Each row's text, and its index, is an array of its own that grows; a table has their addresses. Who owns an array keeps
+the table right and the array alive.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.core.extending import intrinsic
+from numpy.typing import NDArray
+
+from forerun.drafters.lookup.compiled.drafts import KEYS, Draft, Floats, Ints, compiled, learn
+
+Longs = NDArray[np.int64]
+
+# Columns of a batch's `rows`; a method has further ones from COLUMNS on
+TEXT = 0  # Address of the row's text; 0: there is none
+COUNTS = 1  # Address of what is known of the drafts of its domain, (KEYS, 2)
+READ = 2  # Tokens of it that were read
+PROMPT = 3  # Tokens of its prompt
+DRAFTED = 4  # Nodes of its last draft, the root included; 0: none that is to be learned from
+COLUMNS = 5
+
+
+class Batch(NamedTuple):
+    """All rows of a drafter."""
+
+    rows: Longs  # (R, at least COLUMNS)
+    nodes: Ints  # (R, N, NODE_COLUMNS), the last draft of each
+    confidence: Floats  # (R, N)
+
+
+def address(array: NDArray[Any]) -> int:
+    """Where an array's content begins."""
+    return int(array.__array_interface__["data"][0])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(context: Any, place: Any, kind: Any) -> Any:
+    """An address as a pointer to numbers of a type."""
+    signature = types.CPointer(kind.dtype)(place, kind)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return signature, generate
+
+
+@compiled
+def ints_at(place: int, size: int) -> Ints:
+    """The int32 array at an address."""
+    return numba.carray(_pointer(place, np.int32), size)  # type: ignore[no-any-return]
+
+
+@compiled
+def longs_at(place: int, size: int) -> Longs:
+    """The int64 array at an address."""
+    return numba.carray(_pointer(place, np.int64), size)  # type: ignore[no-any-return]
+
+
+@compiled
+def counts_at(place: int) -> Floats:
+    """The (KEYS, 2) float64 array at an address."""
+    return numba.carray(_pointer(place, np.float64), (KEYS, 2))  # type: ignore[no-any-return]
+
+
+@compiled
+def learn_draft(batch: Batch, row: int, new: Ints) -> None:
+    """Learn from the last draft of a row, of which `new` says how its text went on."""
+    if batch.rows[row, DRAFTED] > 0:
+        learn(batch.nodes[row, : batch.rows[row, DRAFTED]], new, counts_at(batch.rows[row, COUNTS]))
+        batch.rows[row, DRAFTED] = 0
+
+
+@compiled
+def room_of(batch: Batch, row: int, nodes: int) -> Draft:
+    """Room for a draft of so many nodes besides the root, at most those that there is room for."""
+    most = 1 + max(0, min(nodes, batch.nodes.shape[1] - 1))
+    return Draft(batch.nodes[row, :most], batch.confidence[row, :most])

@@ -1,0 +1,206 @@
+"""What the drafter `suffix` does for a batch of rows: reads what their texts gained, and drafts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from forerun.drafters.lookup.compiled import following, suffixes
+from forerun.drafters.lookup.compiled.batch import (
+    COLUMNS,
+    COUNTS,
+    DRAFTED,
+    PROMPT,
+    READ,
+    TEXT,
+    Batch,
+    Longs,
+    counts_at,
+    learn_draft,
+    longs_at,
+    room_of,
+)
+from forerun.drafters.lookup.compiled.drafts import NONE, REQUEST, STORE, Draft, Ints, compiled
+from forerun.drafters.lookup.compiled.following import FOUND, PLACE, Following
+from forerun.drafters.lookup.compiled.suffixes import ROOT, SIZE, Arrays, Limits, Match, automaton_at
+
+GENERATIONS = 2  # Most automata of a store
+# Columns of a store, which has GENERATIONS pairs
+NUMBER, ADDRESS = 0, 1  # Of the automaton, which no other has; 0: there is none. And where it is
+# Further columns of a batch's rows
+STORED = COLUMNS  # Address of the domain's store
+FOLLOWED = COLUMNS + 1  # NUMBER of the automaton whose text is followed; 0: the row's own
+CURSORS = COLUMNS + 2  # GENERATIONS times what `_CURSOR` counts
+# Where the text stands in an automaton of the store
+_NUMBER, _KNOWN, _READ, _STATE, _MATCHED = range(5)  # Which, its tokens then, those of the text; the longest match
+_CURSOR = 5
+ROWS = CURSORS + GENERATIONS * _CURSOR
+
+_FOLLOWED = 4  # Shortest match, tokens, whose text is followed from then on
+
+
+class Options(NamedTuple):
+    """What bounds the drafts, as `SuffixConfig` says it."""
+
+    length: int
+    factor: float
+    offset: float
+    least: float  # Probability of a path
+    shortest: int  # Match, tokens
+    wide: bool
+    follows: bool
+
+
+class Followers(NamedTuple):
+    """Where each row stands in the text that it copies with changes."""
+
+    places: Ints  # (R, FOLLOWER)
+    replacements: Ints  # (R, REPLACEMENTS, REPLACEMENT_COLUMNS)
+
+
+@compiled
+def _cursor(batch: Batch, row: int, generation: int) -> Longs:
+    first = CURSORS + generation * _CURSOR
+    return batch.rows[row, first : first + _CURSOR]
+
+
+@compiled
+def _follow_store(batch: Batch, row: int, text: Arrays) -> None:
+    """Let the row's cursors take in what its text and the store have gained. One begins anew where its automaton has
+    grown or is another."""
+    store, size = longs_at(batch.rows[row, STORED], 2 * GENERATIONS), text.head[SIZE]
+    for generation in range(GENERATIONS):
+        number, cursor = store[2 * generation + NUMBER], _cursor(batch, row, generation)
+        if number == 0:
+            cursor[:] = 0
+            continue
+        known = automaton_at(store[2 * generation + ADDRESS])
+        depth, first = known.head[suffixes.DEPTH], cursor[_READ]
+        if cursor[_NUMBER] != number or cursor[_KNOWN] != known.head[SIZE] or not 0 <= size - first <= depth:
+            first, cursor[_STATE], cursor[_MATCHED] = max(0, size - depth), ROOT, 0
+        if first < size:
+            new = text.tokens[first:size]
+            cursor[_STATE], cursor[_MATCHED] = suffixes.follow(known, new, cursor[_STATE], cursor[_MATCHED])
+        cursor[_NUMBER], cursor[_KNOWN], cursor[_READ] = number, known.head[SIZE], size
+
+
+@compiled
+def _source(batch: Batch, row: int, place: Ints) -> Arrays:
+    """The automaton of the text that is followed. Where the store has dropped it the row's own, and it stands nowhere
+    in that."""
+    followed = batch.rows[row, FOLLOWED]
+    if followed != 0:
+        store = longs_at(batch.rows[row, STORED], 2 * GENERATIONS)
+        for generation in range(GENERATIONS):
+            if store[2 * generation + NUMBER] == followed:
+                return automaton_at(store[2 * generation + ADDRESS])
+        place[PLACE], place[FOUND], batch.rows[row, FOLLOWED] = NONE, 0, 0
+    return automaton_at(batch.rows[row, TEXT])
+
+
+@compiled
+def _follow(batch: Batch, row: int, followers: Followers, text: Arrays, known: int) -> None:
+    """Read the tokens from `known` on in the text that is followed. Where it does not tell the place any more, the
+    longest match does, if it is long enough."""
+    place = followers.places[row]
+    follower, source = Following(place, followers.replacements[row]), _source(batch, row, place)
+    first, size, same = max(known, batch.rows[row, PROMPT]), text.head[SIZE], batch.rows[row, FOLLOWED] == 0
+    following.read(follower, source.tokens[: source.head[SIZE]], text.tokens[:size], first, size, same)
+    if place[FOUND]:
+        return
+    state, matched = suffixes.repeated(text)
+    followed, end = 0, text.states[state, suffixes.END]
+    for generation in range(GENERATIONS):
+        cursor = _cursor(batch, row, generation)
+        if cursor[_MATCHED] > matched:
+            stored = longs_at(batch.rows[row, STORED], 2 * GENERATIONS)
+            known_text = automaton_at(stored[2 * generation + ADDRESS])
+            followed, matched = cursor[_NUMBER], cursor[_MATCHED]
+            end = known_text.states[cursor[_STATE], suffixes.END]
+    if matched >= _FOLLOWED:
+        batch.rows[row, FOLLOWED] = followed
+        following.start(place, end, matched)
+
+
+@compiled
+def read(batch: Batch, which: Longs, new: Ints, starts: Longs, ends: Longs, followers: Followers, options: Options) -> int:
+    """The texts of the rows `which` go on with ``new[starts[i] : ends[i]]``, and the store may have grown. The
+    index of the first whose text has no room for that; how many rows there are where all had."""
+    for index in range(len(which)):
+        row = which[index]
+        gained = new[starts[index] : ends[index]]
+        text = automaton_at(batch.rows[row, TEXT])
+        known = text.head[SIZE]
+        if known + len(gained) > len(text.tokens):
+            return index
+        if len(gained) > 0:
+            learn_draft(batch, row, gained)
+            suffixes.extend(text, gained)
+            batch.rows[row, READ] = text.head[SIZE]
+        _follow_store(batch, row, text)
+        if options.follows and len(gained) > 0:
+            _follow(batch, row, followers, text, known)
+    return len(which)
+
+
+@compiled
+def _length(options: Options, matched: int, most: int) -> int:
+    """Tokens of a path that is drafted from a match of so many."""
+    if matched < options.shortest:
+        return 0
+    wanted = int(options.factor * matched + options.offset + 1e-6)
+    return min(options.length, wanted, most)
+
+
+@compiled
+def _keep(made: Draft, spare: Draft, size: int) -> None:
+    for node in range(1, size):
+        made.nodes[node] = spare.nodes[node]
+        made.confidence[node] = spare.confidence[node]
+
+
+@compiled
+def draft(
+    batch: Batch, which: Longs, nodes: Longs, depths: Longs, followers: Followers, options: Options, spare: Draft
+) -> None:
+    """Draft for the rows `which`, at most ``nodes[i]`` nodes and ``depths[i]`` tokens on a path, from each
+    match and from the text that is followed; the draft with most expected tokens is left in the batch, that of the
+    row's own text at equality. `spare`: room for a draft."""
+    for index in range(len(which)):
+        row = which[index]
+        text, counts = automaton_at(batch.rows[row, TEXT]), counts_at(batch.rows[row, COUNTS])
+        store, place = longs_at(batch.rows[row, STORED], 2 * GENERATIONS), followers.places[row]
+        made, most = room_of(batch, row, nodes[index]), min(nodes[index], depths[index])
+        best, expected = 1, 0.0
+        for generation in range(-1, GENERATIONS):
+            if generation < 0:
+                known, kind, (state, matched) = text, REQUEST, suffixes.repeated(text)
+            else:
+                cursor = _cursor(batch, row, generation)
+                if cursor[_MATCHED] == 0:
+                    continue
+                known, kind, state, matched = (
+                    automaton_at(store[2 * generation + ADDRESS]), STORE, cursor[_STATE], cursor[_MATCHED],
+                )  # fmt: skip
+            length = _length(options, matched, most)
+            if length > 0:
+                room = len(made.nodes) if options.wide else 1 + length
+                limits = Limits(length, options.wide, options.least)
+                size, gain = suffixes.draft(
+                    known, Match(kind, state, matched), limits, counts, Draft(spare.nodes[:room], spare.confidence)
+                )
+                if gain > expected:
+                    best, expected = size, gain
+                    _keep(made, spare, size)
+        length = _length(options, following.agreed(place), most)
+        if length > 0:
+            source = _source(batch, row, place)
+            size, gain = following.draft(
+                Following(place, followers.replacements[row]), source.tokens[: source.head[SIZE]], counts,
+                options.least, Draft(spare.nodes[: 1 + length], spare.confidence),
+            )  # fmt: skip
+            if gain > expected:
+                best = size
+                _keep(made, spare, size)
+        batch.rows[row, DRAFTED] = best
