@@ -84,23 +84,47 @@ class Engine:
         return [self.table[row, : len(text)] for row, text in enumerate(self.running)]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_drafts_are_those_of_each_request_alone(seed: int) -> None:
-    engine, shared = Engine(5, random.Random(seed)), sequences(rows=5)
+ALONE = [
+    NGRAM,
+    {**NGRAM, "match": "most_frequent", "max_branches": 3},  # a tree, whose best path is taken
+    {"method": "suffix", "max_cached_requests": 0, "adaptive": False},
+    {"method": "first_of", "drafters": ["ngram", {"method": "suffix", "max_cached_requests": 0}], "adaptive": False},
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("config", ALONE, ids=["ngram", "branches", "suffix", "first of"])
+def test_drafts_are_those_of_each_request_alone(config: dict[str, Any], seed: int) -> None:
+    """As trees, and as chains, for which two of these have compiled code that sees to all rows at once."""
+    engine = Engine(5, random.Random(seed))
+    in_trees, in_chains = sequences(config, rows=5), sequences(config, rows=5)
     drafted = moved = 0
-    for _ in range(300):
+    for _ in range(150):
         engine.step()
-        texts = engine.texts()
-        trees = treed(shared, texts, [4] * len(texts))
-        for text, tree in zip(texts, trees, strict=True):
-            alone = sequences(rows=1)
-            (expected,) = treed(alone, [text], [4])
-            assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
-            drafted += tree.size
+        texts, most = engine.texts(), [engine.chance.choice((0, 2, 4, 4)) for _ in engine.running]
+        found = zip(texts, most, treed(in_trees, texts, most), chained(in_chains, texts, most), strict=True)
+        for text, limit, tree, chain in found:
+            assert chain == list(tree.tokens[1:]) and len(chain) <= limit
+            if config["method"] == "ngram":  # The others choose by what they learned from the rest, too
+                (expected,) = treed(sequences(config, rows=1), [text], [limit])
+                assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
+            drafted += len(chain)
         moved += bool(engine.preempted)
         if max(map(len, engine.running), default=0) > SLOTS - 10:
             break
-    assert drafted > 500 and moved
+    assert drafted > 200 and moved
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_an_engine_may_change_between_trees_and_chains(method: str) -> None:
+    made, text = sequences({"method": method, "adaptive": False}), [1, 2, 3, 4, 1, 2]
+    for ask in (chained, treed, chained, treed):
+        (found,) = ask(made, [array(text)], [2])
+        tokens = list(found) if isinstance(found, list) else list(found.tokens[1:])
+        assert tokens == [3, 4]
+        text += [3, 4, 1, 2]
+    made.clear()
+    assert not made.drafters[0].drafter._texts  # type: ignore[attr-defined]
 
 
 def test_only_what_is_new_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forerun.drafters.lookup.compiled.batch import Longs
 from forerun.drafters.lookup.compiled.drafts import NONE, Ints, compiled
@@ -28,37 +27,41 @@ class KnownRows:
     hold the same are the same to a drafter, too."""
 
     def __init__(self, rows: int) -> None:
-        self._held = np.zeros((rows, 1), np.int32)  # By place, with room to grow
-        self._sizes = np.zeros(rows, np.int32)
-        self._order = np.arange(rows)  # The places, those of the last step's rows first
-        self._running = 0  # Of these
-        self._gone = np.zeros(rows, np.int64)
+        self._known = _Known(
+            np.zeros((rows, 1), np.int32), np.zeros(rows, np.int32), np.arange(rows), np.zeros(rows, np.int64)
+        )
+        self._running = 0  # Rows of the last step
         self.recognise(np.zeros((0, 1), np.int32), np.zeros(0, np.int32))  # Has it compiled
 
     @property
     def width(self) -> int:
         """Tokens that a place has room for."""
-        return int(self._held.shape[1])
+        return int(self._known.held.shape[1])
 
     @property
     def tokens(self) -> Ints:
         """(R * `width`,) all texts."""
-        return self._held.reshape(-1)
+        return self._known.held.reshape(-1)
 
     def recognise(self, table: Ints, lengths: Ints) -> Recognised:
         """Take in the rows of a step: ``table[i, : lengths[i]]``. AssertionError: more rows than were said."""
-        rows = len(lengths)
-        assert rows <= len(self._sizes), "more rows than the engine said"
+        rows, known = len(lengths), self._known
+        assert rows <= len(known.sizes), "more rows than the engine said"
         if table.shape[1] > self.width:
-            held = np.zeros((len(self._sizes), max(2 * self.width, table.shape[1])), np.int32)
-            held[:, : self.width] = self._held
-            self._held = held
+            held = np.zeros((len(known.sizes), max(2 * self.width, table.shape[1])), np.int32)
+            held[:, : self.width] = known.held
+            self._known = known = known._replace(held=held)
         found = np.empty((3, rows), np.int64)
-        gone, new = _recognise(
-            self._held, self._sizes, self._order, self._running, table, lengths, found, self._gone
-        )  # fmt: skip
+        gone, new = _recognise(known, self._running, table, lengths, found)
         self._running = rows
-        return Recognised(found[0], found[1], found[2], self._gone[:gone].tolist() if gone else [], new)
+        return Recognised(found[0], found[1], found[2], known.gone[:gone].tolist() if gone else [], new)
+
+
+class _Known(NamedTuple):
+    held: Ints  # (R, W) the text of each place, with room to grow
+    sizes: Ints  # (R,) tokens of each; 0: it is free
+    order: Longs  # (R,) the places, those of the last step's rows first
+    gone: Longs  # (R,) room for places
 
 
 @compiled
@@ -67,58 +70,60 @@ def _begins(held: Ints, size: int, text: Ints, length: int) -> bool:
     if size > length:
         return False
     for first in range(0, size, _BLOCK):
-        differs = 0
-        for at in range(first, min(size, first + _BLOCK)):
-            differs |= held[at] ^ text[at]
+        one, other, differs = held[first : min(size, first + _BLOCK)], text[first : first + _BLOCK], 0
+        for at in range(len(one)):
+            differs |= one[at] ^ other[at]
         if differs != 0:
             return False
     return True
 
 
 @compiled
-def _recognise(
-    held: Ints, sizes: Ints, order: Longs, running: int, table: Ints, lengths: Ints, found: Longs, gone: Longs
-) -> tuple[int, int]:
-    """Fill `found` (places, starts, ends) and `gone`; how many are gone, and how many rows are new. A row that stayed
-    where it was is found at once; another one is the longest text that it goes on with."""
-    rows, lost, new = len(lengths), 0, 0
-    taken = np.zeros(len(order), np.bool_)
-    places = found[0]
-    for row in range(rows):
+def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places: Longs) -> None:
+    """Find the place of each row, NONE of a new one. A row that stayed where it was is found at once; another one is
+    the longest text that it goes on with."""
+    held, sizes, order = known.held, known.sizes, known.order
+    free = np.ones(len(order), np.bool_)
+    for row in range(len(lengths)):
         places[row] = NONE
         if row < running and _begins(held[order[row]], sizes[order[row]], table[row], lengths[row]):
             places[row] = order[row]
-            taken[order[row]] = True
-    for row in range(rows):
+            free[order[row]] = False
+    for row in range(len(lengths)):
         if places[row] != NONE:
             continue
-        best = NONE
-        for at in range(running):
-            place = order[at]
-            longer = not taken[place] and (best == NONE or sizes[place] > sizes[best])
-            if longer and _begins(held[place], sizes[place], table[row], lengths[row]):
-                best = place
-        if best != NONE:
-            places[row] = best
-            taken[best] = True
-    for at in range(running):
-        if not taken[order[at]]:
-            gone[lost], lost = order[at], lost + 1
-            sizes[order[at]] = 0
-    free = 0
-    for row in range(rows):
+        for place in order[:running]:
+            longest = free[place] and (places[row] == NONE or sizes[place] > sizes[places[row]])
+            if longest and _begins(held[place], sizes[place], table[row], lengths[row]):
+                places[row] = place
+        if places[row] != NONE:
+            free[places[row]] = False
+
+
+@compiled
+def _recognise(known: _Known, running: int, table: Ints, lengths: Ints, found: Longs) -> tuple[int, int]:
+    """Fill `found` (places, starts, ends) and what is gone; how many are gone, and how many rows are new."""
+    held, sizes, order, places = known.held, known.sizes, known.order, found[0]
+    _place_rows(known, running, table, lengths, places)
+    free, lost, new = np.ones(len(order), np.bool_), 0, 0
+    for place in places:
+        if place != NONE:
+            free[place] = False
+    for place in order[:running]:
+        if free[place]:
+            known.gone[lost], lost = place, lost + 1
+            sizes[place] = 0
+    for row in range(len(lengths)):
         if places[row] == NONE:
-            while taken[order[free]]:
-                free += 1
-            places[row], new = order[free], new + 1
-            taken[order[free]] = True
-    others = [place for place in order if not taken[place]]
-    for row in range(rows):
+            places[row], new = np.argmax(free), new + 1
+            free[places[row]] = False
         place, length = places[row], lengths[row]
-        known, first = sizes[place], place * held.shape[1]
-        found[1, row], found[2, row] = first + known, first + length
-        held[place, known:length] = table[row, known:length]
+        size, first = sizes[place], place * held.shape[1]
+        found[1, row], found[2, row] = first + size, first + length
+        held[place, size:length] = table[row, size:length]
         sizes[place], order[row] = length, place
-    for at in range(len(others)):
-        order[rows + at] = others[at]
+    at = len(lengths)
+    for place in range(len(order)):
+        if free[place]:
+            order[at], at = place, at + 1
     return lost, new

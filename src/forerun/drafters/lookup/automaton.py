@@ -11,7 +11,7 @@ import numpy as np
 
 from forerun.drafters.lookup.base import Text
 from forerun.drafters.lookup.compiled import suffixes
-from forerun.drafters.lookup.compiled.drafts import SEPARATOR, Ints, room_for
+from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR, Ints, room_for
 
 _NUMBERS = count(1)
 
@@ -31,9 +31,16 @@ class SuffixAutomaton(Text):
         self.arrays = suffixes.parts_of(self.whole)
         suffixes.start(self.arrays, depth)
 
+    def __len__(self) -> int:
+        return int(self.whole[suffixes.SIZE])
+
     @property
     def tokens(self) -> Ints:
         return self.arrays.tokens[: len(self)]
+
+    @property
+    def room(self) -> int:
+        return len(self.arrays.tokens)
 
     def extend(self, tokens: Sequence[int] | Ints) -> None:
         """Append tokens to the text."""
@@ -41,7 +48,7 @@ class SuffixAutomaton(Text):
         suffixes.extend(self.arrays, np.asarray(tokens, np.int32))
 
     def make_room(self, tokens: int) -> None:
-        if tokens > len(self.arrays.tokens):
+        if tokens > self.room:
             self.whole = _empty(tokens)
             larger = suffixes.parts_of(self.whole)
             larger.head[: suffixes.ROOM] = self.arrays.head[: suffixes.ROOM]
@@ -57,7 +64,7 @@ def _empty(tokens: int) -> Ints:
     whole = np.empty(suffixes.size_of(room), np.int32)
     whole[: suffixes.HEAD] = 0
     whole[suffixes.ROOM] = room
-    suffixes.parts_of(whole).slots.fill(suffixes.NONE)
+    suffixes.parts_of(whole).slots.fill(NONE)
     return whole
 
 

@@ -1,39 +1,41 @@
-"""What `ngram` and `suffix` share: the texts of all rows are read, and drafts found in them, by one call of compiled code
-for a batch."""
+"""What `ngram` and `suffix` share: one call of compiled code reads the texts of a batch of rows, another one drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, PerDomain
-from forerun.drafters.lookup.compiled.batch import DRAFTED, PROMPT, READ, TEXT, Batch, Longs, address
-from forerun.drafters.lookup.compiled.drafts import NODE_COLUMNS, NODE_PARENT, NODE_TOKEN, Ints
+from forerun.drafters.lookup.compiled.batch import PROMPT, READ, ROOM, TEXT, Asked, Batch, Gained, Longs, address
+from forerun.drafters.lookup.compiled.drafts import NODE_COLUMNS, NODE_PARENT, Ints
 from forerun.types import Budget
 
+A = TypeVar("A", bound=NDArray[Any])
 D = TypeVar("D")  # What is known of an isolation domain
 
 
 class Text:
-    """A text that grows, and its index: one array, which compiled code finds by its address."""
+    """A text that grows, and its index if it has one: one array, which compiled code finds by its address."""
 
-    whole: Ints  # Begins with how many tokens the text has
-
-    def __len__(self) -> int:
-        return int(self.whole[0])
+    whole: Ints
 
     @property
     def tokens(self) -> Ints:
-        """(N,) int32; a view, which does not grow."""
+        """(N,) int32, the text, N at least how many tokens it has; a view."""
+        raise NotImplementedError
+
+    @property
+    def room(self) -> int:
+        """Tokens that the array has room for."""
         raise NotImplementedError
 
     def make_room(self, tokens: int) -> None:
-        """Move to a larger array where there is no room for so many tokens."""
+        """Move to a larger array where there is no room for so many."""
         raise NotImplementedError
 
 
@@ -62,12 +64,12 @@ class LookupDrafter(Drafter, Generic[D]):
         """Write the further columns of a row whose text is empty."""
         raise NotImplementedError
 
-    def _read(self, which: Longs, new: Ints, starts: Longs, ends: Longs) -> int:
-        """Read ``new[starts[i] : ends[i]]`` for the rows `which`, up to the first without room; how many."""
+    def _read(self, which: Longs, gained: Gained) -> int:
+        """Read for the rows `which` up to the first without room; how many."""
         raise NotImplementedError
 
-    def _draft(self, which: Longs, nodes: Longs, depths: Longs) -> None:
-        """Leave a draft for each of these rows in the batch."""
+    def _draft(self, which: Longs, asked: Asked) -> None:
+        """Leave a draft for each of the rows `which` in the batch."""
         raise NotImplementedError
 
     # --- rows in arrays -----------------------------------------------------------------------------------------------
@@ -79,38 +81,46 @@ class LookupDrafter(Drafter, Generic[D]):
         self._domain[row] = self._domains.of(salt)
         self._restart(row, prompt)
 
-    def read(self, which: Longs, new: Ints, starts: Longs, ends: Longs) -> None:
-        """The texts of the rows `which`, (B,), go on with ``new[starts[i] : ends[i]]``."""
-        done = self._read(which, new, starts, ends)
+    def read(self, which: Longs, tokens: Ints, starts: Longs, ends: Longs) -> None:
+        """The texts of the rows `which`, (B,), go on with ``tokens[starts[i] : ends[i]]``."""
+        done = self._read(which, Gained(tokens, starts, ends))
         while done < len(which):
             row = int(which[done])
-            text = self._texts[row]
-            text.make_room(int(self.batch.rows[row, READ] + ends[done] - starts[done]))
-            self.batch.rows[row, TEXT] = address(text.whole)
-            done += self._read(which[done:], new, starts[done:], ends[done:])
+            self._texts[row].make_room(int(self.batch.rows[row, READ] + ends[done] - starts[done]))
+            self._locate(row)
+            done += self._read(which[done:], Gained(tokens, starts[done:], ends[done:]))
 
     def chains(self, which: Longs, most: Longs) -> list[list[int]]:
         """At most so many tokens for each of the rows."""
-        self._draft(which, most, most)
-        sizes, tokens = self.batch.rows[which, DRAFTED].tolist(), self.batch.nodes[which, :, NODE_TOKEN].tolist()
-        return [row[1:size] for row, size in zip(tokens, sizes, strict=True)]
+        return [chain[1 : chain[0]] for chain in self._drafts(which, most, most)]
+
+    def _drafts(self, which: Longs, nodes: Longs, depths: Longs) -> list[list[int]]:
+        """Of each row's draft, which is left in the batch, how many nodes it has, and the tokens of these."""
+        chains = np.empty((len(which), self.batch.nodes.shape[1]), np.int32)
+        self._draft(which, Asked(nodes, depths, chains))
+        return chains.tolist()
 
     def _make_rows(self, count: int) -> None:
-        self.batch = Batch(*(with_rows(array, count) for array in self.batch))
+        rows, nodes, confidence = self.batch
+        self.batch = Batch(with_rows(rows, count), with_rows(nodes, count), with_rows(confidence, count))
 
     def _restart(self, row: int, prompt: int) -> None:
         self.batch.rows[row] = 0
-        self._texts[row] = text = self._new_text()
-        self.batch.rows[row, TEXT], self.batch.rows[row, PROMPT] = address(text.whole), prompt
+        self.batch.rows[row, PROMPT] = prompt
+        self._texts[row] = self._new_text()
+        self._locate(row)
         self._point(row, self._domain[row])
+
+    def _locate(self, row: int) -> None:
+        text = self._texts[row]
+        self.batch.rows[row, TEXT], self.batch.rows[row, ROOM] = address(text.whole), text.room
 
     def _shrink(self, row: int, length: int) -> None:
         """An index cannot forget a token, so of a text that becomes shorter everything is read again: linear, and
         rare."""
-        if self.batch.rows[row, READ] > length:
-            kept = self._texts[row].tokens[:length]
-            self._restart(row, int(self.batch.rows[row, PROMPT]))
-            self.read(np.array([row]), kept, np.array([0]), np.array([len(kept)]))
+        kept = self._texts[row].tokens[:length]
+        self._restart(row, int(self.batch.rows[row, PROMPT]))
+        self.read(np.array([row]), kept, np.array([0]), np.array([length]))
 
     def _compile(self) -> None:
         """Have everything compiled, or read from disk, before a request waits for it."""
@@ -123,39 +133,48 @@ class LookupDrafter(Drafter, Generic[D]):
     # --- as a drafter -------------------------------------------------------------------------------------------------
 
     def extend(self, context: DraftContext) -> None:
-        for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            if row in self._texts:
+        which = self._begun(context)
+        for row, read, tokens, fresh in zip(
+            context.rows, self._sizes(which), context.tokens, context.fresh, strict=True
+        ):
+            if read > len(tokens) - fresh:
                 self._shrink(row, len(tokens) - fresh)
-        self._take(context)
+        self._take(which, context.tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        which = self._take(context)
-        self._draft(which, np.array(budget.nodes, np.int64), np.array(budget.depth, np.int64))
-        nodes, sizes = self.batch.nodes[which], self.batch.rows[which, DRAFTED].tolist()
-        columns = (nodes[..., NODE_TOKEN], nodes[..., NODE_PARENT], self.batch.confidence[which])
-        trees = []
-        for text, size, *drafted in zip(context.tokens, sizes, *(column.tolist() for column in columns), strict=True):
-            trees.append(TokenTree.of(text[-1], *(values[1:size] for values in drafted)))
-        return trees
+        which = self._begun(context)
+        if self._sizes(which) != [len(tokens) for tokens in context.tokens]:
+            self._take(which, context.tokens)
+        found = self._drafts(which, np.array(budget.nodes, np.int64), np.array(budget.depth, np.int64))
+        parents, likely = self.batch.nodes[which, :, NODE_PARENT].tolist(), self.batch.confidence[which].tolist()
+        return [
+            TokenTree.of(text[-1], draft[1 : draft[0]], above[1 : draft[0]], sure[1 : draft[0]])
+            for text, draft, above, sure in zip(context.tokens, found, parents, likely, strict=True)
+        ]
 
-    def _take(self, context: DraftContext) -> Longs:
-        """Read what the rows' texts have beyond what is known; the rows."""
-        which = np.array(context.rows, np.int64)
+    def _begun(self, context: DraftContext) -> Longs:
+        """The context's rows; those that are not known begin."""
         for index, row in enumerate(context.rows):
             if row not in self._texts:
                 self.begin(row, context.prompt_lengths[index], context.salt(index))
-        known = self.batch.rows[which, READ].tolist()
-        new = [tokens[read:] for tokens, read in zip(context.tokens, known, strict=True)]
+        return np.array(context.rows, np.int64)
+
+    def _sizes(self, which: Longs) -> list[int]:
+        """Tokens of each text that were read."""
+        return self.batch.rows[which, READ].tolist()  # type: ignore[no-any-return]
+
+    def _take(self, which: Longs, texts: Sequence[Sequence[int]]) -> None:
+        """Read what these texts have beyond what is known."""
+        new = [tokens[read:] for tokens, read in zip(texts, self._sizes(which), strict=True)]
         bounds = np.array([0, *accumulate(map(len, new))], np.int64)
         self.read(which, np.array([*chain.from_iterable(new)], np.int32), bounds[:-1], bounds[1:])
-        return which
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
-            if row in self._texts and length > 0:
-                self._shrink(row, length)
-            elif row in self._texts:
+            if row in self._texts and length == 0:
                 self._free(row)
+            elif row in self._texts and length < self.batch.rows[row, READ]:
+                self._shrink(row, length)
 
     def _free(self, row: int) -> None:
         """Forget a row that is known."""
@@ -166,8 +185,8 @@ class LookupDrafter(Drafter, Generic[D]):
         return sum(text.whole.nbytes for text in self._texts.values())
 
 
-def with_rows(array: NDArray[np.generic], count: int) -> NDArray[np.generic]:
+def with_rows(array: A, count: int) -> A:
     """A copy of the array that has so many rows, the new ones 0."""
     made = np.zeros((count, *array.shape[1:]), array.dtype)
     made[: len(array)] = array
-    return made
+    return made  # type: ignore[return-value]

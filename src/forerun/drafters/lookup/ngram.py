@@ -1,8 +1,7 @@
 """Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
 
-The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row knows where each
-n-gram ended last, and of each place the one before it, so a proposal costs a few look-ups. All nodes are deterministic.
-What runs for every token is in `compiled.grams`.
+The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. All nodes are
+deterministic. What runs for every token is in `compiled.grams`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from forerun.core.sampling import Sampler
 from forerun.drafters.base import DrafterSetup, PerDomain, check_choice, check_least
 from forerun.drafters.lookup.base import LookupDrafter, Text
 from forerun.drafters.lookup.compiled import grams
-from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, Longs, address
-from forerun.drafters.lookup.compiled.drafts import NONE, Floats, Ints, room_for, unseen
+from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, Asked, Gained, Longs, address
+from forerun.drafters.lookup.compiled.drafts import Floats, Ints, room_for, unseen
 from forerun.drafters.lookup.compiled.grams import Choice
 from forerun.errors import ArgumentError
 from forerun.types import DraftKind
@@ -55,45 +54,46 @@ class NgramDrafter(LookupDrafter[Floats]):
         branches, length = config.max_branches, config.num_speculative_tokens
         super().__init__(PerDomain(unseen), columns=COLUMNS, nodes=branches * length)
         self.config = config
-        self._choice = Choice(_MATCHES.index(config.match), config.min_hits, branches, length)
+        self._choice = Choice(
+            match=_MATCHES.index(config.match),
+            hits=config.min_hits,
+            branches=branches,
+            length=length,
+            shortest=config.prompt_lookup_min,
+            longest=config.prompt_lookup_max,
+        )
         self._compile()
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=self.config.max_branches == 1)
 
-    def _new_text(self) -> NgramText:
-        return NgramText(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
+    def _new_text(self) -> Text:
+        return _Tokens()
 
     def _point(self, row: int, domain: Floats) -> None:
         self.batch.rows[row, COUNTS] = address(domain)
 
-    def _read(self, which: Longs, new: Ints, starts: Longs, ends: Longs) -> int:
-        return grams.read_rows(self.batch, which, new, starts, ends)
+    def _read(self, which: Longs, gained: Gained) -> int:
+        return grams.read_rows(self.batch, which, gained)
 
-    def _draft(self, which: Longs, nodes: Longs, depths: Longs) -> None:
-        grams.draft_rows(self.batch, which, nodes, depths, self._choice)
+    def _draft(self, which: Longs, asked: Asked) -> None:
+        grams.draft_rows(self.batch, which, asked, self._choice)
 
 
-class NgramText(Text):
-    """A text, and where its n-grams of `low` to `high` tokens ended."""
+class _Tokens(Text):
+    """A text alone."""
 
-    def __init__(self, low: int, high: int) -> None:
-        self._sizes = low, high + 1 - low
-        self.whole = self._empty(0)
+    def __init__(self) -> None:
+        self.whole = np.empty(room_for(0), np.int32)
 
     @property
     def tokens(self) -> Ints:
-        return grams.parts_of(self.whole).tokens[: len(self)]
+        return self.whole
+
+    @property
+    def room(self) -> int:
+        return len(self.whole)
 
     def make_room(self, tokens: int) -> None:
-        if tokens > self.whole[grams.ROOM]:
-            known, self.whole = self.tokens, self._empty(tokens)
-            grams.extend(grams.parts_of(self.whole), known)
-
-    def _empty(self, tokens: int) -> Ints:
-        """An array with room for so many tokens and more, and none of them there."""
-        room, (low, sizes) = room_for(tokens), self._sizes
-        whole = np.empty(grams.size_of(room, sizes), np.int32)
-        whole[: grams.HEAD] = 0, room, low, sizes
-        grams.parts_of(whole).slots.fill(NONE)
-        return whole
+        if tokens > self.room:
+            self.whole = np.append(self.whole, np.empty(room_for(tokens) - self.room, np.int32))

@@ -17,9 +17,9 @@ from forerun.drafters.base import DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.automaton import OutputStore, SuffixAutomaton
 from forerun.drafters.lookup.base import LookupDrafter, with_rows
 from forerun.drafters.lookup.compiled import following, suffix_rows
-from forerun.drafters.lookup.compiled.batch import COUNTS, PROMPT, Longs, address
+from forerun.drafters.lookup.compiled.batch import COUNTS, PROMPT, Asked, Gained, Longs, address
 from forerun.drafters.lookup.compiled.drafts import NONE, Draft, Ints, unseen
-from forerun.drafters.lookup.compiled.suffix_rows import Followers
+from forerun.drafters.lookup.compiled.suffix_rows import Followers, Options, Rows
 from forerun.errors import ArgumentError
 from forerun.types import DraftKind
 
@@ -70,13 +70,13 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
             most_size=_FULL_STORES * config.max_cached_tokens,
         )
         nodes = config.num_speculative_tokens if config.nodes is None else config.nodes
-        self._followers = Followers(
+        super().__init__(domains, columns=suffix_rows.COLUMNS, nodes=nodes)
+        self.config = config
+        followers = Followers(
             np.zeros((0, following.FOLLOWER), np.int32),
             np.zeros((0, following.REPLACEMENTS, following.REPLACEMENT_COLUMNS), np.int32),
         )
-        super().__init__(domains, columns=suffix_rows.ROWS, nodes=nodes)
-        self.config = config
-        self._options = suffix_rows.Options(
+        options = Options(
             length=config.num_speculative_tokens,
             factor=float(config.max_spec_factor),
             offset=float(config.max_spec_offset),
@@ -85,7 +85,7 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
             wide=config.nodes is not None,
             follows=config.follow_edits,
         )
-        self._spare = Draft.of(max(nodes, config.num_speculative_tokens))
+        self._rows = Rows(self.batch, followers, options, Draft.of(max(nodes, config.num_speculative_tokens)))
         self._compile()
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -96,7 +96,9 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
 
     def _make_rows(self, count: int) -> None:
         super()._make_rows(count)
-        self._followers = Followers(*(with_rows(array, count) for array in self._followers))
+        places, replacements = self._rows.followers
+        followers = Followers(with_rows(places, count), with_rows(replacements, count))
+        self._rows = self._rows._replace(batch=self.batch, followers=followers)
 
     def _new_text(self) -> SuffixAutomaton:
         return SuffixAutomaton(self.config.max_tree_depth)
@@ -104,14 +106,14 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
     def _point(self, row: int, domain: _Domain) -> None:
         columns = self.batch.rows[row]
         columns[COUNTS], columns[suffix_rows.STORED] = address(domain.counts), address(domain.stored)
-        place = self._followers.places[row]
+        place = self._rows.followers.places[row]
         place[:], place[following.PLACE] = 0, NONE
 
-    def _read(self, which: Longs, new: Ints, starts: Longs, ends: Longs) -> int:
-        return suffix_rows.read(self.batch, which, new, starts, ends, self._followers, self._options)
+    def _read(self, which: Longs, gained: Gained) -> int:
+        return suffix_rows.read(self._rows, which, gained)
 
-    def _draft(self, which: Longs, nodes: Longs, depths: Longs) -> None:
-        suffix_rows.draft(self.batch, which, nodes, depths, self._followers, self._options, self._spare)
+    def _draft(self, which: Longs, asked: Asked) -> None:
+        suffix_rows.draft(self._rows, which, asked)
 
     def _free(self, row: int) -> None:
         """The output enters the store of its domain."""

@@ -14,17 +14,18 @@ from numba.core import types
 from numba.core.extending import intrinsic
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup.compiled.drafts import KEYS, Draft, Floats, Ints, compiled, learn
+from forerun.drafters.lookup.compiled.drafts import KEYS, NODE_TOKEN, Draft, Floats, Ints, compiled, learn
 
 Longs = NDArray[np.int64]
 
 # Columns of a batch's `rows`; a method has further ones from COLUMNS on
 TEXT = 0  # Address of the row's text; 0: there is none
 COUNTS = 1  # Address of what is known of the drafts of its domain, (KEYS, 2)
-READ = 2  # Tokens of it that were read
-PROMPT = 3  # Tokens of its prompt
-DRAFTED = 4  # Nodes of its last draft, the root included; 0: none that is to be learned from
-COLUMNS = 5
+ROOM = 2  # Tokens that there is room for
+READ = 3  # Tokens that it has
+PROMPT = 4  # Of these the prompt's
+DRAFTED = 5  # Nodes of its last draft, the root included; 0: none that is to be learned from
+COLUMNS = 6
 
 
 class Batch(NamedTuple):
@@ -35,15 +36,31 @@ class Batch(NamedTuple):
     confidence: Floats  # (R, N)
 
 
+class Gained(NamedTuple):
+    """What the texts of some rows go on with, ``tokens[starts[i] : ends[i]]``."""
+
+    tokens: Ints
+    starts: Longs
+    ends: Longs
+
+
+class Asked(NamedTuple):
+    """Drafts that some rows are asked for."""
+
+    nodes: Longs  # Most of each
+    depths: Longs  # Most tokens on a path of each
+    chains: Ints  # (B, N) to be written: how many nodes a draft has, the root included, and the token of each other one
+
+
 def address(array: NDArray[Any]) -> int:
     """Where an array's content begins."""
     return int(array.__array_interface__["data"][0])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _pointer(context: Any, place: Any, kind: Any) -> Any:
     """An address as a pointer to numbers of a type."""
-    signature = types.CPointer(kind.dtype)(place, kind)
+    signature = types.CPointer(kind.dtype)(place, kind)  # type: ignore[attr-defined]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -54,19 +71,19 @@ def _pointer(context: Any, place: Any, kind: Any) -> Any:
 @compiled
 def ints_at(place: int, size: int) -> Ints:
     """The int32 array at an address."""
-    return numba.carray(_pointer(place, np.int32), size)  # type: ignore[no-any-return]
+    return numba.carray(_pointer(place, np.int32), size)  # type: ignore[no-any-return, call-arg]
 
 
 @compiled
 def longs_at(place: int, size: int) -> Longs:
     """The int64 array at an address."""
-    return numba.carray(_pointer(place, np.int64), size)  # type: ignore[no-any-return]
+    return numba.carray(_pointer(place, np.int64), size)  # type: ignore[no-any-return, call-arg]
 
 
 @compiled
 def counts_at(place: int) -> Floats:
     """The (KEYS, 2) float64 array at an address."""
-    return numba.carray(_pointer(place, np.float64), (KEYS, 2))  # type: ignore[no-any-return]
+    return numba.carray(_pointer(place, np.float64), (KEYS, 2))  # type: ignore[no-any-return, call-arg]
 
 
 @compiled
@@ -82,3 +99,11 @@ def room_of(batch: Batch, row: int, nodes: int) -> Draft:
     """Room for a draft of so many nodes besides the root, at most those that there is room for."""
     most = 1 + max(0, min(nodes, batch.nodes.shape[1] - 1))
     return Draft(batch.nodes[row, :most], batch.confidence[row, :most])
+
+
+@compiled
+def put_chain(batch: Batch, row: int, size: int, chain: Ints) -> None:
+    """The last draft of a row has so many nodes, the root included: note it, and write that and their tokens."""
+    batch.rows[row, DRAFTED] = chain[0] = size
+    for node in range(1, size):
+        chain[node] = batch.nodes[row, node, NODE_TOKEN]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
+from forerun.drafters.lookup.compiled import batch as batches
 from forerun.drafters.lookup.compiled import following, suffixes
 from forerun.drafters.lookup.compiled.batch import (
-    COLUMNS,
     COUNTS,
-    DRAFTED,
     PROMPT,
     READ,
+    ROOM,
     TEXT,
+    Asked,
     Batch,
+    Gained,
     Longs,
     counts_at,
     learn_draft,
     longs_at,
+    put_chain,
     room_of,
 )
 from forerun.drafters.lookup.compiled.drafts import NONE, REQUEST, STORE, Draft, Ints, compiled
@@ -29,13 +30,13 @@ GENERATIONS = 2  # Most automata of a store
 # Columns of a store, which has GENERATIONS pairs
 NUMBER, ADDRESS = 0, 1  # Of the automaton, which no other has; 0: there is none. And where it is
 # Further columns of a batch's rows
-STORED = COLUMNS  # Address of the domain's store
-FOLLOWED = COLUMNS + 1  # NUMBER of the automaton whose text is followed; 0: the row's own
-CURSORS = COLUMNS + 2  # GENERATIONS times what `_CURSOR` counts
+STORED = batches.COLUMNS  # Address of the domain's store
+FOLLOWED = STORED + 1  # NUMBER of the automaton whose text is followed; 0: the row's own
+CURSORS = STORED + 2  # GENERATIONS times what `_CURSOR` counts
 # Where the text stands in an automaton of the store
 _NUMBER, _KNOWN, _READ, _STATE, _MATCHED = range(5)  # Which, its tokens then, those of the text; the longest match
 _CURSOR = 5
-ROWS = CURSORS + GENERATIONS * _CURSOR
+COLUMNS = CURSORS + GENERATIONS * _CURSOR
 
 _FOLLOWED = 4  # Shortest match, tokens, whose text is followed from then on
 
@@ -57,6 +58,15 @@ class Followers(NamedTuple):
 
     places: Ints  # (R, FOLLOWER)
     replacements: Ints  # (R, REPLACEMENTS, REPLACEMENT_COLUMNS)
+
+
+class Rows(NamedTuple):
+    """All rows of a drafter."""
+
+    batch: Batch
+    followers: Followers
+    options: Options
+    spare: Draft  # Room for a draft
 
 
 @compiled
@@ -124,23 +134,23 @@ def _follow(batch: Batch, row: int, followers: Followers, text: Arrays, known: i
 
 
 @compiled
-def read(batch: Batch, which: Longs, new: Ints, starts: Longs, ends: Longs, followers: Followers, options: Options) -> int:
-    """The texts of the rows `which` go on with ``new[starts[i] : ends[i]]``, and the store may have grown. The
-    index of the first whose text has no room for that; how many rows there are where all had."""
+def read(rows: Rows, which: Longs, gained: Gained) -> int:
+    """The texts of the rows `which` go on. The index of the first text that has no room
+    for that; how many rows there are where all had."""
+    batch = rows.batch
     for index in range(len(which)):
-        row = which[index]
-        gained = new[starts[index] : ends[index]]
-        text = automaton_at(batch.rows[row, TEXT])
-        known = text.head[SIZE]
-        if known + len(gained) > len(text.tokens):
+        row, known = which[index], batch.rows[which[index], READ]
+        new = gained.tokens[gained.starts[index] : gained.ends[index]]
+        if known + len(new) > batch.rows[row, ROOM]:
             return index
-        if len(gained) > 0:
-            learn_draft(batch, row, gained)
-            suffixes.extend(text, gained)
-            batch.rows[row, READ] = text.head[SIZE]
+        text = automaton_at(batch.rows[row, TEXT])
+        if len(new) > 0:
+            learn_draft(batch, row, new)
+            suffixes.extend(text, new)
+            batch.rows[row, READ] = known + len(new)
         _follow_store(batch, row, text)
-        if options.follows and len(gained) > 0:
-            _follow(batch, row, followers, text, known)
+        if rows.options.follows and len(new) > 0:
+            _follow(batch, row, rows.followers, text, known)
     return len(which)
 
 
@@ -161,46 +171,40 @@ def _keep(made: Draft, spare: Draft, size: int) -> None:
 
 
 @compiled
-def draft(
-    batch: Batch, which: Longs, nodes: Longs, depths: Longs, followers: Followers, options: Options, spare: Draft
-) -> None:
-    """Draft for the rows `which`, at most ``nodes[i]`` nodes and ``depths[i]`` tokens on a path, from each
-    match and from the text that is followed; the draft with most expected tokens is left in the batch, that of the
-    row's own text at equality. `spare`: room for a draft."""
+def draft(rows: Rows, which: Longs, asked: Asked) -> None:
+    """Draft for the rows `which` from each match and from the text that is followed: the draft with most expected
+    tokens is taken, that of the row's own text at equality."""
+    batch, options, spare = rows.batch, rows.options, rows.spare
     for index in range(len(which)):
-        row = which[index]
+        row, most = which[index], min(asked.nodes[index], asked.depths[index])
+        if most <= 0:
+            asked.chains[index, 0] = 1
+            continue
         text, counts = automaton_at(batch.rows[row, TEXT]), counts_at(batch.rows[row, COUNTS])
-        store, place = longs_at(batch.rows[row, STORED], 2 * GENERATIONS), followers.places[row]
-        made, most = room_of(batch, row, nodes[index]), min(nodes[index], depths[index])
-        best, expected = 1, 0.0
-        for generation in range(-1, GENERATIONS):
-            if generation < 0:
-                known, kind, (state, matched) = text, REQUEST, suffixes.repeated(text)
-            else:
-                cursor = _cursor(batch, row, generation)
-                if cursor[_MATCHED] == 0:
-                    continue
-                known, kind, state, matched = (
-                    automaton_at(store[2 * generation + ADDRESS]), STORE, cursor[_STATE], cursor[_MATCHED],
-                )  # fmt: skip
+        _follow_store(batch, row, text)  # which may have grown since the text was read
+        store, place = longs_at(batch.rows[row, STORED], 2 * GENERATIONS), rows.followers.places[row]
+        made, best, expected = room_of(batch, row, asked.nodes[index]), 1, 0.0
+        for source in range(-1, GENERATIONS):
+            known, kind, (state, matched) = text, REQUEST, suffixes.repeated(text)
+            if source >= 0:
+                cursor = _cursor(batch, row, source)
+                kind, state, matched = STORE, cursor[_STATE], cursor[_MATCHED]
+                if matched > 0:
+                    known = automaton_at(store[2 * source + ADDRESS])
             length = _length(options, matched, most)
             if length > 0:
-                room = len(made.nodes) if options.wide else 1 + length
                 limits = Limits(length, options.wide, options.least)
-                size, gain = suffixes.draft(
-                    known, Match(kind, state, matched), limits, counts, Draft(spare.nodes[:room], spare.confidence)
-                )
+                room = Draft(spare.nodes[: len(made.nodes) if options.wide else 1 + length], spare.confidence)
+                size, gain = suffixes.draft(known, Match(kind, state, matched), limits, counts, room)
                 if gain > expected:
                     best, expected = size, gain
                     _keep(made, spare, size)
         length = _length(options, following.agreed(place), most)
         if length > 0:
-            source = _source(batch, row, place)
-            size, gain = following.draft(
-                Following(place, followers.replacements[row]), source.tokens[: source.head[SIZE]], counts,
-                options.least, Draft(spare.nodes[: 1 + length], spare.confidence),
-            )  # fmt: skip
+            source_text, room = _source(batch, row, place), Draft(spare.nodes[: 1 + length], spare.confidence)
+            follower, tokens = Following(place, rows.followers.replacements[row]), source_text.tokens
+            size, gain = following.draft(follower, tokens[: source_text.head[SIZE]], counts, options.least, room)
             if gain > expected:
                 best = size
                 _keep(made, spare, size)
-        batch.rows[row, DRAFTED] = best
+        put_chain(batch, row, best, asked.chains[index])
