@@ -54,16 +54,6 @@ class Choice(NamedTuple):
 
 
 @compiled
-def _ends_at(text: Ints, place: int, size: int) -> bool:
-    """Whether the n-gram that ends the text ends at an earlier place, too. A place is the index of the token behind."""
-    end = len(text)
-    back = 1
-    while back <= size and text[place - back] == text[end - back]:
-        back += 1
-    return back > size
-
-
-@compiled
 def _any_between(text: Ints, low: int, high: int, size: int) -> bool:
     """Whether the n-gram's first and last token stand before one of these places."""
     last, first, found = text[len(text) - 1], text[len(text) - size], False
@@ -74,24 +64,29 @@ def _any_between(text: Ints, low: int, high: int, size: int) -> bool:
 
 
 @compiled
-def _earlier(text: Ints, size: int, choice: Choice, found: Ints) -> int:
-    """Fill `found` with earlier places of the n-gram that ends the text, those that are preferred first; how many there
-    are, 0 where the n-gram has too few."""
-    met, forwards, places = 0, choice.match == FIRST, max(0, len(text) - size)  # From `size` on
+def _find(text: Ints, choice: Choice, found: Ints, met: Ints) -> None:
+    """Fill ``found[i]`` with places of the n-gram of ``shortest + i`` tokens that ends the text, those that are
+    preferred first, as many as there is room for, and ``met[i]`` with how many there are, as far as that matters. One
+    pass: once there is enough of the smaller n-grams, only larger ones are looked for."""
+    end, size, (_, room) = len(text), choice.shortest, found.shape
+    enough, forwards, places = max(choice.hits, room), choice.match == FIRST, max(0, end - size)
     for done in range(0, places, _BLOCK):
         block = min(_BLOCK, places - done)
-        low = size + (done if forwards else places - done - block)
-        if not _any_between(text, low, low + block, size):
+        low = choice.shortest + (done if forwards else places - done - block)
+        if not _any_between(text, max(low, size), low + block, size):
             continue
         for step in range(block):
-            place = low + (step if forwards else block - 1 - step)
-            if _ends_at(text, place, size):
-                if met < len(found):
-                    found[met] = place
-                met += 1
-        if met >= max(choice.hits, len(found)):
-            break
-    return min(met, len(found)) if met >= choice.hits else 0
+            place, matched = low + (step if forwards else block - 1 - step), 0
+            while matched < min(choice.longest, place) and text[place - 1 - matched] == text[end - 1 - matched]:
+                matched += 1
+            for other in range(size - choice.shortest, matched + 1 - choice.shortest):
+                if met[other] < room:
+                    found[other, met[other]] = place
+                met[other] += 1
+            while met[size - choice.shortest] >= enough:
+                size += 1
+                if size > choice.longest:
+                    return
 
 
 @compiled
@@ -144,18 +139,22 @@ def draft(text: Ints, choice: Choice, counts: Floats, made: Draft) -> int:
     """Fill `made` with a trie of continuations, as many nodes as there is room for: those of the longest n-gram that
     ended earlier first. How many nodes, the root included."""
     nodes, size, branches = made.nodes, 1, 0
+    sizes = choice.longest + 1 - choice.shortest
     wanted = 1 if choice.branches == 1 and choice.match != MOST_FREQUENT else _SCANNED
-    found, seen, met = np.empty(wanted, np.int32), np.empty(_SCANNED * choice.longest, np.int32), 0
+    found, met = np.empty((sizes, wanted), np.int32), np.zeros(sizes, np.int32)
+    _find(text, choice, found, met)
+    seen, known = np.empty(sizes * wanted, np.int32), 0
     for matched in range(choice.longest, choice.shortest - 1, -1):
-        places = found[: _earlier(text, matched, choice, found)]
+        count = met[matched - choice.shortest]
+        places = found[matched - choice.shortest, : min(count, wanted) if count >= choice.hits else 0]
         if choice.match == MOST_FREQUENT:
             places = places[: _order_by_votes(text, places, choice.length)]
         for place in places:
             if branches == choice.branches or size == len(nodes):
                 return size
-            if (seen[:met] == place).any():
+            if (seen[:known] == place).any():
                 continue
-            seen[met], met = place, met + 1
+            seen[known], known = place, known + 1
             before, parent = size, 0
             for offset in range(choice.length):
                 token, child = _copied(text, place, offset), NONE
