@@ -156,8 +156,8 @@ class OneStore(SuffixDrafter):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        one = self._memories.of(None)
-        self._memories.of = lambda salt: one  # type: ignore[method-assign, misc]
+        one = self._domains.of(None)
+        self._domains.of = lambda salt: one  # type: ignore[method-assign, misc]
 
 
 @pytest.mark.parametrize("cls", [Leaking, Telling, OneStore])
@@ -190,6 +190,6 @@ def test_many_domains_take_no_more_memory_than_four_full_stores() -> None:
     [(_, guarded)] = active.drafters
     for number in range(60):
         engine.generate(as_prompts([PROMPT]), GREEDY, cache_salt=f"domain-{number}")
-        held = sum(memory.store.held for memory in guarded.drafter._memories.all())  # type: ignore[attr-defined]
+        held = sum(memory.store.held for memory in guarded.drafter._domains.all())  # type: ignore[attr-defined]
         assert held <= 4 * 64
     assert held > 64

@@ -336,7 +336,7 @@ def test_rows_are_freed_and_what_was_rejected_is_forgotten() -> None:
     assert made._rows[0].text == len(text) - 1, "the last token is news"
     made.truncate([0], [0])
     assert not made._rows and made.model.lengths == [0, 0]
-    assert not made._inner.drafter._rows  # type: ignore[attr-defined]
+    assert not made._inner.drafter._texts  # type: ignore[attr-defined]
 
 
 def test_the_tail_goes_on_where_the_chain_ends() -> None:
