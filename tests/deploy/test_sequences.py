@@ -116,6 +116,41 @@ def test_drafts_are_those_of_each_request_alone(config: dict[str, Any], seed: in
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("failing", ["begin", "_read", "_draft", "_new_text"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_whatever_fails_costs_drafts_and_no_more(
+    method: str, failing: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, rows = sequences({"method": method, "adaptive": False}), [[1, 2, 3, 4, 1, 2], [5, 6, 7, 5, 6]]
+    assert chained(made, [array(rows[0])], [2]) == [[3, 4]]
+
+    def broken(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(made.drafters[0].drafter, failing, broken)
+        if error is MemoryError:
+            assert chained(made, [array(row) for row in rows], [2, 2]) == [[], []]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                chained(made, [array(row) for row in rows], [2, 2])
+    assert chained(made, [array([*row, row[2]]) for row in rows], [1, 1]) == [[4], [5]], "all is read again"
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_what_is_no_token_is_not_drafted(method: str) -> None:
+    """vLLM has placeholders for pictures among the tokens; its vocabulary has 50 here."""
+    made = sequences({"method": method, "adaptive": False})
+    assert chained(made, [array([1, 2, 3, -1, 4, 1, 2]), array([1, 2, 50, 4, 1, 2])], [4, 4]) == [[3], []]
+
+
+def test_other_numbers_and_layouts_are_taken() -> None:
+    made, table = sequences(), np.asfortranarray([[1, 2, 3, 4, 1, 2, 0], [5, 6, 5, 0, 0, 0, 0]], np.int64)
+    table.setflags(write=False)
+    assert made.chains(table, np.array([6, 0, 3, 0])[::2], np.array([2, 2])) == [[3, 4], [6, 5]]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_an_engine_may_change_between_trees_and_chains(method: str) -> None:
     made, text = sequences({"method": method, "adaptive": False}), [1, 2, 3, 4, 1, 2]
     for ask in (chained, treed, chained, treed):

@@ -143,6 +143,32 @@ def test_a_past_answer_is_copied_and_its_prompt_is_not() -> None:
     assert paths(propose(made, [9, 1, 2, 30, 31])) == []
 
 
+def test_a_row_that_is_kept_for_another_prompt_has_that_ones_length() -> None:
+    """As the engine does where a drafter beside this one keeps what it knows of the beginning."""
+    made = drafter()
+    made.extend(context([30, 31, 40], 3, prompt=3))
+    made.truncate([0], [2])
+    made.extend(context([30, 31, 50, 51, 52, 53], 4, prompt=5))
+    made.truncate([0], [0])
+    made.extend(context([50, 51], 2))
+    assert paths(propose(made, [50, 51])) == [], "the prompt was not kept"
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5])
+def test_a_text_is_followed_further_than_a_tree_has_nodes(nodes: int) -> None:
+    made, text = drafter(follow_edits=True, nodes=nodes, max_spec_factor=4.0), [*range(30), *range(8)]
+    made.extend(context([0], 1, row=1))
+    made.extend(context(text, len(text)))
+    [path] = paths(propose(made, text))
+    assert len(path) > nodes and path == list(range(8, 8 + len(path)))
+    assert paths(*made.propose(context([0], 0, row=1), ROOMY)) == []
+
+
+@pytest.mark.parametrize("options", [{"max_spec_factor": 1e30}, {"max_spec_offset": 1e19}])
+def test_a_factor_beyond_all_numbers_drafts_all_that_may_be(options: dict[str, Any]) -> None:
+    assert drafted([*range(30), 0, 1], num_speculative_tokens=6, **options) == [[2, 3, 4, 5, 6, 7]]
+
+
 def test_prompts_are_kept_where_that_was_asked_for() -> None:
     made = drafter(cache_prompts=True)
     answered(made, [30, 31, 32, 33], [1, 2, 3])

@@ -47,19 +47,25 @@ class KnownRows:
         """Take in the rows of a step: ``table[i, : lengths[i]]``. AssertionError: more rows than were said."""
         rows, known = len(lengths), self._known
         assert rows <= len(known.sizes), "more rows than the engine said"
-        if table.shape[1] > self.width:
-            held = np.zeros((len(known.sizes), max(2 * self.width, table.shape[1])), np.int32)
-            held[:, : self.width] = known.held
-            self._known = known = known._replace(held=held)
         found = np.empty((3, rows), np.int64)
         gone, new = _recognise(known, self._running, table, lengths, found)
+        if gone < 0:
+            self._known = known = self._widened(max(-gone, 2 * self.width))
+            gone, new = _recognise(known, self._running, table, lengths, found)
         self._running = rows
         return Recognised(found[0], found[1], found[2], known.gone[:gone].tolist() if gone else [], new)
+
+    def _widened(self, width: int) -> _Known:
+        known = self._known
+        held = np.zeros((len(known.sizes), width), np.int32)
+        for place, size in enumerate(known.sizes.tolist()):
+            held[place, :size] = known.held[place, :size]
+        return known._replace(held=held)
 
 
 class _Known(NamedTuple):
     held: Ints  # (R, W) the text of each place, with room to grow
-    sizes: Ints  # (R,) tokens of each; 0: it is free
+    sizes: Ints  # (R,) tokens of each; 0 of a free one
     order: Longs  # (R,) the places, those of the last step's rows first
     gone: Longs  # (R,) room for places
 
@@ -69,8 +75,9 @@ def _begins(held: Ints, size: int, text: Ints, length: int) -> bool:
     """Whether the text begins with the `size` tokens that are held."""
     if size > length:
         return False
-    for first in range(0, size, _BLOCK):
-        one, other, differs = held[first : min(size, first + _BLOCK)], text[first : first + _BLOCK], 0
+    for done in range(0, size, _BLOCK):  # From the end: many texts begin alike
+        first, last = max(0, size - done - _BLOCK), size - done
+        one, other, differs = held[first:last], text[first:last], 0
         for at in range(len(one)):
             differs |= one[at] ^ other[at]
         if differs != 0:
@@ -102,8 +109,14 @@ def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places:
 
 @compiled
 def _recognise(known: _Known, running: int, table: Ints, lengths: Ints, found: Longs) -> tuple[int, int]:
-    """Fill `found` (places, starts, ends) and what is gone; how many are gone, and how many rows are new."""
+    """Fill `found` (places, starts, ends) and what is gone; how many are gone, and how many rows are new. Where there
+    is no room for the longest row, nothing but its length, negative."""
     held, sizes, order, places = known.held, known.sizes, known.order, found[0]
+    longest = 0
+    for length in lengths:
+        longest = max(longest, length)
+    if longest > held.shape[1]:
+        return -longest, 0
     _place_rows(known, running, table, lengths, places)
     free, lost, new = np.ones(len(order), np.bool_), 0, 0
     for place in places:

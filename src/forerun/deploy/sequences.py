@@ -23,7 +23,7 @@ from forerun.core.tree import TokenTree
 from forerun.deploy import COPYING, methods
 from forerun.deploy.known_rows import KnownRows, Recognised
 from forerun.drafters import AUTO, drafter_class
-from forerun.drafters.base import DrafterSetup
+from forerun.drafters.base import DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Guarded
 from forerun.drafters.lookup.base import LookupDrafter
 from forerun.drafters.lookup.compiled.batch import Longs
@@ -31,7 +31,7 @@ from forerun.drafters.lookup.compiled.drafts import Ints
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.engine.costs import Nominal
 from forerun.engine.policy.policy import Policy, policy_for
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, of_the_process
 from forerun.manifests import read_object
 from forerun.types import Budget, SamplingParams, Source, StepTrace
 
@@ -124,7 +124,7 @@ class Sequences:
         else:
             self.drafters = [Guarded.built(parsed.method, parsed.drafter_options, setup)]
         self._slots, self._nodes, self._chains, self._clock = slots, nodes, chains, clock
-        self._known = KnownRows(rows)
+        self._places, self._known = rows, KnownRows(rows)
         self._rows: dict[int, Row] = {}  # By the place where they are known
         self._step: _Step | None = None
         inside = self.drafters[0].drafter if self._policy is None else None
@@ -133,16 +133,25 @@ class Sequences:
 
     def chains(self, table: Ints, lengths: Ints, most: Longs) -> list[list[int]]:
         """At most ``most[i]`` tokens to go on with ``table[i, : lengths[i]]``, prompt and answer so far, for each row;
-        of a tree the best path. In one go where compiled code sees to the whole batch."""
+        of a tree the best path. `ngram` and `suffix` without a policy do this for all rows in one go."""
         if self._lookup is None:
             return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
-        found = self._recognised(table, lengths)
-        if found.new:
-            for place, start, end in zip(*map(np.ndarray.tolist, found[:3]), strict=True):
-                if start == place * self._known.width:
-                    self._lookup.begin(place, _prompt(end - start))
-        self._lookup.read(found.places, self._known.tokens, found.starts, found.ends)
-        return self._lookup.chains(found.places, most)
+        try:
+            found = self._recognised(table, lengths)
+            if found.new:
+                for place, start, end in zip(*map(np.ndarray.tolist, found[:3]), strict=True):
+                    if start == place * self._known.width:
+                        self._lookup.begin(place, _prompt(end - start))
+            self._lookup.read(found.places, self._known.tokens, found.starts, found.ends)
+            return self._lookup.chains(found.places, most)
+        except BaseException as error:  # What was read of which row is not known now
+            self._known = KnownRows(self._places)
+            self._rows.clear()
+            self._lookup.clear()
+            if of_the_process(error):
+                raise
+            warn_drafter(self.drafters[0].method, "to propose", repr(error))
+            return [[] for _ in lengths]
 
     def trees(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
         """A tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``; its root alone for 0."""
@@ -210,7 +219,7 @@ class Sequences:
 
     def _recognised(self, table: Ints, lengths: Ints) -> Recognised:
         """Whose the rows are; what is in none any more is forgotten."""
-        found = self._known.recognise(table, lengths)
+        found = self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
         if found.gone:
             nothing = [0] * len(found.gone)
             if self._policy is not None:

@@ -49,13 +49,13 @@ class SuffixAutomaton(Text):
 
     def make_room(self, tokens: int) -> None:
         if tokens > self.room:
-            self.whole = _empty(tokens)
-            larger = suffixes.parts_of(self.whole)
+            whole = _empty(tokens)
+            larger = suffixes.parts_of(whole)
             larger.head[: suffixes.ROOM] = self.arrays.head[: suffixes.ROOM]
             for old, new in zip(self.arrays[1:-1], larger[1:-1], strict=True):
                 new[: len(old)] = old
-            self.arrays = larger
             suffixes.reindex(larger, 0)
+            self.whole, self.arrays = whole, larger
 
 
 def _empty(tokens: int) -> Ints:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, PerDomain
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain
 from forerun.drafters.lookup.compiled.batch import PROMPT, READ, ROOM, TEXT, Asked, Batch, Gained, Longs, address
 from forerun.drafters.lookup.compiled.drafts import NODE_COLUMNS, NODE_PARENT, Ints
 from forerun.types import Budget
@@ -26,7 +26,7 @@ class Text:
 
     @property
     def tokens(self) -> Ints:
-        """(N,) int32, the text, N at least how many tokens it has; a view."""
+        """(N,) int32, the text, and room behind it where N is more than its tokens are; a view."""
         raise NotImplementedError
 
     @property
@@ -43,13 +43,14 @@ class LookupDrafter(Drafter, Generic[D]):
     """Drafts by looking up the end of a row's text. An engine that has the texts of all rows in an array calls `read`
     and `chains`; forerun's own has lists and scores trees, and calls it like any drafter."""
 
-    def __init__(self, domains: PerDomain[D], *, columns: int, nodes: int) -> None:
+    def __init__(self, domains: PerDomain[D], setup: DrafterSetup | None, *, columns: int, nodes: int) -> None:
         """`columns` of the batch's rows; at most so many `nodes` of a draft."""
         self.batch = Batch(
             rows=np.zeros((0, columns), np.int64),
             nodes=np.zeros((0, 1 + nodes, NODE_COLUMNS), np.int32),
             confidence=np.zeros((0, 1 + nodes)),
         )
+        self._vocabulary = setup.target.vocab_size if setup is not None else 2**31 - 1
         self._domains = domains
         self._texts: dict[int, Text] = {}  # By row, as are the domains; the batch has addresses of both
         self._domain: dict[int, D] = {}
@@ -97,17 +98,24 @@ class LookupDrafter(Drafter, Generic[D]):
     def _drafts(self, which: Longs, nodes: Longs, depths: Longs) -> list[list[int]]:
         """Of each row's draft, which is left in the batch, how many nodes it has, and the tokens of these."""
         chains = np.empty((len(which), self.batch.nodes.shape[1]), np.int32)
-        self._draft(which, Asked(nodes, depths, chains))
+        self._draft(which, Asked(nodes, depths, chains, self._vocabulary))
         return chains.tolist()
+
+    def clear(self) -> None:
+        """Forget all rows, whatever state they are in."""
+        self.batch.rows[:] = 0
+        self._texts.clear()
+        self._domain.clear()
 
     def _make_rows(self, count: int) -> None:
         rows, nodes, confidence = self.batch
         self.batch = Batch(with_rows(rows, count), with_rows(nodes, count), with_rows(confidence, count))
 
     def _restart(self, row: int, prompt: int) -> None:
+        text = self._new_text()
         self.batch.rows[row] = 0
         self.batch.rows[row, PROMPT] = prompt
-        self._texts[row] = self._new_text()
+        self._texts[row] = text
         self._locate(row)
         self._point(row, self._domain[row])
 
@@ -116,7 +124,7 @@ class LookupDrafter(Drafter, Generic[D]):
         self.batch.rows[row, TEXT], self.batch.rows[row, ROOM] = address(text.whole), text.room
 
     def _shrink(self, row: int, length: int) -> None:
-        """An index cannot forget a token, so of a text that becomes shorter everything is read again: linear, and
+        """Of a text that becomes shorter everything is read again, since an index cannot forget a token: linear, and
         rare."""
         kept = self._texts[row].tokens[:length]
         self._restart(row, int(self.batch.rows[row, PROMPT]))
@@ -139,6 +147,7 @@ class LookupDrafter(Drafter, Generic[D]):
         ):
             if read > len(tokens) - fresh:
                 self._shrink(row, len(tokens) - fresh)
+        self.batch.rows[which, PROMPT] = context.prompt_lengths
         self._take(which, context.tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:

@@ -14,7 +14,7 @@ from forerun.core.sampling import Sampler
 from forerun.drafters.base import DrafterSetup, PerDomain, check_choice, check_least
 from forerun.drafters.lookup.base import LookupDrafter, Text
 from forerun.drafters.lookup.compiled import grams
-from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, Asked, Gained, Longs, address
+from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, DRAFTED, READ, Asked, Gained, Longs, address
 from forerun.drafters.lookup.compiled.drafts import Floats, Ints, room_for, unseen
 from forerun.drafters.lookup.compiled.grams import Choice
 from forerun.errors import ArgumentError
@@ -52,7 +52,7 @@ class NgramDrafter(LookupDrafter[Floats]):
 
     def __init__(self, config: NgramConfig, setup: DrafterSetup) -> None:
         branches, length = config.max_branches, config.num_speculative_tokens
-        super().__init__(PerDomain(unseen), columns=COLUMNS, nodes=branches * length)
+        super().__init__(PerDomain(unseen), setup, columns=COLUMNS, nodes=branches * length)
         self.config = config
         self._choice = Choice(
             match=_MATCHES.index(config.match),
@@ -72,6 +72,9 @@ class NgramDrafter(LookupDrafter[Floats]):
 
     def _point(self, row: int, domain: Floats) -> None:
         self.batch.rows[row, COUNTS] = address(domain)
+
+    def _shrink(self, row: int, length: int) -> None:
+        self.batch.rows[row, READ], self.batch.rows[row, DRAFTED] = length, 0
 
     def _read(self, which: Longs, gained: Gained) -> int:
         return grams.read_rows(self.batch, which, gained)

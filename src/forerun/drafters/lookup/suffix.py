@@ -17,7 +17,7 @@ from forerun.drafters.base import DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup.automaton import OutputStore, SuffixAutomaton
 from forerun.drafters.lookup.base import LookupDrafter, with_rows
 from forerun.drafters.lookup.compiled import following, suffix_rows
-from forerun.drafters.lookup.compiled.batch import COUNTS, PROMPT, Asked, Gained, Longs, address
+from forerun.drafters.lookup.compiled.batch import COUNTS, PROMPT, READ, Asked, Gained, Longs, address
 from forerun.drafters.lookup.compiled.drafts import NONE, Draft, Ints, unseen
 from forerun.drafters.lookup.compiled.suffix_rows import Followers, Options, Rows
 from forerun.errors import ArgumentError
@@ -69,8 +69,8 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
             size=lambda domain: domain.store.held,
             most_size=_FULL_STORES * config.max_cached_tokens,
         )
-        nodes = config.num_speculative_tokens if config.nodes is None else config.nodes
-        super().__init__(domains, columns=suffix_rows.COLUMNS, nodes=nodes)
+        most = max(config.num_speculative_tokens, config.nodes or 0)
+        super().__init__(domains, setup, columns=suffix_rows.COLUMNS, nodes=most)
         self.config = config
         followers = Followers(
             np.zeros((0, following.FOLLOWER), np.int32),
@@ -82,10 +82,10 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
             offset=float(config.max_spec_offset),
             least=float(config.min_token_prob),
             shortest=config.min_match,
-            wide=config.nodes is not None,
+            nodes=config.nodes or 0,
             follows=config.follow_edits,
         )
-        self._rows = Rows(self.batch, followers, options, Draft.of(max(nodes, config.num_speculative_tokens)))
+        self._rows = Rows(self.batch, followers, options, Draft.of(most))
         self._compile()
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -118,9 +118,10 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
     def _free(self, row: int) -> None:
         """The output enters the store of its domain."""
         first = 0 if self.config.cache_prompts else int(self.batch.rows[row, PROMPT])
-        self._domain[row].add(self._texts[row].tokens[first:])
-        self._domains.trim()
+        domain, output = self._domain[row], self._texts[row].tokens[first : self.batch.rows[row, READ]]
         super()._free(row)
+        domain.add(output)
+        self._domains.trim()
 
 
 class _Domain:
@@ -135,9 +136,12 @@ class _Domain:
 
     def add(self, output: Ints) -> None:
         """Take in the output of a request that has ended."""
-        self.store.add(output)
-        self._point()
+        try:
+            self.store.add(output)
+        finally:
+            self._point()
 
     def _point(self) -> None:
+        self.stored[:] = 0
         for place, automaton in enumerate(self.store.generations):
             self.stored[2 * place : 2 * place + 2] = automaton.number, address(automaton.whole)

@@ -23,8 +23,8 @@ TEXT = 0  # Address of the row's text; 0: there is none
 COUNTS = 1  # Address of what is known of the drafts of its domain, (KEYS, 2)
 ROOM = 2  # Tokens that there is room for
 READ = 3  # Tokens that it has
-PROMPT = 4  # Of these the prompt's
-DRAFTED = 5  # Nodes of its last draft, the root included; 0: none that is to be learned from
+PROMPT = 4  # Tokens of its prompt, the first ones
+DRAFTED = 5  # Nodes of its last draft, the root included, until the text goes on; 0: there is none
 COLUMNS = 6
 
 
@@ -50,6 +50,7 @@ class Asked(NamedTuple):
     nodes: Longs  # Most of each
     depths: Longs  # Most tokens on a path of each
     chains: Ints  # (B, N) to be written: how many nodes a draft has, the root included, and the token of each other one
+    vocabulary: int  # Drafts end before what is no token of it
 
 
 def address(array: NDArray[Any]) -> int:
@@ -102,8 +103,19 @@ def room_of(batch: Batch, row: int, nodes: int) -> Draft:
 
 
 @compiled
-def put_chain(batch: Batch, row: int, size: int, chain: Ints) -> None:
-    """The last draft of a row has so many nodes, the root included: note it, and write that and their tokens."""
-    batch.rows[row, DRAFTED] = chain[0] = size
+def put_nothing(asked: Asked, index: int) -> None:
+    """Nothing is drafted for a row, the one at `index` of those that are asked."""
+    asked.chains[index, 0] = 1
+
+
+@compiled
+def put_chain(batch: Batch, row: int, size: int, asked: Asked, index: int) -> None:
+    """The last draft of a row, the one at `index` of those that are asked, has so many nodes, the root included: note
+    it, and write down what is asked for."""
     for node in range(1, size):
-        chain[node] = batch.nodes[row, node, NODE_TOKEN]
+        token = batch.nodes[row, node, NODE_TOKEN]
+        if not 0 <= token < asked.vocabulary:
+            size = node
+            break
+        asked.chains[index, node] = token
+    batch.rows[row, DRAFTED] = asked.chains[index, 0] = size

@@ -20,6 +20,7 @@ from forerun.drafters.lookup.compiled.batch import (
     learn_draft,
     longs_at,
     put_chain,
+    put_nothing,
     room_of,
 )
 from forerun.drafters.lookup.compiled.drafts import NONE, REQUEST, STORE, Draft, Ints, compiled
@@ -49,7 +50,7 @@ class Options(NamedTuple):
     offset: float
     least: float  # Probability of a path
     shortest: int  # Match, tokens
-    wide: bool
+    nodes: int  # Of a tree of several continuations; 0: chains
     follows: bool
 
 
@@ -141,7 +142,7 @@ def read(rows: Rows, which: Longs, gained: Gained) -> int:
     for index in range(len(which)):
         row, known = which[index], batch.rows[which[index], READ]
         new = gained.tokens[gained.starts[index] : gained.ends[index]]
-        if known + len(new) > batch.rows[row, ROOM]:
+        if batch.rows[row, TEXT] == 0 or known + len(new) > batch.rows[row, ROOM]:
             return index
         text = automaton_at(batch.rows[row, TEXT])
         if len(new) > 0:
@@ -159,8 +160,7 @@ def _length(options: Options, matched: int, most: int) -> int:
     """Tokens of a path that is drafted from a match of so many."""
     if matched < options.shortest:
         return 0
-    wanted = int(options.factor * matched + options.offset + 1e-6)
-    return min(options.length, wanted, most)
+    return min(most, int(min(float(options.length), options.factor * matched + options.offset + 1e-6)))
 
 
 @compiled
@@ -177,8 +177,8 @@ def draft(rows: Rows, which: Longs, asked: Asked) -> None:
     batch, options, spare = rows.batch, rows.options, rows.spare
     for index in range(len(which)):
         row, most = which[index], min(asked.nodes[index], asked.depths[index])
-        if most <= 0:
-            asked.chains[index, 0] = 1
+        if most <= 0 or batch.rows[row, TEXT] == 0:
+            put_nothing(asked, index)
             continue
         text, counts = automaton_at(batch.rows[row, TEXT]), counts_at(batch.rows[row, COUNTS])
         _follow_store(batch, row, text)  # which may have grown since the text was read
@@ -193,8 +193,9 @@ def draft(rows: Rows, which: Longs, asked: Asked) -> None:
                     known = automaton_at(store[2 * source + ADDRESS])
             length = _length(options, matched, most)
             if length > 0:
-                limits = Limits(length, options.wide, options.least)
-                room = Draft(spare.nodes[: len(made.nodes) if options.wide else 1 + length], spare.confidence)
+                limits = Limits(length, options.nodes > 0, options.least)
+                nodes = min(asked.nodes[index], options.nodes) if options.nodes > 0 else length
+                room = Draft(spare.nodes[: 1 + nodes], spare.confidence)
                 size, gain = suffixes.draft(known, Match(kind, state, matched), limits, counts, room)
                 if gain > expected:
                     best, expected = size, gain
@@ -207,4 +208,4 @@ def draft(rows: Rows, which: Longs, asked: Asked) -> None:
             if gain > expected:
                 best = size
                 _keep(made, spare, size)
-        put_chain(batch, row, best, asked.chains[index])
+        put_chain(batch, row, best, asked, index)
