@@ -69,7 +69,10 @@ class ForerunProposer:
 
     def tokens_at(self, batch: int) -> int:
         """How many tokens are drafted for each of so many requests."""
-        return min(self.most, next((k for first, last, k in self.schedule if first <= batch <= last), self.most))
+        for first, last, tokens in self.schedule:
+            if first <= batch <= last:
+                return min(self.most, tokens)
+        return self.most
 
 
 def _checked(schedule: Any) -> list[tuple[int, int, int]]:

@@ -25,9 +25,10 @@ class SuffixAutomaton(Text):
     own: 92 to 190 bytes per token, and while the array grows twice that.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, tokens: int = 0) -> None:
+        """Of the empty text, with room for so many tokens."""
         self.number = next(_NUMBERS)  # No two have the same
-        self.whole = _empty(0)
+        self.whole = _empty(tokens)
         self.arrays = suffixes.parts_of(self.whole)
         suffixes.start(self.arrays, depth)
 

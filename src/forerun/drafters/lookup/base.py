@@ -57,8 +57,8 @@ class LookupDrafter(Drafter, Generic[D]):
 
     # --- what a method says -------------------------------------------------------------------------------------------
 
-    def _new_text(self) -> Text:
-        """An empty one."""
+    def _new_text(self, tokens: int) -> Text:
+        """An empty one, with room for so many."""
         raise NotImplementedError
 
     def _point(self, row: int, domain: D) -> None:
@@ -112,7 +112,7 @@ class LookupDrafter(Drafter, Generic[D]):
         self.batch = Batch(with_rows(rows, count), with_rows(nodes, count), with_rows(confidence, count))
 
     def _restart(self, row: int, prompt: int) -> None:
-        text = self._new_text()
+        text = self._new_text(prompt)
         self.batch.rows[row] = 0
         self.batch.rows[row, PROMPT] = prompt
         self._texts[row] = text

@@ -67,8 +67,8 @@ class NgramDrafter(LookupDrafter[Floats]):
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=self.config.max_branches == 1)
 
-    def _new_text(self) -> Text:
-        return _Tokens()
+    def _new_text(self, tokens: int) -> Text:
+        return _Tokens(tokens)
 
     def _point(self, row: int, domain: Floats) -> None:
         self.batch.rows[row, COUNTS] = address(domain)
@@ -86,8 +86,8 @@ class NgramDrafter(LookupDrafter[Floats]):
 class _Tokens(Text):
     """A text alone."""
 
-    def __init__(self) -> None:
-        self.whole = np.empty(room_for(0), np.int32)
+    def __init__(self, tokens: int) -> None:
+        self.whole = np.empty(room_for(tokens), np.int32)
 
     @property
     def tokens(self) -> Ints:

@@ -100,8 +100,8 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
         followers = Followers(with_rows(places, count), with_rows(replacements, count))
         self._rows = self._rows._replace(batch=self.batch, followers=followers)
 
-    def _new_text(self) -> SuffixAutomaton:
-        return SuffixAutomaton(self.config.max_tree_depth)
+    def _new_text(self, tokens: int) -> SuffixAutomaton:
+        return SuffixAutomaton(self.config.max_tree_depth, tokens)
 
     def _point(self, row: int, domain: _Domain) -> None:
         columns = self.batch.rows[row]

@@ -156,10 +156,11 @@ def draft(text: Ints, choice: Choice, counts: Floats, made: Draft) -> int:
             if (seen[:known] == place).any():
                 continue
             seen[known], known = place, known + 1
-            before, parent = size, 0
+            before, parent, at = size, 0, place
             for offset in range(choice.length):
-                token, child = _copied(text, place, offset), NONE
-                for node in range(1, size):
+                token, child = text[at], NONE
+                at = at + 1 if at + 1 < len(text) else place  # A copy that reaches the end goes on with itself
+                for node in range(1, before):
                     if nodes[node, NODE_PARENT] == parent and nodes[node, NODE_TOKEN] == token:
                         child = node
                 if child == NONE and size == len(nodes):
