@@ -194,7 +194,7 @@ def test_both_schedules_draft_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chains_where_only_chains_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     made = worker(monkeypatch, '{"method": "merge", "drafters": ["suffix", "ngram"]}', overlap=False, width=1)
     for text in ([1, 2, 3, 1, 2, 4, 1, 2], [7, 8, 7, 8]):
-        (tree,) = made.sequences.draft([np.array(text, np.int32)], [NODES - 1])
+        (tree,) = made.sequences.trees(np.array([text], np.int32), np.array([len(text)]), np.array([NODES - 1]))
         assert list(tree.parents) == list(range(-1, tree.size)) and tree.size
 
 
@@ -211,8 +211,8 @@ def test_a_padded_tree_has_its_own_paths(seed: int) -> None:
 
 def test_a_flushed_cache_and_a_corpus_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     made = worker(monkeypatch, '{"method": "suffix"}', overlap=False)
-    made.sequences.draft([np.array([1, 2, 1, 2], np.int32)], [3])
+    made.sequences.trees(np.array([[1, 2, 1, 2]], np.int32), np.array([4]), np.array([3]))
     made.clear_cache_pool()
-    assert made.sequences._sequences == []
+    assert not made.sequences._rows and not made.sequences.drafters[0].drafter._texts  # type: ignore[attr-defined]
     with pytest.raises(ArgumentError, match="datastore build"):
         made.add_external_corpus("mine", [[1, 2]])
