@@ -61,7 +61,7 @@ GOLDEN: dict[tuple[str, ...], str] = {
     ("vllm", "owner/m", "--speculative-config", '{"method": "suffix", "suffix_decoding_max_tree_depth": 30}'): (
         "vllm serve owner/m --port 8000 --speculative-config "
         """'{"method": "suffix", "num_speculative_tokens": 24, "suffix_decoding_max_tree_depth": 30, """
-        """"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 2.0, """
+        """"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 4.0, """
         """"suffix_decoding_min_token_prob": 0.1}'"""
     ),
     ("vllm", "owner/m", "--drafter", "pard", "--drafter-model", "o/p", "--port", "9000"): (

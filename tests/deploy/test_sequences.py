@@ -325,7 +325,7 @@ def test_a_draft_model_for_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     text = np.array([1, 2, 3, 4, 1, 2], np.intc)
     assert draft(text).tolist() == [3, 4, 1] and draft(text).dtype == np.intc
     assert draft(np.array([9, 8, 7], np.intc)).tolist() == [], "another text, which holds nothing twice"
-    assert module.ForerunDraft().most == 32 and module.ForerunDraft('{"method": "auto"}').sequences
+    assert module.ForerunDraft().most == 16 and module.ForerunDraft('{"method": "auto"}').sequences
     with pytest.raises(ArgumentError, match="which a plug-in is not given"):
         module.ForerunDraft({"method": "eagle3", "model": "x"})
 

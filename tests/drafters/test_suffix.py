@@ -75,7 +75,7 @@ def test_the_longest_match_is_continued_and_a_longer_one_further() -> None:
 
 def test_factor_offset_and_budget_bound_the_length() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
-    assert drafted(text, max_spec_factor=SuffixConfig().max_spec_factor) == [[3, 4, 5, 6]], "two for one by default"
+    assert drafted(text, max_spec_factor=SuffixConfig().max_spec_factor) == [[3, 4, 5, 6, 7, 8, 0, 1]], "four for one"
     assert drafted(text, max_spec_factor=3.0) == [[3, 4, 5, 6, 7, 8]]
     assert drafted(text, max_spec_factor=0.5, max_spec_offset=2.0) == [[3, 4, 5]]
     assert drafted(text, max_spec_factor=9.0, num_speculative_tokens=2) == [[3, 4]]

@@ -32,7 +32,7 @@ class SuffixConfig:
 
     num_speculative_tokens: int = 24  # Most tokens on one path
     max_tree_depth: int = 24  # Longest string that is counted, tokens; beyond it the first occurrence is followed
-    max_spec_factor: float = 2.0  # Tokens drafted for each token of the match
+    max_spec_factor: float = 4.0  # Tokens drafted for each token of the match
     max_spec_offset: float = 0.0  # Tokens drafted besides
     min_token_prob: float = 0.1
     """Least probability of a path, in 0..1: by the counts, of its tokens' shares, multiplied; followed, as learned."""
