@@ -15,7 +15,7 @@ from forerun.drafters.base import DrafterSetup, PerDomain, check_choice, check_l
 from forerun.drafters.lookup.base import LookupDrafter, Text
 from forerun.drafters.lookup.compiled import grams
 from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, DRAFTED, READ, Asked, Gained, Longs, address
-from forerun.drafters.lookup.compiled.drafts import Floats, Ints, room_for, unseen
+from forerun.drafters.lookup.compiled.drafts import Floats, Ints, unseen
 from forerun.drafters.lookup.compiled.grams import Choice
 from forerun.errors import ArgumentError
 from forerun.types import DraftKind
@@ -87,7 +87,7 @@ class _Tokens(Text):
     """A text alone."""
 
     def __init__(self, tokens: int) -> None:
-        self.whole = np.empty(room_for(tokens), np.int32)
+        self.whole = np.empty(max(64, 2 * tokens), np.int32)  # An answer may be as long as its prompt
 
     @property
     def tokens(self) -> Ints:
@@ -99,4 +99,4 @@ class _Tokens(Text):
 
     def make_room(self, tokens: int) -> None:
         if tokens > self.room:
-            self.whole = np.append(self.whole, np.empty(room_for(tokens) - self.room, np.int32))
+            self.whole = np.append(self.whole, np.empty(2 * tokens - self.room, np.int32))
