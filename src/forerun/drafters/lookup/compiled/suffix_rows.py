@@ -136,8 +136,8 @@ def _follow(batch: Batch, row: int, followers: Followers, text: Arrays, known: i
 
 @compiled
 def read(rows: Rows, which: Longs, gained: Gained) -> int:
-    """The texts of the rows `which` go on. The index of the first text that has no room
-    for that; how many rows there are where all had."""
+    """The texts of the rows `which` go on. The index of the first that has no room for that; how many rows there are
+    where all had."""
     batch = rows.batch
     for index in range(len(which)):
         row, known = which[index], batch.rows[which[index], READ]
