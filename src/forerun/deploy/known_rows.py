@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forerun.drafters.lookup.compiled.batch import Longs
 from forerun.drafters.lookup.compiled.drafts import NONE, Ints, compiled
@@ -55,6 +56,11 @@ class KnownRows:
         self._running = rows
         return Recognised(found[0], found[1], found[2], known.gone[:gone].tolist() if gone else [], new)
 
+    def clear(self) -> None:
+        """Know nothing of any row."""
+        self._known.sizes[:] = 0
+        self._running = 0
+
     def _widened(self, width: int) -> _Known:
         known = self._known
         held = np.zeros((len(known.sizes), width), np.int32)
@@ -86,9 +92,9 @@ def _begins(held: Ints, size: int, text: Ints, length: int) -> bool:
 
 
 @compiled
-def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places: Longs) -> None:
-    """Find the place of each row, NONE of a new one. A row that stayed where it was is found at once; another one is
-    the longest text that it goes on with."""
+def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places: Longs) -> NDArray[np.bool_]:
+    """Find the place of each row, NONE of a new one; which places are left, (R,). A row that stayed where it was is
+    found at once; another one is the longest text that it goes on with."""
     held, sizes, order = known.held, known.sizes, known.order
     free = np.ones(len(order), np.bool_)
     for row in range(len(lengths)):
@@ -105,6 +111,7 @@ def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places:
                 places[row] = place
         if places[row] != NONE:
             free[places[row]] = False
+    return free
 
 
 @compiled
@@ -117,11 +124,7 @@ def _recognise(known: _Known, running: int, table: Ints, lengths: Ints, found: L
         longest = max(longest, length)
     if longest > held.shape[1]:
         return -longest, 0
-    _place_rows(known, running, table, lengths, places)
-    free, lost, new = np.ones(len(order), np.bool_), 0, 0
-    for place in places:
-        if place != NONE:
-            free[place] = False
+    free, lost, new = _place_rows(known, running, table, lengths, places), 0, 0
     for place in order[:running]:
         if free[place]:
             known.gone[lost], lost = place, lost + 1

@@ -124,7 +124,7 @@ class Sequences:
         else:
             self.drafters = [Guarded.built(parsed.method, parsed.drafter_options, setup)]
         self._slots, self._nodes, self._chains, self._clock = slots, nodes, chains, clock
-        self._places, self._known = rows, KnownRows(rows)
+        self._known = KnownRows(rows)
         self._rows: dict[int, Row] = {}  # By the place where they are known
         self._step: _Step | None = None
         inside = self.drafters[0].drafter if self._policy is None else None
@@ -145,7 +145,7 @@ class Sequences:
             self._lookup.read(found.places, self._known.tokens, found.starts, found.ends)
             return self._lookup.chains(found.places, most)
         except BaseException as error:  # What was read of which row is not known now
-            self._known = KnownRows(self._places)
+            self._known.clear()
             self._rows.clear()
             self._lookup.clear()
             if of_the_process(error):

@@ -37,7 +37,6 @@ class ForerunProposer:
         self.most = int(speculative.num_speculative_tokens)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         rows = int(vllm_config.scheduler_config.max_num_seqs)
-        self._rooms = np.full(rows, self.max_model_len)
         self.sequences = Sequences(
             {"num_speculative_tokens": self.most, "adaptive": given["method"] == AUTO, **given},
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
@@ -62,7 +61,7 @@ class ForerunProposer:
         nothing, because its prompt is not read yet."""
         rows, running = len(sampled_token_ids), sum(map(bool, sampled_token_ids))
         lengths = num_tokens_no_spec[:rows]
-        most = np.minimum(self.tokens_at(running), self._rooms[:rows] - lengths)
+        most = np.minimum(self.tokens_at(running), self.max_model_len - lengths, dtype=np.int64)
         if running < rows:
             most[[not sampled for sampled in sampled_token_ids]] = 0
         return self.sequences.chains(token_ids_cpu, lengths, most)

@@ -136,7 +136,7 @@ class LookupDrafter(Drafter, Generic[D]):
         self.begin(0, 1)
         self.read(which, text, 0 * which, which + len(text))
         self.chains(which, most)
-        LookupDrafter._free(self, 0)
+        self.clear()
 
     # --- as a drafter -------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,9 @@ class _Domain:
         depth, tokens, requests = config.max_tree_depth, config.max_cached_tokens, config.max_cached_requests
         self.store = OutputStore(depth=depth, tokens=tokens, requests=requests)
         self.counts = unseen()
-        self.stored = np.zeros(2 * suffix_rows.GENERATIONS, np.int64)  # The store, for compiled code
+        self.stored = np.zeros(
+            (suffix_rows.GENERATIONS, suffix_rows.STORE_COLUMNS), np.int64
+        )  # The store, for compiled code
         self._point()
 
     def add(self, output: Ints) -> None:
@@ -144,4 +146,4 @@ class _Domain:
     def _point(self) -> None:
         self.stored[:] = 0
         for place, automaton in enumerate(self.store.generations):
-            self.stored[2 * place : 2 * place + 2] = automaton.number, address(automaton.whole)
+            self.stored[place] = automaton.number, address(automaton.whole)

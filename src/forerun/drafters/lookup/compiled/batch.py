@@ -76,9 +76,9 @@ def ints_at(place: int, size: int) -> Ints:
 
 
 @compiled
-def longs_at(place: int, size: int) -> Longs:
+def longs_at(place: int, shape: tuple[int, ...]) -> Longs:
     """The int64 array at an address."""
-    return numba.carray(_pointer(place, np.int64), size)  # type: ignore[no-any-return, call-arg]
+    return numba.carray(_pointer(place, np.int64), shape)  # type: ignore[no-any-return, call-arg]
 
 
 @compiled
@@ -103,9 +103,17 @@ def room_of(batch: Batch, row: int, nodes: int) -> Draft:
 
 
 @compiled
-def put_nothing(asked: Asked, index: int) -> None:
-    """Nothing is drafted for a row, the one at `index` of those that are asked."""
+def fits(batch: Batch, row: int, new: Ints) -> bool:
+    """Whether a row has a text, with room for so many more tokens."""
+    return bool(batch.rows[row, TEXT] != 0 and batch.rows[row, READ] + len(new) <= batch.rows[row, ROOM])
+
+
+@compiled
+def longest(batch: Batch, row: int, asked: Asked, index: int) -> int:
+    """Most tokens on a path for a row, the one at `index` of those that are asked; 0 where it has no text. Until a
+    draft is put there, none is written down."""
     asked.chains[index, 0] = 1
+    return 0 if batch.rows[row, TEXT] == 0 else min(asked.nodes[index], asked.depths[index])
 
 
 @compiled

@@ -12,17 +12,17 @@ import numpy as np
 from forerun.drafters.lookup.compiled.batch import (
     COUNTS,
     READ,
-    ROOM,
     TEXT,
     Asked,
     Batch,
     Gained,
     Longs,
     counts_at,
+    fits,
     ints_at,
     learn_draft,
+    longest,
     put_chain,
-    put_nothing,
     room_of,
 )
 from forerun.drafters.lookup.compiled.drafts import (
@@ -181,7 +181,7 @@ def read_rows(batch: Batch, which: Longs, gained: Gained) -> int:
     for index in range(len(which)):
         row, size = which[index], batch.rows[which[index], READ]
         new = gained.tokens[gained.starts[index] : gained.ends[index]]
-        if batch.rows[row, TEXT] == 0 or size + len(new) > batch.rows[row, ROOM]:
+        if not fits(batch, row, new):
             return index
         if len(new) > 0:
             learn_draft(batch, row, new)
@@ -194,9 +194,8 @@ def read_rows(batch: Batch, which: Longs, gained: Gained) -> int:
 def draft_rows(batch: Batch, which: Longs, asked: Asked, choice: Choice) -> None:
     """Draft for the rows `which`."""
     for index in range(len(which)):
-        row, length = which[index], min(choice.length, asked.nodes[index], asked.depths[index])
-        if length <= 0 or batch.rows[row, TEXT] == 0:
-            put_nothing(asked, index)
+        row, length = which[index], min(choice.length, longest(batch, which[index], asked, index))
+        if length <= 0:
             continue
         own = Choice(choice.match, choice.hits, choice.branches, length, choice.shortest, choice.longest)
         made = room_of(batch, row, min(asked.nodes[index], choice.branches * length))

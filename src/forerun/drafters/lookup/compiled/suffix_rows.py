@@ -10,17 +10,17 @@ from forerun.drafters.lookup.compiled.batch import (
     COUNTS,
     PROMPT,
     READ,
-    ROOM,
     TEXT,
     Asked,
     Batch,
     Gained,
     Longs,
     counts_at,
+    fits,
     learn_draft,
+    longest,
     longs_at,
     put_chain,
-    put_nothing,
     room_of,
 )
 from forerun.drafters.lookup.compiled.drafts import NONE, REQUEST, STORE, Draft, Ints, compiled
@@ -28,8 +28,9 @@ from forerun.drafters.lookup.compiled.following import FOUND, PLACE, Following
 from forerun.drafters.lookup.compiled.suffixes import ROOT, SIZE, Arrays, Limits, Match, automaton_at
 
 GENERATIONS = 2  # Most automata of a store
-# Columns of a store, which has GENERATIONS pairs
+# Columns of a store, which has a row for each
 NUMBER, ADDRESS = 0, 1  # Of the automaton, which no other has; 0: there is none. And where it is
+STORE_COLUMNS = 2
 # Further columns of a batch's rows
 STORED = batches.COLUMNS  # Address of the domain's store
 FOLLOWED = STORED + 1  # NUMBER of the automaton whose text is followed; 0: the row's own
@@ -71,6 +72,12 @@ class Rows(NamedTuple):
 
 
 @compiled
+def _store_of(batch: Batch, row: int) -> Longs:
+    """(GENERATIONS, STORE_COLUMNS) the store of the row's domain."""
+    return longs_at(batch.rows[row, STORED], (GENERATIONS, STORE_COLUMNS))
+
+
+@compiled
 def _cursor(batch: Batch, row: int, generation: int) -> Longs:
     first = CURSORS + generation * _CURSOR
     return batch.rows[row, first : first + _CURSOR]
@@ -80,13 +87,13 @@ def _cursor(batch: Batch, row: int, generation: int) -> Longs:
 def _follow_store(batch: Batch, row: int, text: Arrays) -> None:
     """Let the row's cursors take in what its text and the store have gained. One begins anew where its automaton has
     grown or is another."""
-    store, size = longs_at(batch.rows[row, STORED], 2 * GENERATIONS), text.head[SIZE]
+    store, size = _store_of(batch, row), text.head[SIZE]
     for generation in range(GENERATIONS):
-        number, cursor = store[2 * generation + NUMBER], _cursor(batch, row, generation)
+        number, cursor = store[generation, NUMBER], _cursor(batch, row, generation)
         if number == 0:
             cursor[:] = 0
             continue
-        known = automaton_at(store[2 * generation + ADDRESS])
+        known = automaton_at(store[generation, ADDRESS])
         depth, first = known.head[suffixes.DEPTH], cursor[_READ]
         if cursor[_NUMBER] != number or cursor[_KNOWN] != known.head[SIZE] or not 0 <= size - first <= depth:
             first, cursor[_STATE], cursor[_MATCHED] = max(0, size - depth), ROOT, 0
@@ -102,12 +109,24 @@ def _source(batch: Batch, row: int, place: Ints) -> Arrays:
     in that."""
     followed = batch.rows[row, FOLLOWED]
     if followed != 0:
-        store = longs_at(batch.rows[row, STORED], 2 * GENERATIONS)
+        store = _store_of(batch, row)
         for generation in range(GENERATIONS):
-            if store[2 * generation + NUMBER] == followed:
-                return automaton_at(store[2 * generation + ADDRESS])
+            if store[generation, NUMBER] == followed:
+                return automaton_at(store[generation, ADDRESS])
         place[PLACE], place[FOUND], batch.rows[row, FOLLOWED] = NONE, 0, 0
     return automaton_at(batch.rows[row, TEXT])
+
+
+@compiled
+def _match(batch: Batch, row: int, text: Arrays, source: int) -> tuple[Arrays, Match]:
+    """The longest match of the row's end, and the automaton that it is in: for 0 the row's own, then the store's."""
+    known, kind, (state, matched) = text, REQUEST, suffixes.repeated(text)
+    if source > 0:
+        cursor = _cursor(batch, row, source - 1)
+        kind, state, matched = STORE, cursor[_STATE], cursor[_MATCHED]
+        if matched > 0:
+            known = automaton_at(_store_of(batch, row)[source - 1, ADDRESS])
+    return known, Match(kind, state, matched)
 
 
 @compiled
@@ -120,15 +139,12 @@ def _follow(batch: Batch, row: int, followers: Followers, text: Arrays, known: i
     following.read(follower, source.tokens[: source.head[SIZE]], text.tokens[:size], first, size, same)
     if place[FOUND]:
         return
-    state, matched = suffixes.repeated(text)
-    followed, end = 0, text.states[state, suffixes.END]
-    for generation in range(GENERATIONS):
-        cursor = _cursor(batch, row, generation)
-        if cursor[_MATCHED] > matched:
-            stored = longs_at(batch.rows[row, STORED], 2 * GENERATIONS)
-            known_text = automaton_at(stored[2 * generation + ADDRESS])
-            followed, matched = cursor[_NUMBER], cursor[_MATCHED]
-            end = known_text.states[cursor[_STATE], suffixes.END]
+    followed, matched, end = 0, _FOLLOWED - 1, 0
+    for one in range(1 + GENERATIONS):
+        known_text, match = _match(batch, row, text, one)
+        if match.matched > matched:
+            followed = 0 if one == 0 else _store_of(batch, row)[one - 1, NUMBER]
+            matched, end = match.matched, known_text.states[match.state, suffixes.END]
     if matched >= _FOLLOWED:
         batch.rows[row, FOLLOWED] = followed
         following.start(place, end, matched)
@@ -142,7 +158,7 @@ def read(rows: Rows, which: Longs, gained: Gained) -> int:
     for index in range(len(which)):
         row, known = which[index], batch.rows[which[index], READ]
         new = gained.tokens[gained.starts[index] : gained.ends[index]]
-        if batch.rows[row, TEXT] == 0 or known + len(new) > batch.rows[row, ROOM]:
+        if not fits(batch, row, new):
             return index
         text = automaton_at(batch.rows[row, TEXT])
         if len(new) > 0:
@@ -176,27 +192,20 @@ def draft(rows: Rows, which: Longs, asked: Asked) -> None:
     tokens is taken, that of the row's own text at equality."""
     batch, options, spare = rows.batch, rows.options, rows.spare
     for index in range(len(which)):
-        row, most = which[index], min(asked.nodes[index], asked.depths[index])
-        if most <= 0 or batch.rows[row, TEXT] == 0:
-            put_nothing(asked, index)
+        row, most = which[index], longest(batch, which[index], asked, index)
+        if most <= 0:
             continue
         text, counts = automaton_at(batch.rows[row, TEXT]), counts_at(batch.rows[row, COUNTS])
         _follow_store(batch, row, text)  # which may have grown since the text was read
-        store, place = longs_at(batch.rows[row, STORED], 2 * GENERATIONS), rows.followers.places[row]
-        made, best, expected = room_of(batch, row, asked.nodes[index]), 1, 0.0
-        for source in range(-1, GENERATIONS):
-            known, kind, (state, matched) = text, REQUEST, suffixes.repeated(text)
-            if source >= 0:
-                cursor = _cursor(batch, row, source)
-                kind, state, matched = STORE, cursor[_STATE], cursor[_MATCHED]
-                if matched > 0:
-                    known = automaton_at(store[2 * source + ADDRESS])
-            length = _length(options, matched, most)
+        place, made, best, expected = rows.followers.places[row], room_of(batch, row, asked.nodes[index]), 1, 0.0
+        for source in range(1 + GENERATIONS):
+            known, match = _match(batch, row, text, source)
+            length = _length(options, match.matched, most)
             if length > 0:
                 limits = Limits(length, options.nodes > 0, options.least)
                 nodes = min(asked.nodes[index], options.nodes) if options.nodes > 0 else length
                 room = Draft(spare.nodes[: 1 + nodes], spare.confidence)
-                size, gain = suffixes.draft(known, Match(kind, state, matched), limits, counts, room)
+                size, gain = suffixes.draft(known, match, limits, counts, room)
                 if gain > expected:
                     best, expected = size, gain
                     _keep(made, spare, size)
