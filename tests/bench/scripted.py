@@ -21,8 +21,8 @@ class Script:
 
     answer: Callable[[dict[str, Any]], Answer | tuple[int, str]]
     """Of a request's body; a status and a body instead where it refuses."""
-    metrics: Callable[[int], str] = lambda asked: ""
-    """The page, once so many requests were answered."""
+    metrics: Callable[[int], str] = lambda come: ""
+    """The page, once so many requests have come."""
     models: Sequence[str] = ("m",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
@@ -54,25 +54,29 @@ def scripted(script: Script) -> Iterator[str]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with script.lock:
+                script.bodies.append(body)
                 script.running += 1
                 script.most = max(script.most, script.running)
             found = script.answer(body)
-            try:
-                if isinstance(found, tuple):
-                    self._send(*found, "application/json")
-                else:
-                    self._stream(found)
-            finally:
-                with script.lock:
-                    script.running -= 1
-                    script.bodies.append(body)
+            if isinstance(found, tuple):
+                self._answered()
+                self._send(*found, "application/json")
+            else:
+                self._stream(found)
+
+        def _answered(self) -> None:
+            """Before the last bytes: whoever has them may ask again, or read the metrics, at once."""
+            with script.lock:
+                script.running -= 1
 
         def _stream(self, answer: Answer) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")
             self.end_headers()
-            for part in answer:
+            for place, part in enumerate(answer, 1):
+                if place == len(answer):
+                    self._answered()
                 if isinstance(part, float):
                     time.sleep(part)
                 else:
