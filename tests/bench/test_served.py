@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,8 +88,26 @@ class TestSummary:
         (said_,) = worse({"loads": [new]}, {"loads": [old]}, 0.05)
         assert "output_throughput 100 -> 94 (-6.0%)" in said_
         assert worse({"loads": [new]}, {"loads": [old]}, 0.07) == []
+        assert worse({"loads": [old]}, {"loads": [{**old, "output_throughput": 0.0}]}, 0.05) == []
         with pytest.raises(ArgumentError, match=r"1 user.*2 users"):
             worse({"loads": [{**new, "load": "2 users"}]}, {"loads": [old]}, 0.05)
+
+    @pytest.mark.parametrize(
+        ("was", "now", "words"),
+        [
+            ({"output_throughput": 100.0}, {"output_throughput": 0.0}, "output_throughput 100 -> 0 (-100.0%)"),
+            ({"spec_decode_acceptance_length": 3.0}, {}, "spec_decode_acceptance_length 3 -> none"),
+            ({"median_ttft_ms": 50.0}, {"median_ttft_ms": None}, "median_ttft_ms 50 -> none"),
+            ({"failed": 0}, {"failed": 1}, "failed 0 -> 1"),
+            ({"failed": 100}, {"failed": 101}, "failed 100 -> 101 (+1.0%)"),
+            ({"failed": 3}, {"failed": 3}, ""),
+            ({"failed": 3}, {"failed": 0}, ""),
+            ({}, {"failed": 3, "output_throughput": 1.0}, ""),
+        ],
+    )
+    def test_what_fell_to_nothing_is_worse(self, was: dict[str, Any], now: dict[str, Any], words: str) -> None:
+        loads = [{"loads": [{"load": "1 user", **figures}]} for figures in (now, was)]
+        assert worse(*loads, 0.05) == ([f"1 user: {words}"] if words else [])
 
 
 VLLM_PAGE = """\
@@ -205,6 +224,23 @@ class TestLoad:
             Load(**given)
 
 
+NO_CHUNKS = (
+    *(b"null", b"7", b"[]", b'"error"', b"[null]", b"true"),
+    *(b'{"choices": %s}' % bad for bad in (b"7", b'"abc"', b"[null]", b"[7]", b'{"a": 1}')),
+    *(
+        b'{"choices": [{"delta": %s}]}' % bad
+        for bad in (b"7", b'"a"', b"[1]", b'{"content": 7}', b'{"content": ["a"]}')
+    ),
+    *(
+        b'{"usage": %s}' % bad
+        for bad in (b"7", b"[1]", b'{"completion_tokens": "x"}', b'{"completion_tokens": Infinity}')
+    ),
+    *(b'{"metrics": %s}' % bad for bad in (b"7", b'{"speculative_decoding": {"num_spec_steps": 3}}')),
+    b'{"timings": {"draft_n": []}}',
+)
+"""What is JSON, and no chunk of a stream."""
+
+
 class TestClient:
     def test_times_and_tokens_are_the_servers(self) -> None:
         script = Script(lambda body: [0.1, *said("a b", " c", tokens=9)[:1], 0.1, *said(" c", tokens=9)])
@@ -241,6 +277,8 @@ class TestClient:
             (said("a")[:1], "ended before"),
             ([b'data: {"error": {"message": "preempted"}}\n\n'], "preempted"),
             ([b"data: {broken\n\n"], "no JSON"),
+            ([b"data: " + b"[" * 100_000 + b"\n\n"], "no JSON"),
+            *[([b"data: %s\n\n" % chunk, *said("a", tokens=2)], "not as OpenAI") for chunk in NO_CHUNKS],
             ([6.0, *said("a")], "no answer for 3 s"),
         ],
     )
@@ -251,6 +289,12 @@ class TestClient:
             found = run(url, TASKS, Load(concurrency=2), timeout_s=3.0)
         errors = {one.task: one.error for one in found.answers if one.error}
         assert list(errors) == ["2"] and words in str(errors["2"])
+
+    def test_a_delta_without_text_says_nothing(self) -> None:
+        empty = [{"choices": [{"delta": None}]}, {"choices": None}, {"choices": [{"delta": {"role": "assistant"}}]}]
+        with scripted(Script(lambda body: [*empty, *said("a", tokens=2)])) as url:
+            (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
+        assert (found.text, found.tokens, found.error, found.gaps_s) == ("a", 2, None, ())
 
     def test_a_text_is_continued(self) -> None:
         script = Script(lambda body: [{"choices": [{"text": "x"}]}, b"data: [DONE]\n\n"])
@@ -281,6 +325,7 @@ class TestWorkloads:
             asked = drawn(tasks, loads=3, warmup=2, count=count)
             assert not asked.apart and asked.loads[0] == asked.loads[1] == asked.loads[2]
             assert len(asked.warmup) == 2 and len(asked.loads[0]) == (count or len(tasks))
+            assert drawn(tasks, loads=1, warmup=2).apart is False and drawn(tasks, loads=1, warmup=0).apart
             assert sum(task in asked.loads[0] for task in asked.warmup) == 2 - min(2, len(tasks) - len(asked.loads[0]))
 
     def test_answers_of_a_file_are_left_to_the_server(self, tmp_path: Path) -> None:
@@ -357,6 +402,88 @@ class TestCommand:
             assert bench("--server", url, *words, "--num-prompts", 4) == 0
             assert "every load asks" not in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("words", "said_"),
+        [
+            ((), "the warm-up asks 2 of the load's 4 tasks"),
+            (("--num-prompts", 4), "the warm-up asks 2 of the load's 4 tasks"),
+            (("--num-prompts", 3), "the warm-up asks 1 of the load's 3 tasks"),
+            (("--num-prompts", 2), ""),
+            (("--warmup", 0), ""),
+        ],
+    )
+    def test_a_warm_up_that_asks_the_loads_tasks_is_said(
+        self, words: tuple[object, ...], said_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "say {number}"}}\n' for number in range(4)))
+        script = Script(lambda body: said("a", tokens=2))
+        with scripted(script) as url:
+            assert bench("--server", url, "--workload", tmp_path / "a.jsonl", *words) == 0
+        told = capsys.readouterr().err
+        asked = [body["messages"][0]["content"] for body in script.bodies]
+        assert (len(set(asked)) < len(asked)) == bool(said_) == ("the warm-up asks" in told)
+        assert said_ in told and ("--num-prompts 2" in told) == bool(said_)
+
+    def test_a_server_without_metrics_is_said_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ("--num-prompts", 2, "--warmup", 0, "--concurrency", 1, 2)
+        pages = (("", "an empty page"), ("<html>", "not of Prometheus"), ("up 1\n", ""))
+        for page, why in pages:
+            with scripted(Script(lambda body: said("a", tokens=2), metrics=lambda n, page=page: page)) as url:
+                assert bench("--server", url, *words) == 0
+                told = capsys.readouterr().err
+                assert told.count("has no metrics at") == bool(why) and why in told
+                assert bench("--server", url, *words, "--metrics-url", f"{url}/metrics") == (2 if why else 0)
+                told = capsys.readouterr().err
+                assert ("no metrics at" in told) == ("--metrics-url" in told) == bool(why) and why in told
+
+    def test_metrics_that_were_named_and_do_not_answer_are_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
+        script = Script(lambda body: said("a", tokens=2))
+        with scripted(script) as url:
+            assert bench("--server", url, "--metrics-url", "http://127.0.0.1:9/metrics") == 2
+        assert "no metrics at http://127.0.0.1:9/metrics" in capsys.readouterr().err and not script.bodies
+
+    def test_a_page_that_fails_once_counts_nothing(self) -> None:
+        """Or all that was counted before would be this load's."""
+        pages = {"begin": iter(["up 1", "", VLLM_PAGE.format(90, 90, 90, 90, 90)])}
+        pages["end"] = iter(["up 1", VLLM_PAGE.format(90, 90, 90, 90, 90), ""])
+        for missing in pages.values():
+            script = Script(lambda body: said("a", tokens=2), metrics=lambda n, missing=missing: next(missing))
+            with scripted(script) as url:
+                assert run(url, TASKS[:1], Load(concurrency=1)).speculation is None
+
+    @pytest.mark.parametrize("missing", ["httpx", "prometheus_client"])
+    def test_what_is_not_installed_is_named(
+        self, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setitem(sys.modules, missing, None)
+        for name in [name for name in sys.modules if name.startswith(f"{missing}.")]:
+            monkeypatch.delitem(sys.modules, name)
+        assert bench("--server", "http://127.0.0.1:9") == 2
+        told = capsys.readouterr().err
+        assert f"needs {missing}" in told and "pip install 'forerun[bench]'" in told
+
+    @pytest.mark.parametrize("option", ["--server", "--baseline-server", "--metrics-url"])
+    @pytest.mark.parametrize(
+        "url",
+        [
+            *(
+                "http://localhost:port",
+                "http://[::1",
+                "https://[zz]:8",
+                "http://localhost:99999",
+                "http://localhost:-1",
+            ),
+            *("http://", "http:///v1", "http://:80", "nonsense", "ftp://a", "http://a\nb", "http://a/\x00", ""),
+        ],
+    )
+    def test_an_address_that_is_none_is_refused(
+        self, option: str, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        given = {"--server": "http://127.0.0.1:9"} | {option: url}
+        assert bench(*(word for pair in given.items() for word in pair)) == 2
+        told = capsys.readouterr().err
+        assert "http://HOST:PORT" in told and f"got {url!r}" in told and "no server answers" not in told
+
     def test_it_ends_with_1_where_it_became_worse(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         old = {"loads": [{"load": "1 user", "output_throughput": 1e9}]}
         (tmp_path / "old.json").write_text(json.dumps(old))
@@ -375,6 +502,14 @@ class TestCommand:
             assert bench("--server", url, "--concurrency", 8, "--compare", tmp_path / "old.json") == 2
         assert "it holds 1 user, asked for is 8 users" in capsys.readouterr().err and not script.bodies
 
+    @pytest.mark.parametrize("loads", [None, {}, [5], [None], [{}]])
+    def test_a_file_that_is_no_result_is_refused(
+        self, loads: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "old.json").write_text(json.dumps({"loads": loads}))
+        assert bench("--server", "http://127.0.0.1:9", "--compare", tmp_path / "old.json") == 2
+        assert "old.json is no result of forerun bench" in capsys.readouterr().err
+
     def test_failures_are_said(self, capsys: pytest.CaptureFixture[str]) -> None:
         def moody(body: dict[str, Any]) -> Any:
             return said("a", tokens=2) if len(script.bodies) % 2 else (429, '{"error": {"message": "slow down"}}')
@@ -389,7 +524,7 @@ class TestCommand:
         [
             (["--concurrency", "1", "--request-rate", "2"], "not both"),
             (["--goodput", "tft:3"], "ttft:MS"),
-            (["--goodput", "ttft:fast"], "milliseconds"),
+            *[(["--goodput", f"ttft:{bad}"], "milliseconds above 0") for bad in ("fast", "nan", "inf", "-1", "0", "")],
             (["--extra-body", "[1]"], "JSON object"),
             (["--model", "other"], "serves m, not other"),
             (["--plot", "a.txt"], "ends in"),

@@ -69,12 +69,14 @@ class Server:
     ) -> None:
         try:
             import httpx
+            import prometheus_client.parser  # noqa: F401 - `metrics` reads with it
         except ImportError as error:
-            raise ArgumentError("forerun bench needs httpx: pip install 'forerun[bench]'") from error
-        if not url.startswith(("http://", "https://")):
-            raise ArgumentError(f"a server's address begins with http:// or https://, got {url!r}")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.model, self.metrics_url = model, metrics_url or f"{self.url}/metrics"
+            raise ArgumentError(f"forerun bench needs {error.name}: pip install 'forerun[bench]'") from error
+        self.url = _address(url, "a server's address").rstrip("/").removesuffix("/v1")
+        self.model, self.metrics_named = model, metrics_url is not None
+        self.metrics_url = f"{self.url}/metrics" if metrics_url is None else _address(metrics_url, "--metrics-url")
+        self.without_metrics = ""
+        """Why there are none at `metrics_url`, seen when the server was opened; empty where there are."""
         self.engine = ""
         """Who made the model list: vllm, sglang, llamacpp, forerun, ...; empty before the server was opened."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -82,8 +84,8 @@ class Server:
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=30.0)
 
     async def __aenter__(self) -> Server:
-        """Ask which models there are. ServerError: nobody answers there, or not as OpenAI does; ArgumentError: not the
-        model that was asked for, or several and none was."""
+        """Ask which models there are. ServerError: nobody answers there, or not as OpenAI does, or the metrics that
+        were named are none; ArgumentError: not the model that was asked for, or several and none was."""
         try:
             models = await self._models()
             if self.model is None and len(models) > 1:
@@ -92,6 +94,11 @@ class Server:
             if self.model not in models:
                 raise ArgumentError(f"{self.url} serves {', '.join(models) or 'no model'}, not {self.model}")
             self.engine = models[self.model]
+            if not await self.metrics() and self.metrics_named:
+                raise ServerError(
+                    f"no metrics at {self.metrics_url} ({self.without_metrics}); expected a page of Prometheus: mend "
+                    "--metrics-url, or leave it out"
+                )
         except BaseException:
             await self._client.aclose()
             raise
@@ -117,15 +124,24 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def metrics(self) -> Samples:
-        """What the server counts, now; nothing where it has no metrics."""
+    async def metrics(self) -> Samples | None:
+        """What the server counts, now; None where it does not say, and `without_metrics` has why."""
         import httpx
 
+        self.without_metrics = ""
         try:
             response = await self._client.get(self.metrics_url, follow_redirects=True)
-            return parse(response.text) if response.status_code == 200 else {}
-        except (httpx.HTTPError, ValueError):
-            return {}
+            if response.status_code != 200:
+                self.without_metrics = f"status {response.status_code}"
+            elif not (samples := parse(response.text)):
+                self.without_metrics = "an empty page"
+            else:
+                return samples
+        except httpx.HTTPError as error:
+            self.without_metrics = str(error) or type(error).__name__
+        except ValueError:
+            self.without_metrics = "a page that is not of Prometheus"
+        return None
 
     async def ask(
         self, task: Task, asking: Asking, began: float, before: Sequence[Message] = (), question: Sequence[Message] = ()
@@ -167,8 +183,9 @@ class _Heard:
         self.error: str | None = None
         self.times: list[float] = []
         self.texts: list[str] = []
-        self.usage: Mapping[str, Any] = {}
-        self.last: dict[str, Any] = {}
+        self.prompt_tokens = 0
+        self.tokens: int | None = None
+        self.speculation: Speculation | None = None
         self.ended = False
 
     async def listen(self, lines: AsyncIterator[str]) -> None:
@@ -181,33 +198,43 @@ class _Heard:
                 return
             try:
                 chunk = json.loads(data)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.error = f"a chunk is no JSON: {data[:100]}"
                 return
-            if "error" in chunk:
+            if isinstance(chunk, dict) and "error" in chunk:
                 self.error = complaint(data)
                 return
-            self.hear(chunk)
+            try:
+                self.hear(chunk)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                self.error = f"a chunk is not as OpenAI writes it: {data[:100]}"
+                return
 
-    def hear(self, chunk: Mapping[str, Any]) -> None:
-        """Note a chunk's text and time, and what it counts."""
-        self.usage = chunk.get("usage") or self.usage
-        self.last |= {key: chunk[key] for key in ("metrics", "timings") if chunk.get(key)}
+    def hear(self, chunk: Any) -> None:
+        """Note a chunk's text and time, and what it counts. An error of any kind: its values are of other types."""
+        if usage := chunk.get("usage"):
+            tokens = usage.get("completion_tokens")
+            self.tokens = None if tokens is None else int(tokens)
+            self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        self.speculation = told(chunk, self.found) or self.speculation
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             said = (
                 delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or choice.get("text")
             )
             if said:
+                self.texts.append("" + said)
                 self.times.append(time.perf_counter() - self.started)
-                self.texts.append(said)
+
+    @property
+    def found(self) -> int:
+        """Tokens, as the server counted them, else chunks."""
+        return len(self.times) if self.tokens is None else self.tokens
 
     def answer(self, task: Task, sent: float) -> Answer:
         seconds = time.perf_counter() - self.started
         if self.error is None and not self.ended:
             self.error = "the stream ended before [DONE]"
-        tokens = self.usage.get("completion_tokens")
-        found = int(len(self.times) if tokens is None else tokens)
         return Answer(
             task=task.id,
             category=task.category,
@@ -215,13 +242,28 @@ class _Heard:
             ttft_s=self.times[0] if self.times else None,
             gaps_s=tuple(later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)),
             seconds=seconds,
-            prompt_tokens=int(self.usage.get("prompt_tokens") or 0),
-            tokens=found,
-            counted=tokens is not None,
+            prompt_tokens=self.prompt_tokens,
+            tokens=self.found,
+            counted=self.tokens is not None,
             text="".join(self.texts),
-            speculation=told(self.last, found),
+            speculation=self.speculation,
             error=self.error,
         )
+
+
+def _address(url: str, what: str) -> str:
+    """`url` itself. ArgumentError: nobody can be asked there."""
+    import httpx
+
+    try:
+        found, why = httpx.URL(url), ""
+        if found.scheme not in ("http", "https") or not found.host or not 0 < (found.port or 1) < 2**16:
+            why = "it lacks http:// or https://, a host, or a port from 1 to 65535"
+    except httpx.InvalidURL as error:
+        why = str(error)
+    if why:
+        raise ArgumentError(f"{what} is http://HOST:PORT or https://..., got {url!r}: {why}")
+    return url
 
 
 def complaint(text: str) -> str:

@@ -93,7 +93,8 @@ async def measure(
         users = [group.create_task(user(task, at)) for task, at in zip(tasks, arrivals, strict=True)]
     answers = [answer for one in users for answer in one.result()]
     seconds = time.perf_counter() - began
-    counted = between(before, await server.metrics())
+    after = await server.metrics()
+    counted = None if before is None or after is None else between(before, after)
     told = together(answer.speculation for answer in answers)
     return Measured(load=load, answers=answers, seconds=seconds, speculation=counted or told)
 

@@ -28,7 +28,7 @@ class Figure(NamedTuple):
 
 FIGURES = (
     Figure("completed", "requests answered", "done", of_parts=True),
-    Figure("failed", "requests failed", "failed"),
+    Figure("failed", "requests failed", "failed", better=LOWER),
     Figure("output_throughput", "tokens per second, all users together", "tok/s", better=HIGHER),
     Figure("speedup", "times the baseline's tokens per second", "x"),
     Figure("identical_answers", "answers that are the baseline's, too"),
@@ -62,7 +62,9 @@ def objectives(words: Sequence[str]) -> dict[str, float]:
         try:
             found[name] = float(limit)
         except ValueError:
-            raise ArgumentError(f"--goodput {word!r}: expected milliseconds behind the colon") from None
+            found[name] = 0.0
+        if not 0 < found[name] < float("inf"):
+            raise ArgumentError(f"--goodput {word!r}: expected milliseconds above 0 behind the colon")
     return found
 
 
@@ -157,13 +159,18 @@ def older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, M
 
 
 def worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -> list[str]:
-    """What is worse than in an older record of the same loads by more than `tolerance`, a share; a sentence each.
-    ArgumentError: the two have no load in common."""
+    """What is worse than in an older record of the same loads by more than `tolerance`, a share; a sentence each. So is
+    a figure that is there no more, and each failed request more. ArgumentError: the two have no load in common."""
     loads, found = {load["load"]: load for load in now["loads"]}, []
     for label, old in older_loads(before, [*loads]).items():
         load = loads[label]
         for figure in FIGURES:
             new, was = load.get(figure.key), old.get(figure.key)
-            if figure.better and new and was and figure.better * (new - was) < -tolerance * was:
-                found.append(f"{label}: {figure.key} {was:.4g} -> {new:.4g} ({(new - was) / was:+.1%})")
+            if not figure.better or was is None:
+                continue
+            if new is None:
+                found.append(f"{label}: {figure.key} {was:.4g} -> none")
+            elif figure.better * (new - was) < -was * (0 if figure.key == "failed" else tolerance):
+                share = f" ({(new - was) / was:+.1%})" if was else ""
+                found.append(f"{label}: {figure.key} {was:.4g} -> {new:.4g}{share}")
     return found

@@ -54,8 +54,8 @@ class Drawn:
     loads: Sequence[Sequence[Task]]
     """Of each load."""
     apart: bool
-    """Each load has tasks of its own; else all ask the same, which a prefix cache and drafters that remember answers
-    know from the second load on."""
+    """Each load and the warm-up have tasks of their own; else what is asked again is known to a prefix cache and to
+    drafters that remember answers."""
 
 
 def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None = None, seed: int = 0) -> Drawn:
@@ -65,7 +65,7 @@ def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None =
     if count is not None and count < 1:
         raise ArgumentError(f"--num-prompts must be at least 1, got {count}")
     if count is None or count >= len(tasks):
-        return Drawn(warmup=tasks[:warmup], loads=[tasks] * loads, apart=loads == 1)
+        return Drawn(warmup=tasks[:warmup], loads=[tasks] * loads, apart=loads == 1 and not warmup)
     order = random.Random(seed).sample(range(len(tasks)), len(tasks))
     apart = warmup + loads * count <= len(tasks)
 

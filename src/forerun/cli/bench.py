@@ -25,6 +25,7 @@ from forerun.writing import written
 if TYPE_CHECKING:
     from forerun.bench.client import Asking
     from forerun.bench.load import Load
+    from forerun.bench.workloads import Drawn
 
 
 @Parameter(name="*")
@@ -139,11 +140,7 @@ def bench(
                 fresh.write_text(console.pretty(record) + "\n", encoding="utf-8")
 
     if not asked.apart:
-        most = (len(tasks) - load.warmup) // len(loads)
-        console.warn(
-            f"every load asks the same {size} tasks, which a prefix cache and drafters that remember answers know from "
-            f"the second load on" + (f"; --num-prompts {most} gives each load its own" if most > 0 else "")
-        )
+        console.warn(_asked_again(asked, most=(len(tasks) - load.warmup) // len(loads)))
 
     async def measure() -> int:
         made = Bench(
@@ -155,7 +152,13 @@ def bench(
             warmup=asked.warmup,
         )
         with console.progress_bar(loads[0].label, total=size) as bar:
-            return await made.run(record, save, lambda words, done: bar(description=words, completed=done))
+            done = await made.run(record, save, lambda words, done: bar(description=words, completed=done))
+        if made.server.without_metrics:
+            console.warn(
+                f"{server} has no metrics at {made.server.metrics_url} ({made.server.without_metrics}): what drafts "
+                "bring is known only as far as its answers tell; if they are elsewhere, say where with --metrics-url"
+            )
+        return done
 
     if not asyncio.run(measure()):
         console.warn(f"{out} holds these loads already: nothing was measured; name another file to measure again")
@@ -195,11 +198,23 @@ def _asking(workload: WorkloadOptions, load: LoadOptions, sampling: SamplingOpti
     )
 
 
+def _asked_again(asked: Drawn, most: int) -> str:
+    """What is asked more than once, what that means, and what to do; `most` tasks leave each load its own."""
+    first, knowing = asked.loads[0], "which a prefix cache and drafters that remember answers"
+    if len(asked.loads) > 1:
+        advice = f"; --num-prompts {most} gives each load its own" if most > 0 else ""
+        return f"every load asks the same {len(first)} tasks, {knowing} know from the second load on{advice}"
+    again = sum(task in first for task in asked.warmup)
+    advice = f"--num-prompts {most} gives it others" if most > 0 else "--warmup 0 leaves it out"
+    return f"the warm-up asks {again} of the load's {len(first)} tasks, {knowing} know then; {advice}"
+
+
 def _read(path: Path) -> dict[str, Any]:
     """A result that an earlier run wrote. DataError: it is none."""
     found = read_object(path, "expected a result of forerun bench")
-    if not isinstance(found.get("loads"), list):
-        raise DataError(f"{path} is no result of forerun bench: it has no 'loads'")
+    loads = found.get("loads")
+    if not isinstance(loads, list) or not all(isinstance(load, dict) and "load" in load for load in loads):
+        raise DataError(f"{path} is no result of forerun bench: it has no 'loads', or one of them has no 'load'")
     return found
 
 
