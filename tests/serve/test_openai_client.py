@@ -33,6 +33,7 @@ class TestChat:
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
         counts = answer.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
         assert counts["num_spec_steps"] > 0 and sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
+        assert len(counts["acceptance_histogram"]) == counts["num_spec_tokens"] + 1, "what AIPerf asks for"
 
     def test_a_stream_says_the_same(self, client: OpenAI) -> None:
         asked: dict[str, Any] = {
