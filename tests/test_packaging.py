@@ -54,11 +54,21 @@ def test_the_wheel_has_every_file_of_the_package(built: tuple[Path, Path]) -> No
     assert built[0].stat().st_size < 64 * MEBI
 
 
-def test_the_sdist_builds_the_wheel_again(built: tuple[Path, Path]) -> None:
+def test_the_sdist_builds_the_wheel_again(built: tuple[Path, Path], tmp_path: Path) -> None:
     with tarfile.open(built[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    assert committed("src/forerun") | {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+        sdist.extractall(tmp_path, filter="data")
+    beside = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "mkdocs.yml"}
+    assert committed("src/forerun") | committed("docs") | beside <= names
     assert built[1].stat().st_size < 64 * MEBI
+    (unpacked,) = tmp_path.iterdir()
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(command, cwd=unpacked, check=True, capture_output=True)
+    (again,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(again) as second, zipfile.ZipFile(built[0]) as first:
+        assert {one.filename: one.CRC for one in second.infolist()} == {
+            one.filename: one.CRC for one in first.infolist()
+        }
 
 
 def test_the_metadata_names_licence_extras_and_entry_points(installed: Path) -> None:
