@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, target_mask
-from forerun.checkpoints.keys import Keys
+from forerun.checkpoints.keys import Keys, architectures
 from forerun.drafters.heads.dflash import DFlashConfig, spread_boundaries
 from forerun.drafters.heads.dflash2 import DFlash2Config
 from forerun.drafters.heads.domino import DominoConfig
@@ -56,9 +56,7 @@ class DFlashFormat(Format):
     mark = "mask_token_id"
 
     def recognises(self, config: Config) -> bool:
-        return NESTED in config or any(
-            "DSpark" in name or "DFlash" in name for name in config.get("architectures") or ()
-        )
+        return NESTED in config or any("DSpark" in name or "DFlash" in name for name in architectures(config))
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         nested = config.get(NESTED) or {}

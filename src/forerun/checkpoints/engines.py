@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts, differences
-from forerun.checkpoints.formats import FORMATS, README, format_for, parse, read_files, write_head
+from forerun.checkpoints.formats import FORMATS, README, format_for, located, parse, read_files, write_head
 from forerun.drafters.heads.kinds import kind_named, named
 from forerun.errors import ArgumentError, CheckpointError, nearest
 from forerun.types import LAST_HIDDEN
@@ -145,8 +145,12 @@ def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
 
 
 def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
-    """What would go wrong if an engine were given these files; `head` is what they mean."""
-    return list(engines_for(head.config.kind).file_findings(stored, head, target))
+    """What would go wrong if an engine were given these files; `head` is what they mean. CheckpointError: a key that
+    engines read has a value of another type."""
+    try:
+        return list(engines_for(head.config.kind).file_findings(stored, head, target))
+    except Exception as error:
+        raise located(stored.directory, error) from error
 
 
 def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:

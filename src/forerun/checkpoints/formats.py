@@ -154,10 +154,22 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
     try:
         _refuse_quantised(stored)
         found = format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
-    except CheckpointError as error:
-        raise CheckpointError(f"{stored.directory}: {error}") from error
+    except Exception as error:
+        raise located(stored.directory, error) from error
     told = (UNKNOWN_NOTE.format(", ".join(found.unknown)),) if found.unknown else ()
     return dataclasses.replace(found, notes=(*found.notes, *told))
+
+
+def located(directory: Path, error: Exception) -> CheckpointError:
+    """An error while a configuration was read, naming the directory; whatever is no `CheckpointError` is from a value
+    that no reader foresaw."""
+    if isinstance(error, CheckpointError):
+        return CheckpointError(f"{directory}: {error}")
+    said = " ".join(str(error).split())[:200]
+    return CheckpointError(
+        f"{directory}: a value of config.json is of another type or size than its format has ({type(error).__name__}: "
+        f"{said}); compare it with the publisher's config.json"
+    )
 
 
 def _refuse_quantised(stored: StoredFiles) -> None:
@@ -178,8 +190,8 @@ def read_files(path: str | Path) -> StoredFiles:
     config = read_object(directory / CONFIG, "expected a head's configuration", CheckpointError)
     try:
         chosen = format_of(config)
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+    except Exception as error:
+        raise located(directory, error) from error
     weights = chosen.weights
     pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
     if pickles and not any((directory / name).is_file() for name in (weights, INDEX)):

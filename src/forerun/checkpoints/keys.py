@@ -72,6 +72,14 @@ OBJECTS: dict[str, Container[str]] = {"rope_scaling": ROPE, NESTED: MEANINGLESS,
 """Objects whose keys are known one by one, and which."""
 
 
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Names of a configuration's architectures, if it has any. CheckpointError: they are no list of names."""
+    names = config.get("architectures") or []
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"architectures of config.json must be a list of names, got {names!r}")
+    return list(names)
+
+
 class Keys:
     """The keys of a JSON object, absent and null being the same; CheckpointError for a value of another type."""
 

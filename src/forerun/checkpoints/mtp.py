@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
-from forerun.checkpoints.keys import Keys
+from forerun.checkpoints.keys import Keys, architectures
 from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.mtp import MtpConfig
 from forerun.errors import ArgumentError, CheckpointError
@@ -90,12 +90,12 @@ class MtpFormat(Format):
     mark = MARK
 
     def recognises(self, config: Config) -> bool:
-        names = " ".join(map(str, config.get("architectures") or []))
+        names = " ".join(architectures(config))
         return any(config.get(key) for key in COUNTS) and not HEADS.search(names)
 
     def keeps(self, config: Config, name: str) -> bool:
         """The tensors of its MTP layers, of a whole target."""
-        return _ours(_family(config), name, int(config.get("num_hidden_layers") or 0)) is not None
+        return _ours(_family(config), name, Keys(config).integer("num_hidden_layers", 0)) is not None
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         family, layers = _family(config), Keys(config).integer("num_hidden_layers")
@@ -209,7 +209,7 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
 
 
 def _family(config: Config) -> Family:
-    names = [str(name) for name in config.get("architectures") or []]
+    names = architectures(config)
     found = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if found is None:
         raise CheckpointError(

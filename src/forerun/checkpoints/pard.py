@@ -19,6 +19,7 @@ from typing import Any
 from forerun.checkpoints.base import TargetFacts
 from forerun.checkpoints.engines import Exported, Finding, check, degrades, fails, ok
 from forerun.checkpoints.formats import CONFIG, README, folder_of
+from forerun.checkpoints.keys import Keys, architectures
 from forerun.drafters.draft_models.pard import KEY
 from forerun.errors import ArgumentError, CheckpointError, nearest
 from forerun.manifests import read_object
@@ -45,8 +46,9 @@ class PardModel:
         if not (directory / CONFIG).is_file():
             return None
         config = read_object(directory / CONFIG, "expected a model's configuration", CheckpointError)
-        names = [str(name).lower() for name in config.get("architectures") or []]
+        names = [name.lower() for name in architectures(config)]
         whole = any(name.endswith("forcausallm") and "eagle" not in name for name in names)
+        Keys(config).integer("vocab_size", 0)
         # P-EAGLE heads may have the key, too.
         return cls(directory=directory, config=config) if KEY in config and whole and HEAD_KEY not in config else None
 
@@ -58,8 +60,8 @@ class PardModel:
             "sglang llama.cpp", what, f"does not read {KEY}: it drafts token by token", "use vLLM or TensorRT-LLM"
         )
         yield from fails("lmdeploy modelopt", what, "has no draft models", "use vLLM or TensorRT-LLM")
-        if size is not None and (not isinstance(mask, int) or not 0 <= mask < size):
-            why = f"there is no such token among its {size}"
+        if type(mask) is not int or mask < 0 or (size is not None and mask >= size):
+            why = "there is no such token" if size is None else f"there is no such token among its {size}"
             yield from fails("vllm trtllm", f"{KEY} {mask!r}", why, "train it again, or correct config.json")
         if size is not None and size != target.vocab_size:
             why = f"wants both vocabularies equally large; the target has {target.vocab_size}"

@@ -7,13 +7,11 @@ After vLLM's llama_eagle3.py, which takes ``mask_hidden`` of any shape as [1, n 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.flat import LLAMA, FlatFormat, read_flat
-from forerun.checkpoints.keys import Keys
+from forerun.checkpoints.keys import Keys, architectures
 from forerun.drafters.heads.peagle import PEagleConfig
 from forerun.errors import CheckpointError
 
@@ -64,5 +62,4 @@ def with_mask(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _names(config: Config) -> str:
-    names: Any = config.get("architectures") or []
-    return " ".join(map(str, names))
+    return " ".join(architectures(config))

@@ -1,0 +1,125 @@
+"""Every key of every format's ``config.json`` with a value of another type: a head, or an error that says what is
+wrong; never another exception. So in the whole of what ``forerun doctor`` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints.samples import PLAIN, TARGET, VARIANTS, sample
+from forerun.checkpoints import FORMATS, TargetFacts, format_named
+from forerun.checkpoints.base import HeadCheckpoint, StoredFiles
+from forerun.checkpoints.engines import diagnose, diagnose_files
+from forerun.checkpoints.formats import is_head, parse, read_files
+from forerun.checkpoints.mtp import read_target
+from forerun.checkpoints.pard import PardModel
+from forerun.cli import main
+from forerun.errors import CheckpointError
+from llamas import tiny_llama
+from mtp_targets import Checkpoint
+from training import ttt
+
+WRONG: tuple[Any, ...] = ("100", None, [1])
+NOBODYS = ("layer_types", "rope_parameters", "quantization_config", "num_aux_hidden_states", "use_swa", "bias")
+"""Keys that are not in every file and that readers look for."""
+FACTS = dataclasses.replace(TARGET, num_layers=6, hidden_size=ttt.HIDDEN, vocab_size=ttt.VOCABULARY)
+HEADS: dict[str, tuple[str, Callable[[], HeadCheckpoint], TargetFacts]] = {
+    "flat": ("flat", lambda: sample(PLAIN), TARGET),
+    "flat, EAGLE-1": ("flat", lambda: sample(VARIANTS["first"]), TARGET),
+    "modelopt": ("modelopt", lambda: sample(PLAIN), TARGET),
+    "speculators": ("speculators", lambda: sample(VARIANTS["window_mixed"]), TARGET),
+    "speculators, DSpark": ("speculators", lambda: HeadCheckpoint.of(ttt.dflash(markov_rank=6)), FACTS),
+    "peagle": ("peagle", lambda: HeadCheckpoint.of(ttt.peagle(num_hidden_layers=2)), FACTS),
+    "dflash": ("dflash", lambda: HeadCheckpoint.of(ttt.dflash(sliding_window=8, full_layers=(1,))), FACTS),
+    "dflash, Domino": ("dflash", lambda: HeadCheckpoint.of(ttt.dflash(gru_hidden_dim=6)), FACTS),
+    "medusa": ("medusa", lambda: HeadCheckpoint.of(ttt.medusa()), FACTS),
+    "hydra": ("hydra", lambda: HeadCheckpoint.of(ttt.hydra()), FACTS),
+    "mlp_speculator": ("mlp_speculator", lambda: HeadCheckpoint.of(ttt.mlp_speculator()), FACTS),
+    "kangaroo": ("kangaroo", lambda: HeadCheckpoint.of(ttt.kangaroo()), FACTS),
+}
+
+
+def changed(keys: Mapping[str, Any], wrong: tuple[Any, ...] = WRONG) -> Iterator[dict[str, Any]]:
+    """The configuration as often as it has keys, those in objects too, one of them with another value."""
+    for name, value in keys.items():
+        yield from ({**keys, name: bad} for bad in wrong)
+        if isinstance(value, dict):
+            yield from ({**keys, name: inner} for inner in changed(value, wrong))
+
+
+def examine(stored: StoredFiles, target: TargetFacts) -> None:
+    """As the doctor does. CheckpointError: it says what is wrong with the configuration, and where."""
+    is_head(stored.config)
+    head = parse(stored, num_layers=target.num_layers)
+    assert [*diagnose(head, target), *diagnose_files(stored, head, target)]
+
+
+def refused(keys: Mapping[str, Any], tensors: Mapping[str, Any], target: TargetFacts) -> str:
+    """What the error says; empty: it is a head."""
+    try:
+        examine(StoredFiles(directory=Path("the/head"), config=keys, tensors=tensors), target)
+    except CheckpointError as error:
+        assert str(error).startswith("the/head: ") and len(str(error)) > 40
+        return str(error)
+    return ""
+
+
+def test_every_format_is_tried() -> None:
+    assert {name for name, *_ in HEADS.values()} | {"mtp"} == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_value_of_another_type_is_named_or_means_nothing(name: str) -> None:
+    written_in, made, target = HEADS[name]
+    written, tensors = format_named(written_in).write(made(), target)
+    keys = json.loads(json.dumps(written))
+    assert not refused(keys, tensors, target)
+    absent = {key: None for key in NOBODYS if key not in keys}
+    said = [refused(one, tensors, target) for one in changed({**keys, **absent})]
+    assert sum(map(bool, said)) > len(keys) / 3
+
+
+@pytest.mark.parametrize("family", ["glm", "mimo", "deepseek"])
+def test_a_targets_keys_of_another_type(family: str, tmp_path: Path) -> None:
+    folder = Checkpoint(family, tmp_path / "target").folder
+    head, target = read_target(folder), TargetFacts.read(folder)
+    written, tensors = format_named("mtp").write(head, target)
+    keys = json.loads(json.dumps(written))
+    assert not refused(keys, tensors, target)
+    assert any([refused(one, tensors, target) for one in changed(keys)])
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "head_dim", "vocab_size", "num_attention_heads"])
+def test_sizes_below_0(key: str) -> None:
+    keys, tensors = format_named("flat").write(sample(PLAIN), TARGET)
+    assert refused({**keys, key: -1}, tensors, TARGET)
+
+
+@pytest.mark.parametrize("value", [["a"], "100", [1], {}, True, 1.5, None], ids=repr)
+@pytest.mark.parametrize("key", ["vocab_size", "pard_token", "architectures", "pard2"])
+def test_a_pard_models_keys_of_another_type(
+    key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_llama(40).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pard_token": 39, key: value}))
+    try:
+        model = PardModel.at(tmp_path)
+        if model is not None:
+            found = [one.severity for one in model.findings(TARGET) if one.engine == "vllm"]
+            assert "fails" in found or key in ("vocab_size", "pard2")
+    except CheckpointError as error:
+        assert f"{key} of config.json must be" in str(error)
+    assert main(["doctor", str(tmp_path), "--target", "demo", "--json"]) in (0, 1, 2)
+    capsys.readouterr()
+
+
+def test_files_are_read_no_further_than_a_wrong_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "architectures": 5}))
+    with pytest.raises(CheckpointError, match=r"architectures of config.json must be a list of names, got 5"):
+        read_files(tmp_path)
