@@ -224,6 +224,9 @@ OTHER = dataclasses.replace(PLAIN, boundaries=(1, 5, 7))
         (OTHER, "flat", {"eagle_config": None}, {"sglang": "degrades", "trtllm": "degrades"}),
         (PLAIN, "flat", {"draft_vocab_size": None}, {"sglang": "fails", "llama.cpp": "fails"}),
         (PLAIN, "flat", {"architectures": ["Eagle3LlamaForCausalLM"]}, {"sglang": "fails"}),
+        (PLAIN, "flat", {"architectures": ["LlamaForCausalLM"]}, {"sglang": "fails"}),
+        (PLAIN, "flat", {"architectures": ["Qwen3ForCausalLMEagle3"]}, {"vllm": "fails", "sglang": "fails"}),
+        (PLAIN, "flat", {"architectures": []}, {"vllm": "fails", "sglang": "fails"}),
         (
             PLAIN,
             "flat",
@@ -236,7 +239,8 @@ OTHER = dataclasses.replace(PLAIN, boundaries=(1, 5, 7))
             {"num_aux_hidden_states": None, "eagle_config": None},
             {"vllm": "fails", "sglang": "fails", "trtllm": "degrades"},
         ),
-        (FIRST, "flat", {}, {"sglang": "degrades"}),
+        (FIRST, "flat", {}, {"vllm": "fails", "sglang": "degrades"}),
+        (FIRST, "flat", {"architectures": ["EagleLlamaForCausalLM"]}, {"sglang": "fails"}),
         (PLAIN, "modelopt", {}, {}),
         (PLAIN, "speculators", {}, {"sglang": "fails", "trtllm": "fails", "lmdeploy": "fails"}),
         (

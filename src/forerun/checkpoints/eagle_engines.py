@@ -34,7 +34,7 @@ from forerun.checkpoints.engines import (
     forerun_line,
     ok,
 )
-from forerun.checkpoints.flat import DEEPSPEC, FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
+from forerun.checkpoints.flat import FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
 from forerun.checkpoints.gguf import COUNTING, started_with
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.speculators import KIND, LAYERS
@@ -434,6 +434,25 @@ def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> 
         yield from (other for other in others if (engine, other.what) not in known)
 
 
+VLLM_NAMES = frozenset(
+    """
+    EagleCohereForCausalLM EagleLlamaForCausalLM EagleLlama4ForCausalLM EagleMiniCPMForCausalLM EagleMistralForCausalLM
+    EagleMistralLarge3ForCausalLM EagleDeepSeekMTPModel Eagle3LlamaForCausalLM LlamaForCausalLMEagle3
+    Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM Eagle3Qwen3ForCausalLM
+    Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM
+    """.split()  # noqa: SIM905 - as a literal it would have a line for each
+)
+"""EAGLE's architectures in vLLM's registry (``models/registry.py``)."""
+
+
+def vllm_name(architecture: str, generation: int) -> str:
+    """What vLLM (``EAGLEConfig``) looks for in its registry."""
+    if generation == 1:
+        return architecture if architecture.startswith("Eagle") else f"Eagle{architecture}"
+    known = architecture.startswith("Eagle3") or architecture.endswith("Eagle3")
+    return architecture if known else f"Eagle3{architecture}"
+
+
 def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
     config = stored.config
     architectures = config.get("architectures") or []
@@ -441,8 +460,10 @@ def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
     known = LATENT if latent else LLAMA if head.config.generation == 3 else FIRST_GENERATION
     if known not in architectures and not head.config.qk_norm:
         yield from fails("sglang", f"architectures {architectures}", f"loads {known} only")
-    if DEEPSPEC in architectures:
-        yield from fails("vllm", f"architectures {architectures}", "has no such architecture")
+    names = [vllm_name(name, head.config.generation) for name in architectures]
+    if not VLLM_NAMES.intersection(names):
+        why = f"has no architecture {', '.join(names)}" if names else "needs an architecture, and stops"
+        yield from fails("vllm", f"architectures {architectures}", why)
     if latent and config.get("model_type") in ("deepseek_v3", "deepseek_v32"):
         yield from fails("vllm", f"model_type {config['model_type']}", "takes it for the target's own MTP layers")
     if "draft_vocab_size" not in config and head.config.generation == 3:
