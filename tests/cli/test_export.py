@@ -101,6 +101,10 @@ def test_bad_input(forerun: Forerun, head: Path, tmp_path: Path) -> None:
         (("doctor", "--target", "demo"), "forerun doctor HEAD"),
         (("doctor", head, "--target", "demo", "--engine", "vlm"), "'vllm'"),
         (("doctor", tmp_path / "none", "--target", "demo"), "there is no directory"),
+        (("doctor", head, "--target", "vllm@0.33.0"), "an engine is named by --engine"),
+        (("doctor", head, "--target", "a b"), "there is no directory a b, and no hub id is written so"),
+        (("doctor", head, "--target", "a/b c"), "there is no directory a/b c, and no hub id is written so"),
+        (("generate", "a@b", "--prompt", "x"), "there is no directory a@b, and no hub id is written so"),
         (("export", head, "--to", "tgi", "--target", "demo", "--output", tmp_path / "out"), "cannot export to 'tgi'"),
         (("export", head, "--to", "vllm"), "--target"),
     ):

@@ -133,6 +133,23 @@ def test_vllms_answers_what_it_refuses_and_a_vllm_that_dies(monkeypatch: pytest.
         planned(monkeypatch, None)
 
 
+def test_a_vllm_of_which_nothing_is_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("9.9.9", "0.32.0"):
+        monkeypatch.setattr(in_vllm, "vllm_version", lambda _, version=version: version)
+        engine = InVllm(drafting(), Path("x"))
+        assert engine.version == version and len(engine.notes) == (version == "9.9.9")
+        assert all("nothing is known of vLLM 9.9.9" in note for note in engine.notes)
+
+
+def test_mtp_layers_are_tried_where_they_lie_in_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
+    whole = replace(drafting("mtp"), head=drafting().target)
+    assert InVllm(whole, Path("x")).speculation == {"method": "mtp", "num_speculative_tokens": K}
+    advice = r"in the target's own checkpoint: forerun export .* --to vllm .* --output DIR, then name DIR as both"
+    with pytest.raises(ArgumentError, match=advice):
+        InVllm(drafting("mtp"), Path("x"))
+
+
 def test_a_python_without_vllm() -> None:
     with pytest.raises(ArgumentError, match="has no vLLM; name the Python"):
         in_vllm.vllm_version(Path(sys.executable))
@@ -264,6 +281,35 @@ def test_a_server_that_ends_while_it_answers_is_said(tmp_path: Path) -> None:
 
 
 # The doctor
+
+
+@pytest.mark.parametrize(("words", "k"), [((), 3), (("-k", "2"), 2)])
+def test_a_head_is_tried_with_as_many_tokens_as_it_drafts(
+    words: tuple[str, ...], k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from forerun.checkpoints import TargetFacts, write_head
+    from forerun.checkpoints.base import HeadCheckpoint
+    from forerun.cli import main
+    from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
+    from forerun.types import LAST_HIDDEN
+
+    facts = TargetFacts.read("demo")
+    sizes = {"target_hidden_size": facts.hidden_size, "boundaries": (LAST_HIDDEN,)}
+    sizes |= {"vocab_size": facts.vocab_size, "draft_vocab_size": facts.vocab_size}
+    head = HeadCheckpoint.of(MedusaHead(MedusaConfig(num_heads=3, num_layers=1, **sizes)))
+    folder, asked = write_head(head, tmp_path / "head", "medusa", facts), list[Installed]()
+
+    def tried(engine: Installed, **_: Any) -> Trial:
+        asked.append(engine)
+        return Trial(engine="vLLM", version="0.32.0", refused="ValueError: not here")
+
+    monkeypatch.setattr(trial, "tried", tried)
+    monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
+    assert main(["doctor", str(folder), "--target", "demo", "--run", *words]) == 1, capsys.readouterr().err
+    (engine,) = asked
+    assert isinstance(engine, InVllm) and engine.drafting.k == engine.speculation["num_speculative_tokens"] == k
+    assert main(["doctor", str(folder), "--target", "demo", "--run", "-k", "4"]) == 2
+    assert "drafts 3 tokens on one path, 4 were asked for" in capsys.readouterr().err
 
 
 def test_what_the_doctor_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,12 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import Flag, Json
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, CheckpointError, nearest
 
 if TYPE_CHECKING:
+    from forerun.checkpoints.base import TargetFacts
     from forerun.checkpoints.engines import Finding, Severity
-    from forerun.deploy.trial import Trial
+    from forerun.deploy.trial import Drafting, Trial
 
 PACKAGES = (
     *("forerun", "torch", "transformers", "tokenizers", "safetensors"),
@@ -46,8 +47,8 @@ class TrialOptions:
     prompts: Path | None = None
     """File with one prompt a line, or JSON lines with 'prompt' or 'messages'; by default held-out source files that
     ship with forerun."""
-    num_speculative_tokens: Annotated[int, Parameter(alias="-k")] = 5
-    """Tokens of each draft."""
+    num_speculative_tokens: Annotated[int | None, Parameter(alias="-k")] = None
+    """Tokens of each draft; if not given, as many as the head drafts, 5 of one that drafts any number."""
     max_tokens: int = 64
     """Of each answer."""
     dtype: str = "auto"
@@ -120,8 +121,7 @@ def _examine_head(
     if target is None:
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
     with console.telling("reading the head"):
-        from forerun.checkpoints.base import TargetFacts
-        from forerun.checkpoints.engines import ENGINES, diagnose, diagnose_files, worst
+        from forerun.checkpoints.engines import ENGINES, TOKENS, diagnose, diagnose_files, worst
         from forerun.checkpoints.formats import parse, read_files
         from forerun.checkpoints.pard import PardModel
 
@@ -129,7 +129,7 @@ def _examine_head(
         if unknown:
             hint = nearest(unknown[0], ENGINES)
             raise ArgumentError(f"unknown engine {unknown[0]!r}; there are {', '.join(ENGINES)}.{hint}")
-        facts, model, notes = TargetFacts.read(target), PardModel.at(head), tuple[str, ...]()
+        facts, model, notes = _facts(target), PardModel.at(head), tuple[str, ...]()
         if model is not None:
             found = list(model.findings(facts))
         else:
@@ -139,8 +139,13 @@ def _examine_head(
     chosen = engines or ENGINES
     verdicts = {name: worst(found, name) for name in chosen}
     found = [finding for finding in found if finding.engine in chosen]
-    kind = "pard" if model else checkpoint.config.kind
-    trial = None if asked is None else _tried(chosen[0], head, kind, target, asked)
+    trial = None
+    if asked is not None:
+        from forerun.deploy.trial import Drafting
+
+        kind, depth = ("pard", None) if model else (checkpoint.config.kind, checkpoint.config.max_depth)
+        k = next(tokens for tokens in (asked.num_speculative_tokens, depth, TOKENS) if tokens is not None)
+        trial = _tried(chosen[0], Drafting(head=head, kind=kind, target=str(demo.resolve(target)), k=k), asked)
     if json:
         findings = [asdict(finding) for finding in found]
         report = {"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)}
@@ -154,12 +159,24 @@ def _examine_head(
     return int("fails" in verdicts.values() or not (trial is None or trial.good))
 
 
-def _tried(name: str, head: str, kind: str, target: str, asked: TrialOptions) -> Trial:
+def _facts(target: str) -> TargetFacts:
+    from forerun.checkpoints.base import TargetFacts
+
+    try:
+        return TargetFacts.read(target)
+    except CheckpointError as error:
+        if "/" in target:
+            raise
+        raise CheckpointError(
+            f"{error}. --target names the model that the head drafts for; an engine is named by --engine"
+        ) from error
+
+
+def _tried(name: str, drafting: Drafting, asked: TrialOptions) -> Trial:
     from forerun import demo
-    from forerun.deploy.trial import Drafting, Installed, tried
+    from forerun.deploy.trial import Installed, tried
     from forerun.plan.measured import read_prompts
 
-    drafting = Drafting(head=head, kind=kind, target=str(demo.resolve(target)), k=asked.num_speculative_tokens)
     engine: Installed
     if name == "vllm":
         from forerun.deploy.in_vllm import InVllm

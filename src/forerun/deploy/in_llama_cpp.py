@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from forerun.checkpoints.gguf import OUTTYPES, SCRIPT, conversion
 from forerun.deploy.engines.llamacpp import SERVER, LlamaCpp
 from forerun.deploy.gguf_converter import UNKNOWN
-from forerun.deploy.trial import Answer, Drafting, Installed, Question, RefusedError, last_lines
+from forerun.deploy.trial import Answer, Drafting, Installed, Question, RefusedError, last_lines, refuse_apart
 from forerun.errors import ArgumentError, ForerunError
 
 LOADING = 1800.0
@@ -51,11 +51,7 @@ class InLlamaCpp(Installed):
         if way is None or drafting.kind == "ngram":
             have = ", ".join(kind for kind in LlamaCpp.ways if kind != "ngram")
             raise ArgumentError(f"llama.cpp does not draft with a {drafting.kind} head; it does with {have}")
-        if not way.model and Path(drafting.head).resolve() != Path(drafting.target).resolve():
-            raise ArgumentError(
-                f"llama.cpp reads {drafting.kind} layers in the target's own checkpoint: forerun export "
-                f"{drafting.head} --to llama.cpp --target {drafting.target} --output DIR, then name DIR as both"
-            )
+        refuse_apart(drafting, self.title, LlamaCpp())
         if sources is None or not (sources / SCRIPT).is_file():
             raise ArgumentError(
                 f"{sources or 'nothing'} is no directory of llama.cpp's sources with its {SCRIPT}; name it: "

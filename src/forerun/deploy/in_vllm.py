@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from forerun.deploy.engines.vllm import Vllm
 from forerun.deploy.launch import Asked, version_of
-from forerun.deploy.trial import ROWS, Answer, Drafting, Installed, Question, RefusedError, last_lines
+from forerun.deploy.trial import ROWS, Answer, Drafting, Installed, Question, RefusedError, last_lines, refuse_apart
 from forerun.errors import ArgumentError, ForerunError
 
 _VERSION = """
@@ -41,10 +41,12 @@ class InVllm(Installed):
     title: ClassVar[str] = "vLLM"
 
     def __init__(self, drafting: Drafting, python: Path) -> None:
-        """`python`: of the environment. ArgumentError: it has no vLLM, or vLLM has no counterpart of the kind."""
+        """`python`: of the environment. ArgumentError: it has no vLLM, or vLLM has no counterpart of the kind or reads
+        such layers in the target's own checkpoint."""
         super().__init__(drafting, vllm_version(python))
         self.python, engine = python, Vllm()
-        known, _ = version_of(engine, self.version, force=True)
+        refuse_apart(drafting, self.title, engine)
+        known, self.notes = version_of(engine, self.version, force=True)
         asked = Asked(model=drafting.target, config=drafting.config, version=known, force=True)
         self.speculation, _ = engine.speculation(asked, list[str]())
 

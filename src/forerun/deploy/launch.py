@@ -196,6 +196,8 @@ class Engine(ABC):
         way = self.ways[main.method]
         if way.model and main.model is None:
             raise ArgumentError(f"{main.method} needs a model or head; name it with --drafter-model DIR")
+        if main.model is not None and not way.model and same_place(main.model, asked.model):
+            main = replace(main, model=None)
         if main.model is not None and not way.model:
             raise ArgumentError(
                 f"{self.title} reads {main.method} in the target's own checkpoint; {_export(self, asked, main)}, "
@@ -354,6 +356,11 @@ def version_of(engine: Engine, wanted: str | None, *, force: bool = False) -> tu
             f"versions. To write what is right for {known[-1]}: --force"
         )
     return known[-1], [f"nothing is known of {engine.title} {wanted}: this is right for {known[-1]}"]
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two names are of the same directory."""
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 def _here(name: str) -> bool:

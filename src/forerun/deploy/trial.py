@@ -18,9 +18,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.deploy.launch import DRAFTS_TREES
+from forerun.deploy.launch import DRAFTS_TREES, Engine, same_place
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
+from forerun.errors import ArgumentError
 from forerun.params import SamplingParams
 from forerun.plan.measured import Answers, UserPrompt
 from forerun.types import CompletionOutput
@@ -106,6 +107,16 @@ class Question:
     tokens: int  # Of each answer
     dtype: str  # Of the target: float32, float16 or bfloat16
     room: int  # Tokens of the longest text, with what may be drafted behind it
+
+
+def refuse_apart(drafting: Drafting, title: str, engine: Engine) -> None:
+    """Raise ArgumentError for layers that lie apart from the target in whose checkpoint the engine reads them."""
+    way = engine.ways.get(drafting.kind)
+    if way is not None and not way.model and not same_place(drafting.head, drafting.target):
+        raise ArgumentError(
+            f"{title} reads {drafting.kind} layers in the target's own checkpoint: forerun export {drafting.head} --to "
+            f"{engine.reads} --target {drafting.target} --output DIR, then name DIR as both"
+        )
 
 
 class Installed(ABC):

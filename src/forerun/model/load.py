@@ -130,8 +130,8 @@ def read_config(name: str | Path, options: LoadOptions) -> Any:
     from transformers import AutoConfig, GenerationConfig
 
     check_directory(name)
-    directory = _local(name, options)
     try:
+        directory = _local(name, options)
         config = AutoConfig.from_pretrained(name, **options.hub)
         if directory is not None and (directory / "generation_config.json").is_file():
             # Once more when the model is loaded, but there transformers takes a broken file for a missing one.
@@ -330,6 +330,8 @@ def explained(name: str | Path, error: Exception) -> ForerunError:
     if "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text:
         remedy = "for a private one set HF_TOKEN (or pass token=)"
         return CheckpointError(f"there is no directory and no public model {name} on the hub; {remedy}")
+    if "HFValidationError" in kinds:
+        return CheckpointError(f"there is no directory {name}, and no hub id is written so; expected DIR or owner/name")
     if "does not recognize this architecture" in text:
         return UnsupportedModelError(f"{name}: {text.splitlines()[0]}")
     if "trust_remote_code" in text:
