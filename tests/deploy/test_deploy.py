@@ -39,6 +39,7 @@ Run = Callable[..., Ran]
 HEAD = ("--drafter", "eagle3", "--drafter-model", "owner/head", "-k", "5")
 SMALL = ("--drafter", "draft_model", "--drafter-model", "owner/small")
 PAPER = ("--text", "chat", "--params", "8e9", "--device", "h100", "--max-batch", "512")
+SUFFIX_AND_MTP = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "mtp"]')
 FOR_DEMO = dataclasses.replace(
     PLAIN, target_hidden_size=384, own_embedding=True, vocab_size=8192, draft_vocab_size=64, boundaries=(2, 4, 5)
 )
@@ -153,6 +154,10 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("sglang", "m", *SMALL, "--rule", "block"): "has the rule block for chains of EAGLE, EAGLE3, NEXTN only",
     ("sglang", "m", "--drafter", "dflash", "--drafter-model", "o/h", "--pp", "2"): "without pipeline parallelism only",
     ("trtllm", "m", *HEAD, "--pp", "2"): "without pipeline parallelism only",
+    ("trtllm", "m", "--drafter", "ngram", "--rule", "token_rejection"): "not for NGram: leave --rule out",
+    ("trtllm", "m", "--drafter", "suffix", "--rule", "token_rejection"): "not for SA: leave --rule out",
+    ("trtllm", "m", *SUFFIX_AND_MTP, "--rule", "token_rejection"): "where its suffix automaton drafts before MTP",
+    ("trtllm", "m", *HEAD, "--drafter-option", "top_k=40", "--rule", "token_rejection"): "trees of top_k up to 32",
     ("llamacpp", "m", "--nodes", "2", "--tp", "2"): "llama.cpp is deployed on one machine",
     ("vllm", "m", "--tp", "8", "--nodes", "2"): "2 machines need the first one's address: --head-address HOST",
     ("vllm", "m", "--tp", "3", "--nodes", "2"): "cannot be shared out evenly to 2 machines",
@@ -250,6 +255,30 @@ def test_a_lost_tree_is_priced(forerun: Run) -> None:
     assert "SGLang drafts this as a chain of 5, not as a tree of 15 nodes" in shaped
 
 
+@pytest.mark.parametrize(("alpha", "length", "nodes"), [("0.35", 1, 2), ("0.8", 5, 10)])
+def test_a_tree_is_as_large_as_the_schedule_lets_it_be(forerun: Run, alpha: str, length: int, nodes: int) -> None:
+    tree = ("--drafter-option", "top_k=2", "--drafter-option", "nodes=10")
+    costs = ("--alpha", alpha, "--params", "8e9", "--device", "h100", "--draft-cost", "0.1")
+    ran = forerun("deploy", "trtllm", "m", *HEAD, *tree, *costs)
+    written = yaml.safe_load(ran.out.partition("# trtllm.yaml")[2])["speculative_config"]
+    assert (written["max_draft_len"], written["max_total_draft_tokens"]) == (length, nodes), ran
+
+
+def test_tensorrt_llm_drafts_a_whole_dspark_block(forerun: Run, tmp_path: Path) -> None:
+    made = dflash(markov_rank=6)
+    head = write_head(HeadCheckpoint.of(made), tmp_path / "head", "dflash", FACTS)
+    named = ("deploy", "trtllm", "demo", "--drafter", "dspark", "--drafter-model", head, "--force")
+    ran = forerun(*named, "-k", "3")
+    assert ran.code == 2 and f"a DSpark head's whole block, {made.config.max_depth} tokens; 3 were asked" in ran.err
+    for more in ((), PAPER):
+        ran = forerun(*named, *more)
+        written = yaml.safe_load(ran.out.partition("# trtllm.yaml")[2])["speculative_config"]
+        assert written["max_draft_len"] == made.config.max_depth and "draft_len_schedule" not in written
+    assert "TensorRT-LLM drafts as much at every batch" in ran.err
+    elsewhere = forerun("deploy", "trtllm", "m", "--drafter", "dspark", "--drafter-model", "o/h", "-k", "3")
+    assert elsewhere.code == 0 and "`max_draft_len` is the DSpark head's own block_size" in elsewhere.err
+
+
 @pytest.mark.parametrize("options", [{}, {"markov_rank": 6}, {"gru_hidden_dim": 6}], ids=["dflash", "dspark", "domino"])
 def test_heads_that_draft_a_block_draft_what_their_export_says(
     forerun: Run, options: dict[str, Any], tmp_path: Path
@@ -275,8 +304,7 @@ def test_drafters_made_of_drafters(forerun: Run) -> None:
     assert "--spec-type ngram-simple,draft-simple " in forerun("deploy", "llamacpp", "m.gguf", *both).out
     alone = forerun("deploy", "vllm", "m", *both)
     assert '"method": "draft_model"' in alone.out and "does not draft with ngram beside draft_model" in alone.err
-    mtp = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "mtp"]')
-    written = forerun("deploy", "trtllm", "m", *mtp)
+    written = forerun("deploy", "trtllm", "m", *SUFFIX_AND_MTP)
     assert "sa_config" in written.out and "suffix automaton" in written.err
     assert '"method": "ngram"' in forerun("deploy", "vllm", "m", "--drafter", "auto").out
     cascade = ("--drafter", "cascade", "--drafter-model", "o/small", "-k", "4")

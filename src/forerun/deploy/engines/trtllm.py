@@ -17,6 +17,8 @@ from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Exa
 from forerun.errors import ArgumentError
 
 _ENHANCED = ("Eagle3", "MTP", "PARD")  # Take a suffix automaton before the model
+_SAMPLES = ("Draft_Target", "PARD", "Eagle3", "DFlash", "DSpark", "MTP")  # Have rejection sampling
+_TREES, _MOST_SIBLINGS = ("Eagle3", "MTP"), 32  # The latter with rejection sampling
 _HOST = ("NGram", "Draft_Target")  # Draft on the host, for which the scheduler must not run ahead
 
 
@@ -57,7 +59,12 @@ class TensorRtLlm(Engine):
         if asked.pp > 1:
             raise ArgumentError("TensorRT-LLM drafts without pipeline parallelism only: leave --pp out, raise --tp")
         draft, way, first = self.chosen(asked, notes)
+        self._check_rule(asked.config.rule, draft, way, first)
         examined, k = self.read_drafter(asked, draft, notes)
+        if way.name == "DSpark":
+            _check_block(examined, k, notes)
+        schedule = self.schedule(asked, k, notes, able=way.name != "DSpark")
+        k = schedule[0].k if schedule else k
         found: dict[str, Any] = {"decoding_type": way.name, **_of_head(examined)}
         found["max_draft_len"] = k
         if draft.model is not None:
@@ -73,21 +80,49 @@ class TensorRtLlm(Engine):
             notes.append(f"TensorRT-LLM puts nothing before {way.name}: {first.method} is left out")
         if asked.config.rule is not None:
             found["use_rejection_sampling"] = self.rules[asked.config.rule]
-        schedule = self.schedule(asked, k, notes)
         if schedule:
-            found["max_draft_len"] = schedule[0].k
             found["draft_len_schedule"] = {stretch.last: stretch.k for stretch in schedule if stretch.k}
             notes.append(f"above a batch of {max(found['draft_len_schedule'])} it drafts nothing")
         whole: dict[str, Any] = {"speculative_config": found}
         return whole | ({"disable_overlap_scheduler": True} if way.name in _HOST else {})
 
+    def _check_rule(self, rule: str | None, draft: Draft, way: Way, first: Draft | None) -> None:
+        """ArgumentError: TensorRT-LLM would not start with the rule."""
+        if rule is None:
+            return
+        if way.name not in _SAMPLES:
+            raise ArgumentError(
+                f"TensorRT-LLM has the rule {rule} for {', '.join(_SAMPLES)} only, whose drafts have probabilities, "
+                f"not for {way.name}: leave --rule out"
+            )
+        if first is not None and way.name in _ENHANCED:
+            raise ArgumentError(
+                f"TensorRT-LLM has no rule {rule} where its suffix automaton drafts before {way.name}: leave --rule "
+                f"out, or draft with {draft.method} alone"
+            )
+        if (draft.options.get("top_k") or 0) > _MOST_SIBLINGS and way.name in _TREES:
+            raise ArgumentError(
+                f"TensorRT-LLM has the rule {rule} for trees of top_k up to {_MOST_SIBLINGS}, got "
+                f"{draft.options['top_k']}: leave --rule out, or lower top_k"
+            )
+
     def _tree(self, asked: Asked, draft: Draft, way: Way, k: int, notes: list[str]) -> dict[str, Any]:
         top = draft.options.get("top_k")
-        if not top or way.name not in ("Eagle3", "MTP"):
+        if not top or way.name not in _TREES:
             self.chain_only(asked, draft, k, notes)
             return {}
         nodes = min(max(draft.nodes, k), top * k)
         return {"use_dynamic_tree": True, "dynamic_tree_max_topK": top, "max_total_draft_tokens": nodes}
+
+
+def _check_block(examined: Examined, k: int, notes: list[str]) -> None:
+    """ArgumentError: a DSpark head is to draft less than its block, with which TensorRT-LLM does not start."""
+    if examined.depth is None:
+        notes.append("TensorRT-LLM starts only where `max_draft_len` is the DSpark head's own block_size")
+    elif k != examined.depth:
+        raise ArgumentError(
+            f"TensorRT-LLM drafts a DSpark head's whole block, {examined.depth} tokens; {k} were asked for: leave -k out"
+        )
 
 
 def _of_head(examined: Examined) -> dict[str, Any]:
