@@ -147,6 +147,8 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("vllm", "m", "--drafter", "eagle3"): "eagle3 needs a model or head; name it with --drafter-model",
     ("vllm", "m", "--drafter", "draft_model", "--drafter-model", "o/eagle3-small"): "with 'eagle3' in it for a head",
     ("sglang", "m", "--drafter", "pard", "--drafter-model", "o/p"): "SGLang 0.5.23 has no counterpart of pard",
+    ("vllm", "/data/dflash/glm", "--drafter", "mtp"): "with 'dflash' in it for a head",
+    ("dynamo", "o/DSpark-m", "--drafter", "mtp"): "with 'dspark' in it for a head",
     ("vllm", "m", "--drafter", "mtp", "--drafter-model", "o/h"): "in the target's own checkpoint",
     ("vllm", "m", "--drafter", "ngram", "--drafter-option", "x=1"): "drafter 'ngram' has no option 'x'",
     ("vllm", "m", "--drafter", "ngram", "--rule", "typical"): "vLLM has no counterpart of the rule 'typical'",
@@ -365,6 +367,17 @@ def test_no_engine_has_a_rule_for_a_plug_in(forerun: Run, engine: str, rule: str
     copying = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "ngram"]')
     refused = forerun("deploy", engine, "m", *copying, "--rule", rule)
     assert refused.code == 2 and f"no counterpart of the rule '{rule}'" in refused.err
+
+
+@pytest.mark.parametrize("method", ["suffix", "pard", "tli", "peagle", "medusa"])
+def test_vllm_has_block_verification_in_its_newer_runner_only(forerun: Run, method: str) -> None:
+    model = () if method == "suffix" else ("--drafter-model", "o/h")
+    named = ("deploy", "vllm", "m", "--engine-version", "0.32.0", "--drafter", method, *model)
+    ran = forerun(*named, "--rule", "block")
+    assert ran.code == 2 and f"{method} needs V1, which would pass over it" in ran.err
+    standard = forerun(*named, "--rule", "token_rejection")
+    assert '"rejection_sample_method": "standard"' in standard.out
+    assert ("probabilistic" in standard.out) == (method in ("pard", "peagle"))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "trtllm"])

@@ -121,7 +121,8 @@ def _check_block(examined: Examined, k: int, notes: list[str]) -> None:
         notes.append("TensorRT-LLM starts only where `max_draft_len` is the DSpark head's own block_size")
     elif k != examined.depth:
         raise ArgumentError(
-            f"TensorRT-LLM drafts a DSpark head's whole block, {examined.depth} tokens; {k} were asked for: leave -k out"
+            f"TensorRT-LLM drafts a DSpark head's whole block, {examined.depth} tokens; {k} were asked for: leave -k "
+            "out"
         )
 
 

@@ -24,6 +24,8 @@ PLUG_IN = "forerun.deploy.vllm.ForerunProposer"
 VARIABLE, SCHEDULE = "FORERUN_VLLM_CONFIG", "schedule"
 """What it reads its options from, and the option that is vLLM's table by batch size, which vLLM drops for plug-ins."""
 _MASKS = {"parallel_drafting": True}
+_RUNNER_V1 = frozenset({"suffix", "pard", "tli", "peagle", "medusa"})
+"""Need the older model runner, whose sampler knows no block verification and would do standard rejection instead."""
 
 
 class Vllm(Engine):
@@ -106,11 +108,17 @@ class Vllm(Engine):
         if asked.config is None:
             return None, ()
         draft, way, _ = self.chosen(asked, notes)
-        misread = [word for word in NAMES_METHOD if word in (draft.model or "").lower()]
-        if misread and way.name in ("draft_model", "medusa"):
+        if asked.config.rule == "block" and draft.method in _RUNNER_V1:
+            raise ArgumentError(
+                f"vLLM has the rule block in its model runner V2 only, and {draft.method} needs V1, which would pass "
+                "over it: leave --rule out, or give --rule token_rejection"
+            )
+        read = {"draft_model": draft.model, "medusa": draft.model, "mtp": asked.model}.get(way.name) or ""
+        misread = [word for word in NAMES_METHOD if word in read.lower()]
+        if misread:
             raise ArgumentError(
                 f"vLLM takes a path with {misread[0]!r} in it for a head of that kind, whatever it is told; rename "
-                f"{draft.model}"
+                f"{read}"
             )
         _, k = self.read_drafter(asked, draft, notes)
         self.chain_only(asked, draft, k, notes)
@@ -123,7 +131,8 @@ class Vllm(Engine):
         found |= {**way.keys, **self.mapped(draft, way)}
         if asked.config.rule is not None:
             found["rejection_sample_method"] = self.rules[asked.config.rule]
-            if draft.model is not None and "use_heterogeneous_vocab" not in way.keys:  # which drafts greedily
+            greedy = way.name == "medusa" or "use_heterogeneous_vocab" in way.keys
+            if draft.model is not None and not greedy:
                 found["draft_sample_method"] = "probabilistic"
         if schedule:
             found["num_speculative_tokens_per_batch_size"] = [list(stretch) for stretch in schedule]
