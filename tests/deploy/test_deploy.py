@@ -164,6 +164,10 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("vllm", "m", "--tp", "8", "--nodes", "2"): "2 machines need the first one's address: --head-address HOST",
     ("vllm", "m", "--tp", "3", "--nodes", "2"): "cannot be shared out evenly to 2 machines",
     ("vllm", "m", "--tp", "0"): "--tp, --pp and --nodes are at least 1",
+    ("vllm", "m", "--port", "-5"): "--port is a number from 1 to 65535, got -5",
+    ("llamacpp", "m.gguf", "--port", "70000"): "--port is a number from 1 to 65535, got 70000",
+    ("vllm", "demo", "--drafter", "mtp"): "brings no MTP layers: its config.json has none of num_nextn_predict_layers",
+    ("llamacpp", "demo", "--drafter", "mtp"): "brings no MTP layers",
     ("vllm", "m", *HEAD, "--device", "h100"): "what is accepted? Give --text chat",
     ("vllm", "m", *HEAD, "--text", "chat"): "what does a pass cost? Give the target's --params 8e9",
     ("vllm", "m", *HEAD, *PAPER[:-1], "0"): "--max-batch must be at least 1",
@@ -454,6 +458,37 @@ def test_a_head_is_judged_as_doctor_does(forerun: Run, head: Path, tmp_path: Pat
     ran = forerun("deploy", "trtllm", "demo", *named)
     written = yaml.safe_load(ran.out.partition("# trtllm.yaml")[2])["speculative_config"]
     assert ran.code == 0 and written["eagle3_layers_to_capture"] == [1, 3, 4] and written["max_draft_len"] == 5
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "words"),
+    [
+        ("vllm", 100, "has 100 tokens, the target's 8192; vLLM wants one of the same size"),
+        ("dynamo", 8191, "Dynamo wants one of the same size"),
+        ("sglang", 8191, "SGLang wants one of the same size"),
+        ("llamacpp", 8320, None),
+        ("llamacpp", 8321, "llama.cpp wants one at most 128 tokens larger or smaller"),
+        ("vllm", 8192, None),
+    ],
+)
+def test_a_draft_model_has_the_targets_vocabulary(
+    forerun: Run, engine: str, size: int, words: str | None, tmp_path: Path
+) -> None:
+    config = json.loads((resolve("demo-draft") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
+    named = ("deploy", engine, "demo", "--drafter", "draft_model", "--drafter-model", tmp_path)
+    ran = forerun(*named)
+    assert ran.code == (2 if words else 0) and (words or "") in ran.err, ran
+    assert forerun(*named, "--force").code == 0
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_mtp_layers_are_looked_for_in_the_targets_files(forerun: Run, text: bool, tmp_path: Path) -> None:
+    config = json.loads((resolve("demo") / "config.json").read_text())
+    more = {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **({"text_config": more} if text else more)}))
+    assert '"method": "mtp"' in forerun("deploy", "vllm", tmp_path, "--drafter", "mtp").out
+    assert forerun("deploy", "vllm", "demo", "--drafter", "mtp", "--force").code == 0
 
 
 def test_a_head_that_the_engine_would_degrade(forerun: Run, tmp_path: Path) -> None:

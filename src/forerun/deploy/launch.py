@@ -20,6 +20,7 @@ from forerun.drafters import AUTO, checked_options, default_length, entry_named
 from forerun.drafters.heads.kinds import KINDS, named
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.manifests import read_object
 
 if TYPE_CHECKING:
     from forerun.checkpoints.engines import Finding, Launch
@@ -106,6 +107,8 @@ class Asked:
     force: bool = False
 
     def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise ArgumentError(f"--port is a number from 1 to 65535, got {self.port}")
         if min(self.tp, self.pp, self.nodes) < 1:
             raise ArgumentError(f"--tp, --pp and --nodes are at least 1, got {self.tp}, {self.pp}, {self.nodes}")
         if self.tp * self.pp % self.nodes:
@@ -170,6 +173,7 @@ class Engine(ABC):
     reads: ClassVar[str]  # Its name in `checkpoints.engines`
     rules: ClassVar[Mapping[str, Any]] = {}  # Our verification rules that it has
     combines: ClassVar[tuple[str, ...]] = ()  # Copying methods that it puts before a model
+    apart: ClassVar[int | None] = None  # Most by which a draft model's vocabulary may differ in size; None: not known
     settled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
     variable: ClassVar[str] = ""  # What forerun's plug-in for this engine reads its options from; empty: there is none
 
@@ -313,6 +317,8 @@ class Engine(ABC):
 
         CheckpointError: it would not load them, or draft worse; says what to do. Not with `Asked.force`.
         """
+        if not asked.force:
+            self._check_models(asked, draft)
         if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
             return Examined()
         if not (_here(draft.model) and _here(asked.model)):
@@ -329,6 +335,29 @@ class Engine(ABC):
                 f"{todo} To go on nevertheless: --force"
             )
         return replace(seen, notes=tuple(self._told(one) for one in found if one.severity != "ok"))
+
+    def _check_models(self, asked: Asked, draft: Draft) -> None:
+        """CheckpointError: the target brings no MTP layers, or the draft model another vocabulary; as far as their
+        files are on this machine."""
+        if not _here(asked.model):
+            return
+        target = _stated(asked.model)
+        if draft.method == "mtp":
+            from forerun.checkpoints.mtp import COUNTS
+
+            if not any(target.get(key) for key in COUNTS):
+                raise CheckpointError(
+                    f"{asked.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft with "
+                    "another method; to go on nevertheless: --force"
+                )
+        elif draft.method in ("draft_model", "pard") and self.apart is not None and _here(draft.model or ""):
+            ours, theirs = (one.get("vocab_size") for one in (_stated(str(draft.model)), target))
+            if ours and theirs and abs(ours - theirs) > self.apart:
+                allowed = f"at most {self.apart} tokens larger or smaller" if self.apart else "of the same size"
+                raise CheckpointError(
+                    f"the vocabulary of {draft.model} has {ours} tokens, the target's {theirs}; {self.title} wants one "
+                    f"{allowed}: name a draft model of the target's family. To go on nevertheless: --force"
+                )
 
     def _told(self, finding: Finding) -> str:
         remedy = f" ({finding.remedy})" if finding.remedy else ""
@@ -364,7 +393,14 @@ def same_place(one: str, other: str) -> bool:
 
 
 def _here(name: str) -> bool:
-    return Path(name).expanduser().is_dir()
+    return bool(name) and Path(name).expanduser().is_dir()
+
+
+def _stated(folder: str) -> dict[str, Any]:
+    """A model's configuration, that of its text part among it."""
+    file = Path(folder).expanduser() / "config.json"
+    config = read_object(file, "expected a model's configuration", CheckpointError)
+    return {**config, **(config.get("text_config") or {})}
 
 
 def _findings(target: str, draft: Draft) -> tuple[list[Finding], Examined]:

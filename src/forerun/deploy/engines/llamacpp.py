@@ -37,6 +37,7 @@ class LlamaCpp(Engine):
     title: ClassVar[str] = "llama.cpp"
     versions: ClassVar[tuple[str, ...]] = ("2026-11",)
     reads: ClassVar[str] = "llama.cpp"
+    apart: ClassVar[int | None] = 128
     combines: ClassVar[tuple[str, ...]] = ("ngram",)
     ways: ClassVar[dict[str, Way]] = {
         "ngram": Way(name="ngram-simple", options=_COPIES, model=False),

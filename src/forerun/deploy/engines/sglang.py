@@ -34,6 +34,7 @@ class SGLang(Engine):
     versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
     reads: ClassVar[str] = "sglang"
     settled: ClassVar[tuple[str, ...]] = ("its command line must have",)
+    apart: ClassVar[int | None] = 0
     variable: ClassVar[str] = VARIABLE
     rules: ClassVar[dict[str, str]] = {
         "token_rejection": "--speculative-use-rejection-sampling",

@@ -34,6 +34,7 @@ class Vllm(Engine):
     title: ClassVar[str] = "vLLM"
     versions: ClassVar[tuple[str, ...]] = ("0.31.0", "0.32.0", "0.33.0")
     reads: ClassVar[str] = "vllm"
+    apart: ClassVar[int | None] = 0
     variable: ClassVar[str] = VARIABLE
     rules: ClassVar[dict[str, str]] = {"token_rejection": "standard", "block": "block"}
     ways: ClassVar[dict[str, Way]] = {
