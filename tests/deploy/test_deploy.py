@@ -143,7 +143,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("vllm", "m", "--drafter", "recycling"): "vLLM 0.33.0 has no counterpart of recycling; it has ngram, suffix",
     ("vllm", "m", "--drafter", "medusa", "--drafter-model", "o/h"): "vLLM 0.33.0 has no counterpart of medusa",
     ("trtllm", "m", "--drafter", "eagle", "--drafter-model", "o/h"): "no counterpart of eagle; it has ngram",
-    ("llamacpp", "m", "--drafter", "suffix"): "llama.cpp 2026-11 has no counterpart of suffix",
+    ("llamacpp", "m", "--drafter", "suffix"): "llama.cpp 0.5.0 has no counterpart of suffix",
     ("vllm", "m", "--drafter", "eagle3"): "eagle3 needs a model or head; name it with --drafter-model",
     ("vllm", "m", "--drafter", "draft_model", "--drafter-model", "o/eagle3-small"): "with 'eagle3' in it for a head",
     ("sglang", "m", "--drafter", "pard", "--drafter-model", "o/p"): "SGLang 0.5.23 has no counterpart of pard",
@@ -194,6 +194,20 @@ def test_an_unknown_version_is_written_for_with_force(forerun: Run) -> None:
     assert ran.code == 0 and "nothing is known of vLLM 0.99.0: this is right for 0.33.0" in ran.err
     old = forerun("deploy", "vllm", "m", "--engine-version", "0.32.0", "--drafter", "medusa", "--drafter-model", "o/h")
     assert old.code == 0 and '"method": "medusa"' in old.out
+
+
+@pytest.mark.parametrize(
+    ("engine", "reported", "version"),
+    [
+        ("llamacpp", "2026-11", "2026-11"),
+        ("llamacpp", "0.5.0", "0.5.0"),
+        ("llamacpp", "0.5.0-dev (build 1, commit 0c1e570)", "0.5.0"),
+        ("vllm", "0.32.0+cpu", "0.32.0"),
+    ],
+)
+def test_a_version_is_what_the_engine_says_that_it_is(forerun: Run, engine: str, reported: str, version: str) -> None:
+    ran = forerun("deploy", engine, "m", "--engine-version", reported, "--json")
+    assert ran.code == 0 and json.loads(ran.out)["version"] == version
 
 
 def test_several_machines(forerun: Run) -> None:

@@ -379,6 +379,9 @@ def version_of(engine: Engine, wanted: str | None, *, force: bool = False) -> tu
     known = engine.versions
     if wanted is None or wanted in known:
         return wanted or known[-1], []
+    release = wanted.partition(" ")[0].partition("+")[0].removesuffix("-dev")
+    if release in known:  # what `--version` says: 0.5.0-dev (build 1, commit 0c1e570), 0.32.0+cpu
+        return release, []
     if not force:
         raise ArgumentError(
             f"nothing is known of {engine.title} {wanted}; known are {', '.join(known)}, and flags change between "

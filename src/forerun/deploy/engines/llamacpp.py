@@ -1,8 +1,8 @@
 """llama.cpp: ``llama-server`` with ``--spec-type`` and the options of each type.
 
 From ``tools/server/README.md``, which its own ``--help`` is made of, of November 2026, and from running 0.5.0
-(``tests_llama``). It numbers builds, several a day; where ``llama-server`` is on this machine its ``--help`` is asked,
-too. It drafts chains.
+(``tests_llama``), which is the same. It numbers builds, several a day; where ``llama-server`` is on this machine its
+``--help`` is asked, too. It drafts chains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LlamaCpp(Engine):
     """``llama-server``."""
 
     title: ClassVar[str] = "llama.cpp"
-    versions: ClassVar[tuple[str, ...]] = ("2026-11",)
+    versions: ClassVar[tuple[str, ...]] = ("2026-11", "0.5.0")
     reads: ClassVar[str] = "llama.cpp"
     apart: ClassVar[int | None] = 128
     combines: ClassVar[tuple[str, ...]] = ("ngram",)
