@@ -8,6 +8,8 @@ import itertools
 import json
 import os
 import shlex
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ HEAD = ("--drafter", "eagle3", "--drafter-model", "owner/head", "-k", "5")
 SMALL = ("--drafter", "draft_model", "--drafter-model", "owner/small")
 PAPER = ("--text", "chat", "--params", "8e9", "--device", "h100", "--max-batch", "512")
 SUFFIX_AND_MTP = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "mtp"]')
+SPREAD = ("m", "--tp", "2", "--nodes", "2", "--head-address", "h")
 FOR_DEMO = dataclasses.replace(
     PLAIN, target_hidden_size=384, own_embedding=True, vocab_size=8192, draft_vocab_size=64, boundaries=(2, 4, 5)
 )
@@ -543,6 +546,54 @@ def test_it_starts_what_is_installed(forerun: Run, tmp_path: Path, monkeypatch: 
     program(tmp_path, "vllm", f'echo "$@" > {tmp_path}/said; exit 3')
     assert forerun("deploy", "vllm", "owner/m", *HEAD, "--run").code == 3
     assert (tmp_path / "said").read_text().startswith("serve owner/m --port 8000 --speculative-config")
+
+
+SCRIPTS: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
+    ("vllm", *SPREAD): {
+        "machine-0.sh": ("--node-rank 0",),
+        "machine-1.sh": ("--node-rank 1 --master-addr h --headless",),
+    },
+    ("sglang", *SPREAD): {"machine-0.sh": ("--node-rank 0\n",), "machine-1.sh": ("--node-rank 1\n",)},
+    ("trtllm", *SPREAD): {"deploy.sh": ("srun -N 2 ",)},
+    ("llamacpp", "demo"): {"convert.sh": ("python convert_hf_to_gguf.py ",), "deploy.sh": ("llama-server -m ",)},
+    ("dynamo", "m"): {"deploy.sh": ("dynamo.frontend", "dynamo.vllm"), "kubernetes.sh": ("kubectl apply -f ",)},
+    ("dynamo", *SPREAD): {"kubernetes.sh": ("kubectl apply -f ",)},
+}
+
+
+@pytest.mark.parametrize("arguments", SCRIPTS, ids=" ".join)
+def test_there_is_a_script_for_each_place(forerun: Run, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = json.loads(forerun("deploy", *arguments, "--out", out, "--json").out)
+    found = {file.name: file.read_text() for file in out.glob("*.sh")}
+    assert found.keys() == SCRIPTS[arguments].keys() == {one["script"] for one in made["commands"]}
+    for name, text in found.items():
+        assert all(part in text for part in SCRIPTS[arguments][name]), text
+        commands = [line for line in text.splitlines() if not line.startswith(("#", "trap "))]
+        assert len(commands) == len(SCRIPTS[arguments][name]) and not any("YOUR_TOKEN" in line for line in commands)
+        assert [line for line in commands if line.endswith(" &")] == commands[:-1]
+
+
+@pytest.mark.parametrize("started", ["deploy.sh", "--run"])
+def test_a_frontend_does_not_keep_the_worker_waiting_and_ends_with_it(
+    forerun: Run, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
+    front = f"*frontend*) echo $$ > {tmp_path}/front; exec sleep 60;;"
+    worker = f"*vllm*) while [ ! -s {tmp_path}/front ]; do sleep 0.01; done; exit 3;;"
+    program(tmp_path, "python", f'case "$*" in -c*) exit 0;; {front} {worker} esac')
+    run = ("--run",) if started == "--run" else ()
+    code = forerun("deploy", "dynamo", "m", "--out", tmp_path / "out", *run).code
+    if not run:
+        code = subprocess.run(["sh", str(tmp_path / "out" / started)], check=False, timeout=30).returncode
+    assert code == 3
+    front_id = int((tmp_path / "front").read_text())
+    for _ in range(500):  # Until it is gone; whoever started it may have left a corpse
+        state = Path(f"/proc/{front_id}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("the frontend still runs")
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -82,7 +82,7 @@ def deploy(
     engine_version
         Version to write for; the newest that is known here if not given.
     out
-        Directory for the files and the commands (deploy.sh).
+        Directory for the files and the commands: deploy.sh, or a script for each machine.
     run
         Start it here.
     force
@@ -145,8 +145,25 @@ def _lines(made: Deployment) -> list[str]:
     ]
 
 
+def _scripts(made: Deployment) -> dict[str, str]:
+    """A script for each machine or occasion, none of which waits for what never ends: of several servers all but the
+    last run in the background, and end with it. What the user has to fill in is a comment."""
+    several, found = len(made.commands) > 1, dict[str, list[str]]()
+    last = [command for command in made.commands if command.role == "serve"][-1:]
+    for command in made.commands:
+        lines = found.setdefault(command.script, [])
+        lines += [f"# {command.where}"] if several and command.where else []
+        if command.role == "by hand":
+            lines.append(f"# {command.line}")
+        elif command.role == "serve" and command not in last:
+            lines += [f"{command.line} &", 'trap "kill $!" EXIT', "trap exit INT TERM"]
+        else:
+            lines.append(command.line)
+    return {name: "\n".join(lines) + "\n" for name, lines in found.items()}
+
+
 def _write(made: Deployment, out: Path) -> None:
-    for name, text in {**made.files, "deploy.sh": "\n".join(_lines(made)) + "\n"}.items():
+    for name, text in {**made.files, **_scripts(made)}.items():
         with written(out / name) as fresh:
             fresh.write_text(text, encoding="utf-8")
 
@@ -182,6 +199,8 @@ def _start(made: Deployment, title: str, out: Path | None) -> int:
     finally:
         for process in started:
             process.terminate()
+        for process in started:
+            process.wait()
 
 
 def _check_installed(words: Sequence[str], title: str) -> None:

@@ -145,7 +145,9 @@ class Command:
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     where: str = ""  # What it does or where it is typed, where there are several
-    role: Literal["serve", "before", "elsewhere"] = "serve"  # Whether ``--run`` starts it, needs it done, or leaves it
+    role: Literal["serve", "before", "elsewhere", "by hand"] = "serve"
+    """``--run`` starts it, needs it done first, or leaves it; the last has a blank that the user fills in."""
+    script: str = "deploy.sh"  # Which file of ``--out`` it stands in: one for each place and time
 
     @property
     def line(self) -> str:
@@ -362,6 +364,11 @@ class Engine(ABC):
     def _told(self, finding: Finding) -> str:
         remedy = f" ({finding.remedy})" if finding.remedy else ""
         return f"{finding.what}: {self.title} {finding.why}{remedy}"
+
+
+def machine_script(rank: int) -> str:
+    """The file with the command of one of several machines."""
+    return f"machine-{rank}.sh"
 
 
 def engine_named(name: str) -> Engine:

@@ -18,6 +18,7 @@ from forerun.deploy.engines.vllm import Vllm, parallel
 from forerun.deploy.launch import Asked, Command, Deployment
 
 _FILE, _KEY, _SECRET = "dynamo.yaml", "speculative-config", "hf-token-secret"
+_SCRIPT = "kubernetes.sh"
 _VLLM = {"1.6.1": "0.31.0"}  # The vLLM in each version's runtime image
 _LOCAL = ("--discovery-backend", "file")  # Neither etcd nor NATS is needed on one machine
 
@@ -44,9 +45,15 @@ class Dynamo(Vllm):
         token = Command(
             words=("kubectl", "create", "secret", "generic", _SECRET, "--from-literal=HF_TOKEN=YOUR_TOKEN"),
             where="for a gated model, once, on Kubernetes",
-            role="elsewhere",
+            role="by hand",
+            script=_SCRIPT,
         )
-        apply = Command(words=("kubectl", "apply", "-f", asked.path(_FILE)), where="on Kubernetes", role="elsewhere")
+        apply = Command(
+            words=("kubectl", "apply", "-f", asked.path(_FILE)),
+            where="on Kubernetes",
+            role="elsewhere",
+            script=_SCRIPT,
+        )
         files = {_FILE: yaml.dump_all(_manifests(asked, speculation), Dumper=_Plain, sort_keys=False, width=1000)}
         local = _on_this_machine(asked, speculation) if asked.nodes == 1 else ()
         return Deployment(commands=(*local, token, apply), files=files, schedule=schedule)

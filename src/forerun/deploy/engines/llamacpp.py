@@ -94,7 +94,7 @@ def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
     is_head = launch is not None and "llama.cpp" in engines_for(launch.head.config.kind).destinations
     words = conversion(folder, target=launch.target.name_or_path if launch is not None and is_head else None)
     where = "once, in llama.cpp's sources"
-    before.append(Command(words=("python", SCRIPT, *words), where=where, role="before"))
+    before.append(Command(words=("python", SCRIPT, *words), where=where, role="before", script="convert.sh"))
     return words[-1]
 
 

@@ -10,7 +10,7 @@ import json
 from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import NAMES_METHOD
-from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way
+from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way, machine_script
 from forerun.deploy.schedule import Stretch
 from forerun.errors import ArgumentError
 
@@ -83,7 +83,8 @@ class Vllm(Engine):
             headless = ["--headless"] if rank else []
             where = f"on machine {rank}"
             line = (*words, *own, *headless)
-            commands.append(Command(words=line, environment=environment, where=where, role="elsewhere"))
+            script = machine_script(rank)
+            commands.append(Command(words=line, environment=environment, where=where, role="elsewhere", script=script))
         return Deployment(commands=tuple(commands), schedule=schedule)
 
     def _plugged(self, asked: Asked, notes: list[str]) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:
