@@ -27,7 +27,7 @@ from forerun.checkpoints.engines import Launch, engines_for
 from forerun.demo import resolve
 from forerun.deploy.launch import ENGINES, Asked, engine_named
 from forerun.deploy.schedule import Forecast
-from forerun.deploy.sequences import options
+from forerun.deploy.sequences import Sequences, options
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import DraftCost
 from forerun.errors import ArgumentError
@@ -329,7 +329,6 @@ def test_drafters_made_of_drafters(forerun: Run) -> None:
     assert '"method": "draft_model"' in alone.out and "does not draft with ngram beside draft_model" in alone.err
     written = forerun("deploy", "trtllm", "m", *SUFFIX_AND_MTP)
     assert "sa_config" in written.out and "suffix automaton" in written.err
-    assert '"method": "ngram"' in forerun("deploy", "vllm", "m", "--drafter", "auto").out
     cascade = ("--drafter", "cascade", "--drafter-model", "o/small", "-k", "4")
     told = forerun("deploy", "sglang", "m", *cascade)
     assert "STANDALONE" in told.out and "--speculative-num-steps 4" in told.out
@@ -354,6 +353,36 @@ def test_what_only_copies_and_vllm_has_not_goes_there_as_a_plug_in(
     said = forerun("deploy", "vllm", "m", *copying)
     assert "pip install forerun" in said.err and "drafts with" not in said.err
     assert forerun("deploy", "trtllm", "m", "--drafter", "rest", "--drafter-option", "datastore=d").code == 2
+
+
+def test_auto_chooses_among_what_copies_inside_vllm(forerun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model or head among its drafters is worth more than a choice among copies; other engines take one drafter."""
+    for more in ((), ("--drafter-option", 'drafters=[{"method": "suffix", "max_spec_factor": 2.0}]')):
+        ran = forerun("deploy", "vllm", "m", "--drafter", "auto", *more, "--json")
+        (command,) = json.loads(ran.out)["commands"]
+        assert command["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+        monkeypatch.setenv("FORERUN_VLLM_CONFIG", command["environment"]["FORERUN_VLLM_CONFIG"])
+        given = options("FORERUN_VLLM_CONFIG")
+        assert given["method"] == "auto" and bool(given.get("drafters")) == bool(more)
+        made = Sequences({"num_speculative_tokens": 8, **given}, vocab_size=50, rows=2, slots=100, nodes=8)
+        assert {one.method for one in made.drafters} == {"ngram", "suffix", "prediction"}
+        assert json.loads(command["words"][-1])["num_speculative_tokens"] == 24
+    head = forerun(
+        "deploy",
+        "vllm",
+        "m",
+        "--drafter",
+        "auto",
+        "--drafter-option",
+        'drafters=[{"method": "eagle3", "model": "o/h"}]',
+    )
+    assert '"method": "eagle3"' in head.out and "does not draft with" in head.err and "FORERUN" not in head.out
+    assert "as long at every batch" not in forerun("deploy", "vllm", "m", "--drafter", "auto").err
+    for engine in ("vllm", "sglang", "dynamo"):
+        for named in ("auto", "ngram", "suffix"):
+            ran = forerun("deploy", engine, "m", "--drafter", named)
+            plugged = (engine, named) in (("vllm", "auto"), ("sglang", "suffix"))
+            assert ran.code == 0 and ("FORERUN" in ran.out) == plugged, (engine, named)
 
 
 def test_what_only_copies_and_sglang_has_not_goes_there_as_a_plug_in(

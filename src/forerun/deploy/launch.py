@@ -178,6 +178,7 @@ class Engine(ABC):
     apart: ClassVar[int | None] = None  # Most by which a draft model's vocabulary may differ in size; None: not known
     settled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
     variable: ClassVar[str] = ""  # What forerun's plug-in for this engine reads its options from; empty: there is none
+    routes: ClassVar[bool] = False  # Whether the plug-in chooses among drafters, too (`auto`)
 
     @abstractmethod
     def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
@@ -243,9 +244,10 @@ class Engine(ABC):
 
     def plugs_in(self, config: SpeculativeConfig) -> bool:
         """Whether this drafter goes into the engine as forerun's plug-in: it only copies, and the engine has none like
-        it."""
-        made_of = methods(config.named)
-        return bool(self.variable) and config.method not in self.ways and set(made_of) <= set(COPYING)
+        it. Of `auto`, what was named to choose from."""
+        method, *made_of = methods(config.named)
+        fits = "model" not in config.options and self.routes if method == AUTO else method in COPYING
+        return bool(self.variable) and method not in self.ways and fits and set(made_of) <= set(COPYING)
 
     def has(self, method: str, version: str) -> bool:
         """Whether this version drafts by that method."""

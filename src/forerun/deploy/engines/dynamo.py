@@ -28,6 +28,7 @@ class Dynamo(Vllm):
 
     title: ClassVar[str] = "Dynamo"
     versions: ClassVar[tuple[str, ...]] = tuple(_VLLM)
+    variable: ClassVar[str] = ""  # Its image has no forerun
 
     def has(self, method: str, version: str) -> bool:
         """Whether the vLLM inside drafts by that method."""

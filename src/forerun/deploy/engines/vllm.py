@@ -10,8 +10,10 @@ import json
 from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import NAMES_METHOD
+from forerun.deploy import COPYING
 from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way, machine_script
 from forerun.deploy.schedule import Stretch
+from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
 
 _NGRAM = {"prompt_lookup_max": "prompt_lookup_max", "prompt_lookup_min": "prompt_lookup_min"}
@@ -36,6 +38,7 @@ class Vllm(Engine):
     reads: ClassVar[str] = "vllm"
     apart: ClassVar[int | None] = 0
     variable: ClassVar[str] = VARIABLE
+    routes: ClassVar[bool] = True
     rules: ClassVar[dict[str, str]] = {"token_rejection": "standard", "block": "block"}
     ways: ClassVar[dict[str, Way]] = {
         "ngram": Way(name="ngram", options=_NGRAM, model=False),
@@ -91,9 +94,12 @@ class Vllm(Engine):
         """vLLM's ``speculative_config`` for forerun's own drafter in it, the schedule, and the environment."""
         config = asked.config
         assert config is not None
-        k = config.num_speculative_tokens or max(one.k for one in self.drafts(config))
-        schedule = self.schedule(asked, k, notes)
+        k = config.num_speculative_tokens or max(one.k for one in self.drafts(config) if one.method in COPYING)
+        routed = config.method == AUTO  # by a policy that decides how much, too
+        schedule = self.schedule(asked, k, notes) if asked.forecast is not None or not routed else ()
         options = config.named
+        if routed:
+            notes.append("which drafter, and how much, follows from what the steps take and what is accepted")
         if schedule:
             options[SCHEDULE] = [list(stretch) for stretch in schedule]
         notes.append(
