@@ -84,6 +84,36 @@ class TestAlgorithm:
         with pytest.raises(ArgumentError, match=words):
             algorithm.handle_server_args(self.arguments(**given))
 
+    @pytest.mark.parametrize(
+        ("config", "words"),
+        [
+            ('{"method": "eagle3"}', "eagle3 needs the target's states"),
+            (
+                '{"method": "merge", "drafters": ["suffix", {"method": "draft_model", "model": "x"}]}',
+                "draft_model needs",
+            ),
+            ('{"method": "nonsense"}', "nonsense"),
+            ('{"method": "ngram", "frobnicate": 1}', "no option 'frobnicate'"),
+            ('{"method": "merge", "drafters": ["suffix", {"method": "ngram", "min_hits": 0}]}', "min_hits"),
+            ('{"method": "rest"}', "needs datastore"),
+            ('{"method": "auto"}', "name a drafter that copies"),
+            ('{"method": "suffix", "adaptive": true}', "leave adaptive out"),
+            ('{"method": "suffix"', "is no JSON"),
+        ],
+    )
+    def test_a_configuration_that_nobody_drafts_by_is_refused_before_anything_is_loaded(
+        self, algorithm: ForerunAlgorithm, config: str, words: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(VARIABLE, config)
+        with pytest.raises(ArgumentError, match=words):
+            algorithm.handle_server_args(self.arguments())
+
+    def test_a_configuration_may_say_that_it_is_not_adaptive(
+        self, algorithm: ForerunAlgorithm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(VARIABLE, '{"method": "suffix", "adaptive": false}')
+        algorithm.handle_server_args(self.arguments())
+
     def test_chains_run_on_larger_pages(self, algorithm: ForerunAlgorithm) -> None:
         algorithm.handle_server_args(self.arguments(page_size=64, speculative_eagle_topk=1))
 

@@ -227,6 +227,8 @@ def test_the_best_path_has_the_largest_sum_of_survivals(seed: int) -> None:
         ({"method": "recycling"}, "states"),
         ({"method": "merge", "drafters": ["suffix", {"method": "draft_model", "model": "x"}]}, "draft_model"),
         ({"method": "ngram", "frobnicate": 1}, "frobnicate"),
+        ({"method": "merge", "drafters": ["suffix", {"method": "ngram", "frobnicate": 1}]}, "frobnicate"),
+        ({"method": "auto", "drafters": [{"method": "ngram", "frobnicate": 1}]}, "frobnicate"),
     ],
 )
 def test_a_drafter_that_needs_the_target_is_refused(config: dict[str, Any], words: str) -> None:

@@ -22,8 +22,9 @@ from forerun.core.step import Emitted, context_for
 from forerun.core.tree import TokenTree
 from forerun.deploy import COPYING, methods
 from forerun.deploy.known_rows import KnownRows, Recognised
-from forerun.drafters import AUTO, drafter_class
+from forerun.drafters import AUTO, checked_options, drafter_class
 from forerun.drafters.base import DrafterSetup, warn_drafter
+from forerun.drafters.combined.members import options_of
 from forerun.drafters.guarded import Guarded
 from forerun.drafters.lookup.base import LookupDrafter
 from forerun.drafters.lookup.compiled.batch import Longs
@@ -56,6 +57,18 @@ def options(variable: str) -> dict[str, Any]:
         remedy = f"{variable} is neither a JSON object nor a file that holds one"
         found = read_object(Path(text).expanduser(), remedy, ArgumentError)
     return {"method": "suffix", **found}
+
+
+def unvaried(variable: str, tokens: int) -> SpeculativeConfig:
+    """What an environment variable configures for an engine that scores `tokens` drafted ones for each request at every
+    step. ArgumentError: nobody can draft by it there."""
+    given = {"num_speculative_tokens": tokens, "adaptive": False, **options(variable)}
+    if given["method"] == AUTO or given["adaptive"] is not False:
+        raise ArgumentError(
+            f"{variable}: this engine scores as many tokens for each request at every step, so that nothing is "
+            f"adaptive; leave adaptive out, and name a drafter that copies instead of {AUTO}"
+        )
+    return checked(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,7 @@ class Sequences:
         Raises:
             ArgumentError: the drafter, or one that it is made of, is none of `COPYING` or ``auto``.
         """
-        parsed = _parsed(config)
+        parsed = checked(config)
         setup = DrafterSetup(target=cast("Target", Stranger(vocab_size)), tokenizer=tokenizer, rows=rows, slots=slots)
         self._policy: Policy | None = None
         if parsed.adaptive:
@@ -260,7 +273,9 @@ def _row(place: int, tokens: int) -> Row:
     )
 
 
-def _parsed(config: Config) -> SpeculativeConfig:
+def checked(config: Config) -> SpeculativeConfig:
+    """A plug-in's configuration. ArgumentError: no plug-in drafts by it, as `Sequences` says, or an option is unknown
+    or missing."""
     parsed = SpeculativeConfig.parse(config)
     if parsed is None:
         raise ArgumentError("no drafter is named; expected for example {'method': 'suffix'}")
@@ -273,5 +288,13 @@ def _parsed(config: Config) -> SpeculativeConfig:
                 f"{', '.join(COPYING)} and {AUTO}"
             )
     if parsed.method != AUTO and all(one.name != TOKENS for one in fields(drafter_class(parsed.method).Config)):
-        return replace(parsed, num_speculative_tokens=None)
+        parsed = replace(parsed, num_speculative_tokens=None)
+    for arm in arms_of(parsed):
+        _check_options(arm.method, arm.drafter_options)
     return parsed
+
+
+def _check_options(method: str, given: Mapping[str, Any]) -> None:
+    """ArgumentError: an option of the drafter, or of one that it is made of, is unknown, missing or out of range."""
+    for member in getattr(checked_options(method, given), "drafters", ()):
+        _check_options(*options_of("member", member))

@@ -13,7 +13,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from forerun.deploy.engines.sglang import ALGORITHM, PLUGGED_NODES, VARIABLE
-from forerun.deploy.sequences import options
+from forerun.deploy.sequences import unvaried
 from forerun.errors import ArgumentError
 
 ROWS = 48
@@ -45,7 +45,6 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     def handle_server_args(self, server_args: Any) -> None:
         """Fill in what was left open. ArgumentError: the server is set up so that drafts would be wrong, or a
         configuration that nobody can draft by."""
-        options(VARIABLE)
         server_args.max_running_requests = server_args.max_running_requests or ROWS
         server_args.enable_mixed_chunk = False
         nodes = server_args.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens or PLUGGED_NODES
@@ -53,6 +52,7 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
             raise ArgumentError(
                 f"--speculative-num-draft-tokens counts the root: {nodes} drafts nothing; give 2 or more"
             )
+        unvaried(VARIABLE, nodes - 1)
         width = server_args.speculative_eagle_topk = server_args.speculative_eagle_topk or PLUGGED_NODES
         server_args.speculative_num_steps = nodes - 1
         if width > 1 and (server_args.page_size or 1) > 1 and server_args.attention_backend != "flashinfer":

@@ -12,7 +12,7 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
 from forerun.core.tree import TokenTree
 from forerun.deploy.engines.sglang import ALGORITHM, VARIABLE
-from forerun.deploy.sequences import Sequences, options
+from forerun.deploy.sequences import Sequences, unvaried
 from forerun.errors import ArgumentError
 
 
@@ -31,7 +31,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         super().alloc_memory_pool(**keywords)
         model = self.model_runner.model_config
         self.sequences = Sequences(
-            {"num_speculative_tokens": self.draft_token_num - 1, **options(VARIABLE), "adaptive": False},
+            unvaried(VARIABLE, self.draft_token_num - 1),
             vocab_size=int(model.vocab_size),
             rows=int(self.max_batch_size),
             slots=int(model.context_len),
