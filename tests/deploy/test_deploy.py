@@ -625,6 +625,32 @@ def test_a_frontend_does_not_keep_the_worker_waiting_and_ends_with_it(
     raise AssertionError("the frontend still runs")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words", "said"),
+    [
+        (("vllm", *SMALL), "min_p or logit_bias", True),
+        (("vllm", "--drafter", "auto"), "min_p or logit_bias", True),
+        (("dynamo", *HEAD), "min_p or logit_bias", True),
+        (("vllm",), "min_p", False),
+        (("sglang", *HEAD), "ignores min_p while it speculates", True),
+        (("sglang", "--drafter", "suffix"), "on CPU, XPU and ROCm it answers with the likeliest", True),
+        (("sglang", "--drafter", "dspark", "--drafter-model", "o/h"), "min_p", False),
+        (("trtllm", *HEAD), "--rule token_rejection compares probabilities", True),
+        (("trtllm", *HEAD, "--rule", "token_rejection"), "compares probabilities", False),
+        (("trtllm", *HEAD), "refuses requests with penalties", True),
+        (("trtllm", "--drafter", "ngram"), "penalties", False),
+        (("llamacpp", *SMALL), "where it is the one that it samples itself", True),
+        (("llamacpp",), "samples itself", False),
+    ],
+)
+def test_what_becomes_of_sampled_requests_is_said(
+    forerun: Run, arguments: tuple[str, ...], words: str, said: bool
+) -> None:
+    engine, *more = arguments
+    ran = forerun("deploy", engine, "m", *more)
+    assert ran.code == 0 and (words in ran.err) == said, ran.err
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_way_of_every_engine(name: str) -> None:
     """Each method that an engine claims gives a command, and every method that forerun has is taken or refused."""

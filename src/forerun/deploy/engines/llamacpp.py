@@ -30,6 +30,10 @@ ONE_AT_A_TIME = (
     "four, 0.56 with one; `make test-llama`): -np 1 lets them wait; DFlash and DSpark heads lose nothing"
 )
 
+_MATCHES = (
+    "llama.cpp accepts a drafted token where it is the one that it samples itself, whatever the request's sampling"
+)
+
 
 class LlamaCpp(Engine):
     """``llama-server``."""
@@ -64,6 +68,7 @@ class LlamaCpp(Engine):
 
     def _speculation(self, asked: Asked, before: list[Command], notes: list[str]) -> list[str]:
         draft, way, first = self.chosen(asked, notes)
+        notes.append(_MATCHES)
         examined, k = self.read_drafter(asked, draft, notes)
         self.chain_only(asked, draft, k, notes)
         self.schedule(asked, k, notes, able=False)

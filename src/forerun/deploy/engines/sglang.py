@@ -24,6 +24,12 @@ ALGORITHM, VARIABLE = "FORERUN", "FORERUN_SGLANG_CONFIG"
 """forerun's own drafters there, and what they read their options from."""
 PLUGGED_NODES = 16
 """Tokens that they have scored for each request at every step, the root included, where nothing is said."""
+_VERIFIES = (
+    "SGLang ignores min_p while it speculates, and holds penalties as they were before a step for all its drafted "
+    "tokens; on CPU, XPU and ROCm it answers with the likeliest tokens whatever the temperature (on ROCm not with "
+    "--rule token_rejection or block)"
+)
+"""Of `eagle_sample` (``speculative/eagle_utils.py``), which these algorithms verify with; others have their own."""
 _TRIE = "SGLang copies from one trie of all requests' n-grams, whose depth is --speculative-ngram-max-trie-depth"
 
 
@@ -93,6 +99,7 @@ class SGLang(Engine):
             "it. It scores as many tokens for each request at every step, and verifies trees on pages of one token or "
             "with flashinfer; --speculative-eagle-topk 1 drafts chains"
         )
+        notes.append(_VERIFIES)
         words = ["--speculative-algorithm", ALGORITHM, "--speculative-num-draft-tokens", str(count)]
         words += [] if tree else ["--speculative-eagle-topk", "1"]
         return words, {VARIABLE: json.dumps(config.named)}
@@ -102,6 +109,7 @@ class SGLang(Engine):
         if way.name in ("DFLASH", "DSPARK") and asked.pp > 1:
             raise ArgumentError(f"SGLang runs {way.name} without pipeline parallelism only: leave --pp out, raise --tp")
         examined, k = self.read_drafter(asked, draft, notes)
+        notes += [_VERIFIES] if way.name in (*_LEVELS, "NGRAM") else []
         words = ["--speculative-algorithm", way.name]
         if draft.model is not None:
             words += ["--speculative-draft-model-path", draft.model]

@@ -60,6 +60,16 @@ class TensorRtLlm(Engine):
             raise ArgumentError("TensorRT-LLM drafts without pipeline parallelism only: leave --pp out, raise --tp")
         draft, way, first = self.chosen(asked, notes)
         self._check_rule(asked.config.rule, draft, way, first)
+        if asked.config.rule is None and way.name in _SAMPLES:
+            notes.append(
+                "TensorRT-LLM accepts a drafted token of a sampled request where it is the one that it samples itself; "
+                "--rule token_rejection compares probabilities instead"
+            )
+        if way.name in _SAMPLES:
+            notes.append(
+                "TensorRT-LLM refuses requests with penalties while it speculates, unless `enable_penalty: true` "
+                f"stands in {TRTLLM}"
+            )
         examined, k = self.read_drafter(asked, draft, notes)
         if way.name == "DSpark":
             _check_block(examined, k, notes)

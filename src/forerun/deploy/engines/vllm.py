@@ -26,6 +26,7 @@ PLUG_IN = "forerun.deploy.vllm.ForerunProposer"
 VARIABLE, SCHEDULE = "FORERUN_VLLM_CONFIG", "schedule"
 """What it reads its options from, and the option that is vLLM's table by batch size, which vLLM drops for plug-ins."""
 _MASKS = {"parallel_drafting": True}
+_REFUSES = "vLLM answers requests with min_p or logit_bias by an error while it speculates"
 _RUNNER_V1 = frozenset({"suffix", "pard", "tli", "peagle", "medusa"})
 """Need the older model runner, whose sampler knows no block verification and would do standard rejection instead."""
 
@@ -107,7 +108,7 @@ class Vllm(Engine):
             "its older model runner V1 and without asynchronous scheduling only; others measured that to cost 10 % of "
             "the speed of a 4 B model, 6 % at 9 B, 2 % at 27 B"
         )
-        notes.append("min_p and logit_bias are refused by vLLM where it speculates")
+        notes.append(_REFUSES)
         environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", VARIABLE: json.dumps(options)}
         return {"method": "custom_class", "model": PLUG_IN, "num_speculative_tokens": k}, schedule, environment
 
@@ -116,6 +117,7 @@ class Vllm(Engine):
         if asked.config is None:
             return None, ()
         draft, way, _ = self.chosen(asked, notes)
+        notes.append(_REFUSES)
         if asked.config.rule == "block" and draft.method in _RUNNER_V1:
             raise ArgumentError(
                 f"vLLM has the rule block in its model runner V2 only, and {draft.method} needs V1, which would pass "
