@@ -34,7 +34,7 @@ from forerun.errors import ArgumentError
 from forerun.plan import theory
 from forerun.plan.assumptions import DEVICES, Roofline, Size
 from forerun.plan.planner import Load
-from launch_lines import GOLDEN, HEAD, SMALL, SPREAD
+from launch_lines import GOLDEN, HEAD, MERGED, SMALL, SPREAD
 from training.ttt import dflash
 
 __all__ = ["forerun"]
@@ -250,9 +250,8 @@ def test_drafters_made_of_drafters(forerun: Run) -> None:
 def test_what_only_copies_and_vllm_has_not_goes_there_as_a_plug_in(
     forerun: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copying = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "ngram"]')
     costs = ("--text", "code", "--params", "8e9", "--device", "h100", "--max-batch", "256")
-    (command,) = json.loads(forerun("deploy", "vllm", "m", *copying, *costs, "--json").out)["commands"]
+    (command,) = json.loads(forerun("deploy", "vllm", "m", *MERGED, *costs, "--json").out)["commands"]
     assert command["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0" and "--no-async-scheduling" in command["words"]
     speculation = json.loads(command["words"][-1])
     assert speculation["method"] == "custom_class"
@@ -263,7 +262,7 @@ def test_what_only_copies_and_vllm_has_not_goes_there_as_a_plug_in(
     monkeypatch.setenv("FORERUN_VLLM_CONFIG", command["environment"]["FORERUN_VLLM_CONFIG"])
     given = options("FORERUN_VLLM_CONFIG")
     assert given["method"] == "merge" and given["schedule"][0][0] == 1 and given["schedule"][-1][1] == 256
-    said = forerun("deploy", "vllm", "m", *copying)
+    said = forerun("deploy", "vllm", "m", *MERGED)
     assert "pip install forerun" in said.err and "drafts with" not in said.err
     assert forerun("deploy", "trtllm", "m", "--drafter", "rest", "--drafter-option", "datastore=d").code == 2
 
@@ -298,6 +297,11 @@ def test_auto_chooses_among_what_copies_inside_vllm(forerun: Run, monkeypatch: p
             assert ran.code == 0 and ("FORERUN" in ran.out) == plugged, (engine, named)
 
 
+def test_the_documents_line_is_what_is_printed(forerun: Run) -> None:
+    page = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
+    assert f"```sh\n{forerun('deploy', 'vllm', 'MODEL', *MERGED).out}```" in page
+
+
 def test_what_only_copies_and_sglang_has_not_goes_there_as_a_plug_in(
     forerun: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,8 +331,7 @@ def test_what_only_copies_and_sglang_has_not_goes_there_as_a_plug_in(
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("rule", ["block", "typical", "nonsense"])
 def test_no_engine_has_a_rule_for_a_plug_in(forerun: Run, engine: str, rule: str) -> None:
-    copying = ("--drafter", "merge", "--drafter-option", 'drafters=["suffix", "ngram"]')
-    refused = forerun("deploy", engine, "m", *copying, "--rule", rule)
+    refused = forerun("deploy", engine, "m", *MERGED, "--rule", rule)
     assert refused.code == 2 and f"no counterpart of the rule '{rule}'" in refused.err
 
 
