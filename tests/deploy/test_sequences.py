@@ -246,6 +246,12 @@ def test_every_drafter_that_copies_can_be_asked_for() -> None:
             assert tree.size <= 3
 
 
+def by_chance(symbols: int, seed: int) -> Iterator[int]:
+    chance = random.Random(seed)
+    while True:
+        yield chance.randrange(symbols)
+
+
 class TestAdaptive:
     """How much is drafted follows from what the steps take, seen from outside."""
 
@@ -278,9 +284,16 @@ class TestAdaptive:
         assert drafted < 0.5
 
     def test_nothing_is_drafted_where_nothing_repeats_for_long(self) -> None:
-        chance = random.Random(1)
-        drafted, _ = self.late(3.0, iter(lambda: chance.randrange(4), None))
-        assert drafted < 0.5
+        for symbols in (16, 64):
+            drafted, _ = self.late(3.0, by_chance(symbols, 1))
+            assert drafted < 0.2
+
+    @pytest.mark.parametrize("node_ms", [1.0, 2.0, 3.0, 6.0])
+    def test_what_repeats_by_chance_costs_little(self, node_ms: float) -> None:
+        """One token in four is right: a node of 2.5 ms would repay itself."""
+        for seed in range(3):
+            drafted, accepted = self.late(node_ms, by_chance(4, seed))
+            assert 10 * (1 + accepted) / (10 + node_ms * drafted) > (1.05 if node_ms == 1.0 else 0.95)
 
     def test_auto_asks_all_that_copy(self) -> None:
         drafted, accepted = self.late(0.2, itertools.cycle(range(7)), {"method": "auto"})

@@ -25,8 +25,8 @@ except ImportError as error:
     ) from error
 
 MOST = 16
-"""Tokens that are drafted at most where the configuration does not say: on a CPU each further one costs a tenth of a
-pass."""
+"""Tokens that are drafted at most where the configuration does not say: on a CPU each further one costs a tenth to a
+third of a pass."""
 _UNKNOWN = 2**31 - 1
 """A vocabulary or context as large as any: llama-cpp-python cuts drafts at the end of its context itself."""
 

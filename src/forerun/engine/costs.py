@@ -8,12 +8,12 @@ level. The planner reads them, too; ``v(n) = T(n) / T(1)`` is what a pass costs 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from statistics import median
+from statistics import median, median_low
 from typing import Protocol
 
 from forerun.engine.policy.settings import SETTINGS
@@ -164,42 +164,75 @@ class Correction:
     """Factors for predictions: the machine's pace of late, common to all sizes, times what each size has of its own.
 
     The pace is quick, so a size that was not seen for long follows when the machine becomes slower; what a size has of
-    its own is slow, and leans on its family's (plain passes, whose size begins with 0, are one) while it was seen
-    seldom. A size that is new tells nothing of the pace: else one that is dearer than predicted would seem to say that
-    all have become so. Medians, so a garbage collection moves nothing.
+    its own is slow. Sizes that are new lean on their neighbours: a nominal cost whose slope is wrong is far off for
+    large passes and little for small ones. They tell nothing of the pace: else one that is dearer than predicted would
+    seem to say that all have become so. Medians, so a garbage collection moves nothing; and an accident among the first
+    figures is believed for a few steps only.
     """
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[tuple[int, int], float]] = deque(maxlen=SETTINGS.pace_window)
+        self._latest: deque[float] = deque(maxlen=SETTINGS.pace_window)  # The pace by each of the latest figures
         self._seen: dict[tuple[int, int], deque[tuple[int, float]]] = {}
         self._own: dict[tuple[int, int], float] = {}  # Median of the ratios kept of a size, the pace taken out
-        self._family = dict[bool, float]()  # Median of these by family
+        self._sizes = defaultdict[int, list[int]](list)  # By rows: plain, 0, and those not new; rising
+        self._tried = dict[int, tuple[int, int]]()  # By rows: the latest with nodes, and the count then
+        self._family = dict[bool, float]()  # Median of the own ones of plain passes, and of all others
         self._count = 0
         self._pace = 1.0
 
     def add(self, size: tuple[int, int], seen: float, predicted: float) -> None:
         """Take in one figure."""
         self._count += 1
-        ratio = max(seen, _LEAST_MS) / max(predicted, _LEAST_MS)
-        own, new = self._seen.setdefault(size, deque(maxlen=SETTINGS.window)), SETTINGS.new
-        if len(own) >= new or all(len(others) < new for others in self._seen.values()):
-            self._latest.append((size, ratio))
-            self._pace = median(ratio / self._own.get(size, 1.0) for size, ratio in self._latest)
-        own.append((self._count, ratio / self._pace))
-        while own[0][0] < self._count - SETTINGS.stale:
-            own.popleft()
-        self._own[size] = median(ratio for _, ratio in own)
-        family = size[0] > 0
-        self._family[family] = median(factor for other, factor in self._own.items() if (other[0] > 0) == family)
+        ratio, (nodes, rows) = max(seen, _LEAST_MS) / max(predicted, _LEAST_MS), size
+        figures, new = self._seen.setdefault(size, deque(maxlen=SETTINGS.window)), SETTINGS.new
+        if len(figures) >= new or all(len(others) < new for others in self._seen.values()):
+            self._latest.append(ratio / self._own.get(size, 1.0))
+            self._pace = median(self._latest)
+        figures.append((self._count, ratio / self._pace))
+        while figures[0][0] < self._count - SETTINGS.stale:
+            figures.popleft()
+        ratios = sorted(ratio for _, ratio in figures)
+        self._own[size] = median_low(ratios if len(ratios) > new else ratios[:-1] or ratios)  # Accidents take longer
+        if nodes:
+            self._tried[rows] = nodes, self._count
+        if nodes == 0 or len(figures) >= new:
+            if nodes not in self._sizes[rows]:
+                insort(self._sizes[rows], nodes)
+            same = [self._own[n, r] for r, sizes in self._sizes.items() for n in sizes if (n == 0) == (nodes == 0)]
+            self._family[nodes == 0] = median(same)
+
+    def forget(self, size: tuple[int, int]) -> None:
+        """Nothing that was seen of this size counts any more."""
+        if self._seen.pop(size, None):
+            del self._own[size]
+            self._sizes[size[1]] = [nodes for nodes in self._sizes[size[1]] if nodes != size[0]]
 
     def known(self, size: tuple[int, int]) -> int:
         """Figures of this size that still count."""
         return sum(count > self._count - SETTINGS.stale for count, _ in self._seen.get(size, ()))
 
     def factor(self, size: tuple[int, int]) -> float:
-        """To multiply a prediction with; a size that was never seen is as its family is."""
-        many, common = len(self._seen.get(size, ())), self._family.get(size[0] > 0, 1.0)
-        return self._pace * (many * self._own.get(size, 1.0) + common) / (many + 1)
+        """To multiply a prediction with."""
+        nodes, rows = size
+        many, around = len(self._seen.get(size, ())), self._around(nodes, rows)
+        if nodes and many < SETTINGS.new and any(self._sizes[rows]):
+            own = min(self._own.get(size, 1.0), SETTINGS.accident * around)
+            around = (many * own + around) / (many + 1)
+        return self._pace * around
+
+    def _around(self, nodes: int, rows: int) -> float:
+        """What a size has of its own, if it is not new; else by those of as many rows next to it, in proportion. Beyond
+        the largest of these passes go on as dear as that; where there is none, all rows tell."""
+        sizes = self._sizes[rows]
+        if not any(sizes[-1:]):  # Those that are new are all that there are
+            tried, count = self._tried.get(rows, (0, 0))
+            sizes = [*sizes, tried] if tried and count >= self._count - SETTINGS.doubted else sizes
+        if not sizes or (nodes > 0 and sizes[-1] == 0):  # Else a pass with nodes is to plain ones as predicted
+            return self._family.get(nodes == 0) or self._own.get((0, rows)) or self._family.get(True, 1.0)
+        place = min(bisect_left(sizes, nodes), len(sizes) - 1)
+        low, high = sizes[max(0, place - 1)], sizes[place]
+        share = (nodes - low) / (high - low) if low < nodes < high else 1.0
+        return (1 - share) * self._own[low, rows] + share * self._own[high, rows]
 
 
 class StepCosts:
@@ -248,6 +281,9 @@ class StepCosts:
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """A pass of this size over `rows` rows, and its verification, took this long."""
+        plain = _alike(0, rows)
+        if size and ms < SETTINGS.quicker * self._predicted(0, rows, context) * self._pass.factor(plain):
+            self._pass.forget(plain)  # Nodes make no pass quicker: the plain ones ran into something
         self._pass.add(_alike(size, rows), ms, self._predicted(size, rows, context))
 
     def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:

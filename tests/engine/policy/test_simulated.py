@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 
 import pytest
 
-from engine.policy.simulation import Passes, Spec, World, optimum, rate_at
+from engine.policy.simulation import Passes, Spec, Steps, World, optimum, rate_at
 from forerun.drafters.base import warn_drafter
-from forerun.engine.costs import DraftCost, PassShape
+from forerun.engine.costs import DraftCost, Nominal, PassShape
 
 
 def level(ms: float) -> DraftCost:
@@ -225,6 +228,52 @@ def test_what_steps_take_corrects_what_was_assumed() -> None:
     assert misled.rate(200) < 0.8 * rate
     assert corrected.rate(200) > 0.93 * rate
     assert abs(median(row[0] for row in corrected.depths[200:]) - best) <= 1
+
+
+MACHINES = {
+    "a node is a third of a pass": lambda nodes: 1 + 0.33 * (nodes - 1),
+    "a node is nothing": lambda nodes: 1 + 0.002 * (nodes - 1),
+    "the second node doubles it": lambda nodes: 1 if nodes == 1 else 2.5 + 0.02 * (nodes - 1),
+    "two to four nodes are one stair": lambda nodes: 1 + 0.5 * ((nodes + 2) // 4),
+}
+"""What a pass costs, in plain ones."""
+
+
+@dataclass
+class Machine:
+    """A machine that nobody has measured; some passes take long by accident."""
+
+    cost: Callable[[float], float]
+    slow: str = ""
+    """Which passes take ten times as long: the first ``plain`` ones, the first one with ``nodes``, or ``some``."""
+    chance: random.Random = field(default_factory=lambda: random.Random(1))
+    passes: int = 0
+    drafted: int = 0
+
+    def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
+        self.passes += 1
+        self.drafted += nodes > 1
+        first, seldom = nodes > 1 and self.drafted == 1, self.chance.random() < 0.02
+        slow = {"": False, "plain": self.passes <= 4, "nodes": first, "some": seldom}[self.slow]
+        return 30.0 * self.cost(nodes * rows) * (10 if slow else 1)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("slow", ["", "plain", "nodes", "some"])
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.9])
+def test_what_a_machine_really_costs_is_found_out(machine: str, slow: str, alpha: float) -> None:
+    """Nominal costs have the wrong slope and the wrong shape, and passes run into something else now and then."""
+    cost = MACHINES[machine]
+    copy = Spec(name="c", alpha=alpha, cost=DraftCost(fixed_ms=0.02, level_ms=0.0), copies=True, limit=16)
+    knowing = World(copy, passes=Machine(cost)).run(300)
+    finding = World(copy, passes=Machine(cost, slow), assumed=Nominal(), measure=True).run(300)
+
+    def rate(steps: Steps, start: int) -> float:
+        """Tokens by the time that passes take otherwise."""
+        return sum(steps.tokens[start:]) / sum(cost(1 + row[0]) for row in steps.depths[start:])
+
+    assert rate(finding, 100) > 0.9 * rate(knowing, 100)
+    assert rate(finding, 0) > 0.85 * rate(knowing, 0)
 
 
 class SteepPasses(Passes):

@@ -91,6 +91,11 @@ class PolicySettings:
     stale: int = 1024
     """Figures after which one no longer counts: plain steps, not seen for long, had kept the price of a slower hour."""
     new: int = 3  # Figures of a size before it has a say in the pace; first seen, it tells nothing of it
+    doubted: int = 16
+    """Figures of others after which the first few of passes with nodes are believed no more, so that these are tried
+    again: with 64 an accident in the first draft cost 7 % of the first 400 steps. Simulated."""
+    accident: float = 2.0  # Times its neighbours' correction that few figures of a size are believed. Simulated.
+    quicker: float = 0.7  # Share of a plain pass's time in which a pass with nodes cannot be: plain ones are seen anew.
     reading: int = 32
     """Tokens from which showing a drafter a row's text is reading it, and timed apart: booked as drafting, 45 ms a
     prompt kept heads from drafting at 16 rows (0.95 of plain decoding, then 1.09)."""
