@@ -319,13 +319,20 @@ class TestWorkloads:
         assert drawn(tasks, loads=1, warmup=2, count=14, seed=1).loads == [asked.loads[0]]
         assert drawn(tasks, loads=3, warmup=2, count=14, seed=2).loads != asked.loads
 
+    @pytest.mark.parametrize(("warmup", "left"), [(0, 44), (2, 42), (22, 22), (23, 44)])
+    def test_one_load_asks_all_that_the_warm_up_does_not(self, warmup: int, left: int) -> None:
+        tasks = read_workload(["demo"])
+        asked = drawn(tasks, loads=1, warmup=warmup)
+        (load,) = asked.loads
+        assert (len(asked.warmup), len(load)) == (warmup, left)
+        assert asked.apart == (warmup < 23) == all(task not in load for task in asked.warmup)
+
     def test_where_there_are_too_few_all_loads_ask_the_same(self) -> None:
         tasks = read_workload(["demo"])
         for count in (15, 43, 44, None):
             asked = drawn(tasks, loads=3, warmup=2, count=count)
             assert not asked.apart and asked.loads[0] == asked.loads[1] == asked.loads[2]
             assert len(asked.warmup) == 2 and len(asked.loads[0]) == (count or len(tasks))
-            assert drawn(tasks, loads=1, warmup=2).apart is False and drawn(tasks, loads=1, warmup=0).apart
             assert sum(task in asked.loads[0] for task in asked.warmup) == 2 - min(2, len(tasks) - len(asked.loads[0]))
 
     def test_answers_of_a_file_are_left_to_the_server(self, tmp_path: Path) -> None:
@@ -405,7 +412,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("words", "said_"),
         [
-            ((), "the warm-up asks 2 of the load's 4 tasks"),
+            ((), ""),
+            (("--warmup", 3), "the warm-up asks 3 of the load's 4 tasks"),
             (("--num-prompts", 4), "the warm-up asks 2 of the load's 4 tasks"),
             (("--num-prompts", 3), "the warm-up asks 1 of the load's 3 tasks"),
             (("--num-prompts", 2), ""),
@@ -422,7 +430,7 @@ class TestCommand:
         told = capsys.readouterr().err
         asked = [body["messages"][0]["content"] for body in script.bodies]
         assert (len(set(asked)) < len(asked)) == bool(said_) == ("the warm-up asks" in told)
-        assert said_ in told and ("--num-prompts 2" in told) == bool(said_)
+        assert said_ in told and ("--num-prompts" in told) == bool(said_)
 
     def test_a_server_without_metrics_is_said_once(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = ("--num-prompts", 2, "--warmup", 0, "--concurrency", 1, 2)

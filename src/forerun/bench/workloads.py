@@ -60,10 +60,12 @@ class Drawn:
 
 def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None = None, seed: int = 0) -> Drawn:
     """`count` tasks for each load, drawn by `seed`, categories side by side as they come: others for each, and others
-    to warm up with, where there are enough. None: all tasks for each load, the first ones to warm up with.
-    ArgumentError: a count below 1."""
+    to warm up with, where there are enough. None: of one load all but those to warm up with, if these are half of them
+    at most; else all for each load, the first ones to warm up with. ArgumentError: a count below 1."""
     if count is not None and count < 1:
         raise ArgumentError(f"--num-prompts must be at least 1, got {count}")
+    if count is None and loads == 1 and 2 * warmup <= len(tasks):
+        count = len(tasks) - warmup
     if count is None or count >= len(tasks):
         return Drawn(warmup=tasks[:warmup], loads=[tasks] * loads, apart=loads == 1 and not warmup)
     order = random.Random(seed).sample(range(len(tasks)), len(tasks))

@@ -41,7 +41,8 @@ class WorkloadOptions:
     split: str = "test"
     """Split of a hub data set."""
     num_prompts: int | None = None
-    """Tasks to draw for each load, others for each where there are enough; all by default."""
+    """Tasks to draw for each load, others for each where there are enough; by default all, and of one load all that
+    the warm-up does not ask."""
     endpoint: Literal["auto", "chat", "completions"] = "auto"
     """Which API: chat for conversations and completions for plain text, unless one is named."""
     extra_body: str | None = None
