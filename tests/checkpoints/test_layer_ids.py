@@ -15,7 +15,6 @@ from torch import Tensor
 from checkpoints.samples import PLAIN, TARGET, sample
 from forerun.checkpoints import HeadCheckpoint, differences, format_named, format_of, read_head, write_head
 from forerun.checkpoints.engines import diagnose_files, worst
-from forerun.checkpoints.flat import DEEPSPEC
 from forerun.checkpoints.formats import parse, read_files
 from forerun.drafters.heads.catalogue import known_heads
 from forerun.engine.config import method_of
@@ -23,6 +22,8 @@ from forerun.errors import CheckpointError
 
 IDS, THEIRS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 FIVE = dataclasses.replace(PLAIN, boundaries=(2, 4, 5, 7, 9), qk_norm=True, own_embedding=True)
+
+DEEPSPEC = "Qwen3Eagle3Model"  # DeepSpec's name of a Qwen3 layer
 
 
 def deepspec(**changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -76,7 +76,7 @@ class Server:
         self.model, self.metrics_named = model, metrics_url is not None
         self.metrics_url = f"{self.url}/metrics" if metrics_url is None else _address(metrics_url, "--metrics-url")
         self.without_metrics = ""
-        """Why there are none at `metrics_url`, seen when the server was opened; empty where there are."""
+        """Why there were none at `metrics_url` when it was last asked; empty where there were."""
         self.engine = ""
         """Who made the model list: vllm, sglang, llamacpp, forerun, ...; empty before the server was opened."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -223,7 +223,7 @@ class _Heard:
                 delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or choice.get("text")
             )
             if said:
-                self.texts.append("" + said)
+                self.texts.append("" + said)  # A TypeError where it is no text
                 self.times.append(time.perf_counter() - self.started)
 
     @property

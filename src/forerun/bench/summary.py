@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,8 +63,8 @@ def objectives(words: Sequence[str]) -> dict[str, float]:
         try:
             found[name] = float(limit)
         except ValueError:
-            found[name] = 0.0
-        if not 0 < found[name] < float("inf"):
+            found[name] = math.nan
+        if not 0 < found[name] < math.inf:
             raise ArgumentError(f"--goodput {word!r}: expected milliseconds above 0 behind the colon")
     return found
 

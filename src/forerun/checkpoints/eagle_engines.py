@@ -37,6 +37,7 @@ from forerun.checkpoints.engines import (
 from forerun.checkpoints.flat import FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
 from forerun.checkpoints.gguf import COUNTING, started_with
 from forerun.checkpoints.keys import NESTED
+from forerun.checkpoints.keys import architectures as names_of
 from forerun.checkpoints.speculators import KIND, LAYERS
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.drafters.heads.latent import LatentConfig
@@ -454,8 +455,7 @@ def vllm_name(architecture: str, generation: int) -> str:
 
 
 def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
-    config = stored.config
-    architectures = config.get("architectures") or []
+    config, architectures = stored.config, names_of(stored.config)
     latent = head.config.latent is not None
     known = LATENT if latent else LLAMA if head.config.generation == 3 else FIRST_GENERATION
     if known not in architectures and not head.config.qk_norm:

@@ -27,7 +27,6 @@ LATENT, KIMI = "Eagle3DeepseekV2ForCausalLM", "kimi_k2"
 """Architecture and ``model_type`` of heads with latent attention. vLLM would take ``deepseek_v3`` for MTP layers."""
 OTHER_KINDS = re.compile(r"PEagle|DFlash|DSpark|Medusa|Gemma4Eagle3", re.IGNORECASE)
 """Heads that are no EAGLE head as we know it, by their architecture."""
-DEEPSPEC = "Qwen3Eagle3Model"  # DeepSpec's name of `QWEN3`
 INNER = f"{NESTED}.{eagle.IDS}"
 SEMANTICS = "eagle_aux_layer_semantics"  # vLLM's: whether the ids at the top count as SGLang's
 TARGET_LAYERS = "num_target_layers"

@@ -48,7 +48,7 @@ class PardModel:
         config = read_object(directory / CONFIG, "expected a model's configuration", CheckpointError)
         names = [name.lower() for name in architectures(config)]
         whole = any(name.endswith("forcausallm") and "eagle" not in name for name in names)
-        Keys(config).integer("vocab_size", 0)
+        Keys(config).integer("vocab_size", 0)  # A CheckpointError where it is none
         # P-EAGLE heads may have the key, too.
         return cls(directory=directory, config=config) if KEY in config and whole and HEAD_KEY not in config else None
 

@@ -21,7 +21,7 @@ from forerun.errors import ArgumentError
 from forerun.writing import written
 
 if TYPE_CHECKING:
-    from forerun.deploy.launch import Deployment
+    from forerun.deploy.launch import Command, Deployment
     from forerun.deploy.schedule import Forecast
 
 
@@ -137,22 +137,22 @@ def _forecast(asked: Forecasting, speculation: SpeculationOptions, tp: int, note
 
 
 def _lines(made: Deployment) -> list[str]:
-    several = len(made.commands) > 1
-    return [
-        line
-        for command in made.commands
-        for line in ([f"# {command.where}"] if several and command.where else []) + [command.line]
-    ]
+    return [line for command in made.commands for line in (*_heading(made, command), command.line)]
+
+
+def _heading(made: Deployment, command: Command) -> list[str]:
+    """Where a command is typed, a comment, if there are several."""
+    return [f"# {command.where}"] if len(made.commands) > 1 and command.where else []
 
 
 def _scripts(made: Deployment) -> dict[str, str]:
     """A script for each machine or occasion, none of which waits for what never ends: of several servers all but the
     last run in the background, and end with it. What the user has to fill in is a comment."""
-    several, found = len(made.commands) > 1, dict[str, list[str]]()
+    found = dict[str, list[str]]()
     last = [command for command in made.commands if command.role == "serve"][-1:]
     for command in made.commands:
         lines = found.setdefault(command.script, [])
-        lines += [f"# {command.where}"] if several and command.where else []
+        lines += _heading(made, command)
         if command.role == "by hand":
             lines.append(f"# {command.line}")
         elif command.role == "serve" and command not in last:

@@ -51,7 +51,7 @@ class InLlamaCpp(Installed):
         if way is None or drafting.kind == "ngram":
             have = ", ".join(kind for kind in LlamaCpp.ways if kind != "ngram")
             raise ArgumentError(f"llama.cpp does not draft with a {drafting.kind} head; it does with {have}")
-        refuse_apart(drafting, self.title, LlamaCpp())
+        refuse_apart(drafting, LlamaCpp())
         if sources is None or not (sources / SCRIPT).is_file():
             raise ArgumentError(
                 f"{sources or 'nothing'} is no directory of llama.cpp's sources with its {SCRIPT}; name it: "

@@ -45,7 +45,7 @@ class InVllm(Installed):
         such layers in the target's own checkpoint."""
         super().__init__(drafting, vllm_version(python))
         self.python, engine = python, Vllm()
-        refuse_apart(drafting, self.title, engine)
+        refuse_apart(drafting, engine)
         known, self.notes = version_of(engine, self.version, force=True)
         asked = Asked(model=drafting.target, config=drafting.config, version=known, force=True)
         self.speculation, _ = engine.speculation(asked, list[str]())

@@ -149,6 +149,12 @@ class Command:
     """``--run`` starts it, needs it done first, or leaves it; the last has a blank that the user fills in."""
     script: str = "deploy.sh"  # Which file of ``--out`` it stands in: one for each place and time
 
+    @classmethod
+    def on_machine(cls, rank: int, words: Sequence[str], environment: Mapping[str, str]) -> Command:
+        """One of several machines' command, in a script of its own."""
+        where, script = f"on machine {rank}", f"machine-{rank}.sh"
+        return cls(words=tuple(words), environment=environment, where=where, role="elsewhere", script=script)
+
     @property
     def line(self) -> str:
         """For a shell."""
@@ -366,11 +372,6 @@ class Engine(ABC):
     def _told(self, finding: Finding) -> str:
         remedy = f" ({finding.remedy})" if finding.remedy else ""
         return f"{finding.what}: {self.title} {finding.why}{remedy}"
-
-
-def machine_script(rank: int) -> str:
-    """The file with the command of one of several machines."""
-    return f"machine-{rank}.sh"
 
 
 def engine_named(name: str) -> Engine:

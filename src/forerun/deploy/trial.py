@@ -109,13 +109,13 @@ class Question:
     room: int  # Tokens of the longest text, with what may be drafted behind it
 
 
-def refuse_apart(drafting: Drafting, title: str, engine: Engine) -> None:
+def refuse_apart(drafting: Drafting, engine: Engine) -> None:
     """Raise ArgumentError for layers that lie apart from the target in whose checkpoint the engine reads them."""
     way = engine.ways.get(drafting.kind)
     if way is not None and not way.model and not same_place(drafting.head, drafting.target):
         raise ArgumentError(
-            f"{title} reads {drafting.kind} layers in the target's own checkpoint: forerun export {drafting.head} --to "
-            f"{engine.reads} --target {drafting.target} --output DIR, then name DIR as both"
+            f"{engine.title} reads {drafting.kind} layers in the target's own checkpoint: forerun export "
+            f"{drafting.head} --to {engine.reads} --target {drafting.target} --output DIR, then name DIR as both"
         )
 
 

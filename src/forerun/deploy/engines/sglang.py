@@ -10,7 +10,7 @@ import json
 from typing import ClassVar
 
 from forerun.checkpoints.eagle_engines import sglang_window
-from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Examined, Way, machine_script
+from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Examined, Way
 from forerun.deploy.schedule import Stretch
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.engine.config import SpeculativeConfig
@@ -75,16 +75,7 @@ class SGLang(Engine):
             command = Command(words=tuple(words), environment=environment)
             return Deployment(commands=(command,), files=files, schedule=schedule)
         words += ["--dist-init-addr", f"{asked.first_machine}:{_PORT}", "--nnodes", str(asked.nodes), "--node-rank"]
-        commands = [
-            Command(
-                words=(*words, str(rank)),
-                environment=environment,
-                where=f"on machine {rank}",
-                role="elsewhere",
-                script=machine_script(rank),
-            )
-            for rank in range(asked.nodes)
-        ]
+        commands = [Command.on_machine(rank, (*words, str(rank)), environment) for rank in range(asked.nodes)]
         return Deployment(commands=tuple(commands), files=files, schedule=schedule)
 
     def _plugged(self, asked: Asked, config: SpeculativeConfig, notes: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import NAMES_METHOD
 from forerun.deploy import COPYING
-from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way, machine_script
+from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way
 from forerun.deploy.schedule import Stretch
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
@@ -85,10 +85,7 @@ class Vllm(Engine):
         for rank in range(asked.nodes):
             own = ["--nnodes", str(asked.nodes), "--node-rank", str(rank), "--master-addr", asked.first_machine]
             headless = ["--headless"] if rank else []
-            where = f"on machine {rank}"
-            line = (*words, *own, *headless)
-            script = machine_script(rank)
-            commands.append(Command(words=line, environment=environment, where=where, role="elsewhere", script=script))
+            commands.append(Command.on_machine(rank, (*words, *own, *headless), environment))
         return Deployment(commands=tuple(commands), schedule=schedule)
 
     def _plugged(self, asked: Asked, notes: list[str]) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:

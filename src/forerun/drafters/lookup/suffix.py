@@ -131,9 +131,8 @@ class _Domain:
         depth, tokens, requests = config.max_tree_depth, config.max_cached_tokens, config.max_cached_requests
         self.store = OutputStore(depth=depth, tokens=tokens, requests=requests)
         self.counts = unseen()
-        self.stored = np.zeros(
-            (suffix_rows.GENERATIONS, suffix_rows.STORE_COLUMNS), np.int64
-        )  # The store, for compiled code
+        shape = suffix_rows.GENERATIONS, suffix_rows.STORE_COLUMNS
+        self.stored = np.zeros(shape, np.int64)  # The store, for compiled code
         self._point()
 
     def add(self, output: Ints) -> None:
