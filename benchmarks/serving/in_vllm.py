@@ -28,7 +28,7 @@ from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
 
 OWN, PLAIN = "vLLM's ngram", "vLLM, plain"
 GOAL = 1.2
-METHODS = ("suffix", "ngram")
+_WARMING = 4  # Texts at most, the shortest
 
 
 def main() -> int:
@@ -36,8 +36,10 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--texts", type=int, default=6, help="of a round; the longest of the shipped edits first")
     options.add_argument("--tokens", type=int, nargs="+", default=[5, 16], help="of a draft")
+    options.add_argument("--methods", nargs="+", default=["suffix", "ngram"], help="of forerun")
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--billions", type=float, default=0.4)
+    options.add_argument("--dtype", default="bfloat16", help="float32 where the processor computes no bfloat16")
     options.add_argument("--vllm", type=Path, default=scene.ROOT / ".venv-vllm/bin/python")
     options.add_argument("--work", type=Path, default=scene.ROOT / "build/serving")
     options.add_argument("--json", action="store_true")
@@ -81,14 +83,14 @@ def _measured(tokens: int, asked: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def _servers(target: Path, tokens: int, asked: argparse.Namespace) -> dict[str, Server]:
-    base = vllm_command(asked.vllm, str(target))
+    base = vllm_command(asked.vllm, str(target), asked.dtype)
     base += ["--max-model-len", str(scene.MAX_MODEL_LEN), "--max-num-seqs", "1", "--served-model-name", scene.NAME]
     base += ["--no-enable-prefix-caching"]
     length = {"num_speculative_tokens": tokens}
     lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, **length}
     arms: dict[str, list[str]] = {PLAIN: [], OWN: ["--speculative-config", json.dumps(lookup)]}
     plugged = {"method": "custom_class", "model": PLUG_IN, **length}
-    for method in METHODS:
+    for method in asked.methods:
         arms[f"forerun {method}"] = ["--no-async-scheduling", "--speculative-config", json.dumps(plugged)]
     made = {}
     for place, (name, more) in enumerate(arms.items()):
@@ -107,7 +109,7 @@ def _bodies(target: Path, count: int, rounds: int) -> list[list[dict[str, Any]]]
         ids = tokenizer.apply_chat_template(edit.messages, add_generation_prompt=True, return_dict=False)
         bodies.append({"model": scene.NAME, "prompt": list(ids), "max_tokens": 600, "temperature": 0})
     measured = bodies[:-1][: count * rounds]
-    return [bodies[len(measured) :], *(measured[turn::rounds] for turn in range(rounds))]
+    return [bodies[len(measured) :][-_WARMING:], *(measured[turn::rounds] for turn in range(rounds))]
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ from forerun.deploy.sequences import Sequences
 from forerun.drafters import DRAFTERS
 from forerun.errors import ArgumentError
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+PLAIN = {"follow_edits": False, "min_token_prob": 0.0}  # Then drafts are the same whatever was drafted before
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, **PLAIN}
 SLOTS = 400
 
 
@@ -87,13 +89,14 @@ class Engine:
 ALONE = [
     NGRAM,
     {**NGRAM, "match": "most_frequent", "max_branches": 3},  # a tree, whose best path is taken
+    {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False},
     {"method": "suffix", "max_cached_requests": 0, "adaptive": False},
     {"method": "first_of", "drafters": ["ngram", {"method": "suffix", "max_cached_requests": 0}], "adaptive": False},
 ]
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("config", ALONE, ids=["ngram", "branches", "suffix", "first of"])
+@pytest.mark.parametrize("config", ALONE, ids=["ngram", "branches", "following", "suffix", "first of"])
 def test_drafts_are_those_of_each_request_alone(config: dict[str, Any], seed: int) -> None:
     """As trees, and as chains, for which two of these have compiled code that sees to all rows at once."""
     engine = Engine(5, random.Random(seed))
@@ -105,7 +108,7 @@ def test_drafts_are_those_of_each_request_alone(config: dict[str, Any], seed: in
         found = zip(texts, most, treed(in_trees, texts, most), chained(in_chains, texts, most), strict=True)
         for text, limit, tree, chain in found:
             assert chain == list(tree.tokens[1:]) and len(chain) <= limit
-            if config["method"] == "ngram":  # The others choose by what they learned from the rest, too
+            if config.get("follow_edits") is False:  # The others go by what they learned before, too
                 (expected,) = treed(sequences(config, rows=1), [text], [limit])
                 assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
             drafted += len(chain)
@@ -116,7 +119,7 @@ def test_drafts_are_those_of_each_request_alone(config: dict[str, Any], seed: in
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-@pytest.mark.parametrize("failing", ["begin", "_read", "_draft", "_new_text"])
+@pytest.mark.parametrize("failing", ["begin", "_step", "_new_text"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_whatever_fails_costs_drafts_and_no_more(
     method: str, failing: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -291,9 +294,9 @@ class TestAdaptive:
     @pytest.mark.parametrize("node_ms", [1.0, 2.0, 3.0, 6.0])
     def test_what_repeats_by_chance_costs_little(self, node_ms: float) -> None:
         """One token in four is right: a node of 2.5 ms would repay itself."""
-        for seed in range(3):
-            drafted, accepted = self.late(node_ms, by_chance(4, seed))
-            assert 10 * (1 + accepted) / (10 + node_ms * drafted) > (1.05 if node_ms == 1.0 else 0.95)
+        found = [self.late(node_ms, by_chance(4, seed)) for seed in range(8)]
+        gains = [10 * (1 + accepted) / (10 + node_ms * drafted) for drafted, accepted in found]
+        assert fmean(gains) > (1.08 if node_ms == 1.0 else 0.93) and min(gains) > 0.85
 
     def test_auto_asks_all_that_copy(self) -> None:
         drafted, accepted = self.late(0.2, itertools.cycle(range(7)), {"method": "auto"})

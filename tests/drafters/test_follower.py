@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from drafters.test_ngram import context, paths
-from drafters.test_suffix import answered, drafter, fed, propose
+from drafters.test_suffix import answered, drafter, propose
 from forerun.core.acceptance import Evidence, by_match
+from forerun.drafters.base import Drafter
 from forerun.drafters.lookup.compiled import drafts
 from forerun.drafters.lookup.follower import Follower
-from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from forerun.types import Budget
 
 SOURCE = list(range(10, 60))
@@ -32,7 +34,7 @@ class Reader(Follower):
 
     def drafts(self, most: int) -> list[int]:
         made = drafts.Draft.of(most)
-        size, _ = self.draft(self.source, drafts.unseen(), 0.0, made)
+        size, _ = self.draft(self.source, drafts.unseen(), made)
         return made.first(size).tree(0).tokens[1:]
 
 
@@ -79,7 +81,7 @@ def test_a_guess_is_known_as_one() -> None:
 def evidences(made: Reader) -> list[Evidence]:
     """What is known of the first three tokens of a draft."""
     (nodes, confidence) = found = drafts.Draft.of(3)
-    size, _ = made.draft(made.source, drafts.unseen(), 0.0, found)
+    size, _ = made.draft(made.source, drafts.unseen(), found)
     keys = {drafts.evidence(place, matched, 1.0)[0]: by_match(source, matched).key
             for place, source in enumerate(drafts.SOURCES) for matched in range(50)}  # fmt: skip
     return [Evidence(keys[int(nodes[node, drafts.NODE_KEY])], float(confidence[node])) for node in range(1, size)]
@@ -149,36 +151,72 @@ def test_any_text_is_followed_without_leaving_the_source(seed: int, same: bool) 
         assert all(0 <= token < 5 for token in made.drafts(50))
 
 
-# --- as `suffix` uses it ----------------------------------------------------------------------------------------------
+def test_a_text_that_repeats_itself_is_followed_beyond_its_end() -> None:
+    text = np.array([9, 1, 2, 3, 1, 2, 3, 1, 2], np.int32)
+    made, found = Follower(), drafts.Draft.of(8)
+    made.start(6, 5)
+    size, _ = made.draft(text, drafts.unseen(), found, same=True)
+    assert found.first(size).tree(0).tokens[1:] == [3, 1, 2, 3, 1, 2, 3, 1]
+    size, _ = made.draft(text, drafts.unseen(), found)
+    assert found.first(size).tree(0).tokens[1:] == [3, 1, 2], "another text ends"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_copy_that_makes_replacements_beyond_its_end_reads_what_it_has_made(seed: int) -> None:
+    """Shorter and longer replacements, so that the place runs ahead of what is drafted, or behind it."""
+    rng, made = random.Random(seed), Follower()
+    text = [rng.randrange(4) for _ in range(6)]
+    for _ in range(300):
+        text.append(rng.choice(text[-5:]) if rng.random() < 0.8 else rng.randrange(4))
+        if made.place is None:
+            made.start(max(0, len(text) - rng.randrange(2, 9)), 1)
+        array = np.array(text, np.int32)
+        made.read(array, array, len(text) - 1, len(text), same=True)
+        found = drafts.Draft.of(40)
+        size, _ = made.draft(array, drafts.unseen(), found, same=True)
+        assert set(found.first(size).tree(0).tokens[1:]) <= {0, 1, 2, 3}
+
+
+# --- as `ngram` and `suffix` use it -----------------------------------------------------------------------------------
 
 OLD = [*range(1, 13), 50, *range(13, 18), 50, *range(18, 23)]
 ASKED = [*OLD, 90, 91]
 CHANGED = [*range(1, 13), 77]
+METHODS: dict[str, Any] = {
+    "suffix": lambda **options: drafter(**{"follow_edits": True, "max_spec_factor": 2.0, **options}),
+    "ngram": lambda **options: NgramDrafter(NgramConfig(num_speculative_tokens=24, **options), None),  # type: ignore[arg-type]
+}
+each_method = pytest.mark.parametrize("method", METHODS)
 
 
-def following(*output: int, **options: bool) -> tuple[SuffixDrafter, list[int]]:
-    """`suffix` after an answer, token by token, to a prompt with a text in it; and the whole text."""
-    made, tokens = fed(ASKED, **{"follow_edits": True, "max_spec_factor": 2.0, **options}), [*ASKED]
+def following(method: str, *output: int, **options: Any) -> tuple[Drafter, list[int]]:
+    """A drafter after an answer, token by token, to a prompt with a text in it; and the whole text."""
+    made, tokens = METHODS[method](**options), [*ASKED]
+    made.extend(context(ASKED, len(ASKED), prompt=len(ASKED)))
     for token in output:
         tokens.append(token)
+        propose(made, tokens[:-1])
         made.extend(context(tokens, 1, prompt=len(ASKED)))
     return made, tokens
 
 
-def edited(*output: int, **options: bool) -> list[list[int]]:
-    """What `suffix` drafts then."""
-    return paths(propose(*following(*output, **options)))
+def edited(method: str, *output: int, **options: Any) -> list[int]:
+    """The chain that it drafts then."""
+    tree = propose(*following(method, *output, **options))
+    return list(tree.tokens[1:])
 
 
-def test_suffix_goes_on_behind_what_the_text_has_never_held() -> None:
-    assert edited(*CHANGED, follow_edits=False) == []
-    assert edited(*CHANGED)[0][:4] == [13, 14, 15, 16]
+@each_method
+def test_a_text_is_followed_behind_what_it_has_never_held(method: str) -> None:
+    assert edited(method, *CHANGED, follow_edits=False) == []
+    assert edited(method, *CHANGED)[:4] == [13, 14, 15, 16]
 
 
-def test_suffix_makes_a_replacement_again() -> None:
+@each_method
+def test_a_replacement_is_made_again(method: str) -> None:
     output = [*CHANGED, 13, 14, 15, 16]
-    assert edited(*output)[0][:9] == [17, 77, 18, 19, 20, 21, 22, 90, 91]
-    assert edited(*output, follow_edits=False)[0][:2] == [17, 50]
+    assert edited(method, *output)[:9] == [17, 77, 18, 19, 20, 21, 22, 90, 91]
+    assert edited(method, *output, follow_edits=False)[:2] == [17, 50]
 
 
 def test_suffix_follows_a_past_answer_and_stops_at_its_end() -> None:
@@ -195,8 +233,9 @@ def test_suffix_follows_a_past_answer_and_stops_at_its_end() -> None:
     assert paths(propose(made, tokens)) == [[17, 77, 18, 19, 20, 21, 22]], "and not what the next answer began with"
 
 
-def test_a_row_that_shrinks_is_followed_anew() -> None:
-    made, tokens = following(*CHANGED)
+@each_method
+def test_a_row_that_shrinks_is_followed_anew(method: str) -> None:
+    made, tokens = following(method, *CHANGED)
     assert propose(made, tokens).size
     made.truncate([0], [len(ASKED) + 1])
     shorter = [*ASKED, 1, 88]
@@ -204,13 +243,31 @@ def test_a_row_that_shrinks_is_followed_anew() -> None:
     assert propose(made, shorter).size == 0
 
 
+@each_method
 @pytest.mark.parametrize(("nodes", "depth"), [(2, 9), (9, 2), (0, 5), (5, 0)])
-def test_the_budget_is_kept(nodes: int, depth: int) -> None:
-    assert propose(*following(*CHANGED), Budget(nodes=[nodes], depth=[depth])).size == min(nodes, depth)
+def test_the_budget_is_kept(method: str, nodes: int, depth: int) -> None:
+    assert propose(*following(method, *CHANGED), Budget(nodes=[nodes], depth=[depth])).size == min(nodes, depth)
+
+
+@each_method
+def test_a_loop_is_drafted_in_full(method: str) -> None:
+    made, tokens = following(method, *[1, 2, 3, 4, 5] * 6)
+    assert propose(made, tokens).tokens[1:] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("options", [{"prompt_lookup_max": 2}, {"match": "first"}, {"match": "most_frequent"}])
+def test_ngram_follows_from_its_longest_n_gram_on(options: dict[str, Any]) -> None:
+    assert edited("ngram", *CHANGED, **options)[:4] == [13, 14, 15, 16]
+
+
+def test_ngram_puts_the_better_of_a_tree_and_what_is_followed() -> None:
+    assert edited("ngram", *CHANGED, max_branches=3)[:4] == [13, 14, 15, 16]
+    tree = propose(*following("ngram", *range(1, 13), max_branches=3))
+    assert tree.tokens[1:5] == [50, 13, 14, 15]
 
 
 def test_what_has_become_improbable_is_not_drafted() -> None:
-    made, tokens = following(*CHANGED)
+    made, tokens = following("suffix", *CHANGED)
     before = propose(made, tokens).size
     for _ in range(40):  # What is guessed behind this change is never right
         propose(made, tokens)

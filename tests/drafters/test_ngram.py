@@ -137,7 +137,8 @@ def test_the_budget_is_kept(nodes: int, depth: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_history_of_growing_and_shrinking_drafts_what_a_fresh_search_finds(seed: int) -> None:
     rng = random.Random(seed)
-    made, text = drafter(num_speculative_tokens=6, prompt_lookup_max=3), list[int]()
+    plain = {"follow_edits": False, "min_token_prob": 0.0}
+    made, text = drafter(num_speculative_tokens=6, prompt_lookup_max=3, **plain), list[int]()
     for _ in range(60):
         if text and rng.random() < 0.3:
             keep = rng.randrange(len(text) + 1)
@@ -179,6 +180,22 @@ def test_confidence_follows_what_the_text_really_did() -> None:
     assert propose(made, text).confidence[1] > 0.85
 
 
+def test_what_has_become_improbable_is_not_drafted() -> None:
+    """One token has been followed by another one each time; what follows it is tried once more, and no further."""
+    sizes = []
+    for least in (0.0, 0.01, 0.1):
+        made, text = drafter(prompt_lookup_max=1, min_token_prob=least, follow_edits=False), [7, 1, 2, 3]
+        for token in range(20, 60):
+            text += [7, token]
+            made.extend(context(text[:-1], 1))
+            propose(made, text[:-1])
+            made.extend(context(text, 1))
+        text.append(7)
+        made.extend(context(text, 1))
+        sizes.append(propose(made, text).size)
+    assert sizes[0] == 8 > sizes[1] > sizes[2] == 1
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -187,6 +204,8 @@ def test_confidence_follows_what_the_text_really_did() -> None:
         {"prompt_lookup_max": 1, "prompt_lookup_min": 2},
         {"min_hits": 0},
         {"match": "latest"},
+        {"min_token_prob": 1.5},
+        {"min_token_prob": -0.1},
     ],
 )
 def test_senseless_options_are_refused(options: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
 from forerun.core.tree import TokenTree
+from forerun.drafters.base import Drafter
 from forerun.drafters.lookup.automaton import OutputStore
 from forerun.drafters.lookup.compiled.drafts import SEPARATOR
 from forerun.drafters.lookup.suffix import SuffixConfig, SuffixDrafter
@@ -30,7 +31,7 @@ def fed(tokens: Sequence[int], **options: Any) -> SuffixDrafter:
     return made
 
 
-def propose(made: SuffixDrafter, tokens: Sequence[int], budget: Budget = ROOMY) -> TokenTree:
+def propose(made: Drafter, tokens: Sequence[int], budget: Budget = ROOMY) -> TokenTree:
     (tree,) = made.propose(context(tokens, 0), budget)
     return tree
 

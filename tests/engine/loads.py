@@ -23,7 +23,7 @@ def eagle_head() -> EagleHead:
 def drafter(name: str, draft_checkpoint: Path) -> dict[str, Any]:
     """A `speculative_config` that drafts the same at every step."""
     options: dict[str, dict[str, Any]] = {
-        "ngram": {},
+        "ngram": {"follow_edits": False, "min_token_prob": 0.0},  # Else it goes by what it drafted before
         "draft_model": {"model": str(draft_checkpoint)},
         "eagle3": {"model": eagle_head()},
     }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup.compiled.batch import Longs
+from forerun.drafters.lookup.compiled.batch import END, ROW, START, WORK, Longs
 from forerun.drafters.lookup.compiled.drafts import NONE, Ints, compiled
 
 _BLOCK = 64  # Tokens that are compared before a difference is looked for: without branches, so several at a time
@@ -16,11 +16,9 @@ _BLOCK = 64  # Tokens that are compared before a difference is looked for: witho
 class Recognised(NamedTuple):
     """Of the B rows of a step: what is known of each stands in one of the places, and stays there."""
 
-    places: Longs  # (B,)
-    starts: Longs  # (B,) of its new tokens in `KnownRows.tokens`
-    ends: Longs  # (B,)
+    work: Longs  # (WORK, B): the place of each as its ROW, and where its new tokens are in `KnownRows.tokens`
     gone: list[int]  # Places of texts that no row goes on with; a new text may have one of them now
-    new: int  # Rows whose text begins now
+    new: list[int]  # Which of the B rows are texts that begin now
 
 
 class KnownRows:
@@ -29,32 +27,28 @@ class KnownRows:
 
     def __init__(self, rows: int) -> None:
         self._known = _Known(
-            np.zeros((rows, 1), np.int32), np.zeros(rows, np.int32), np.arange(rows), np.zeros(rows, np.int64)
+            np.zeros((rows, 1), np.int32), np.zeros(rows, np.int32), np.arange(rows), np.zeros((2, rows), np.int64)
         )
         self._running = 0  # Rows of the last step
         self.recognise(np.zeros((0, 1), np.int32), np.zeros(0, np.int32))  # Has it compiled
 
     @property
-    def width(self) -> int:
-        """Tokens that a place has room for."""
-        return int(self._known.held.shape[1])
-
-    @property
     def tokens(self) -> Ints:
-        """(R * `width`,) all texts."""
+        """(R * W,) all texts, W tokens of room for each."""
         return self._known.held.reshape(-1)
 
     def recognise(self, table: Ints, lengths: Ints) -> Recognised:
         """Take in the rows of a step: ``table[i, : lengths[i]]``. AssertionError: more rows than were said."""
         rows, known = len(lengths), self._known
         assert rows <= len(known.sizes), "more rows than the engine said"
-        found = np.empty((3, rows), np.int64)
-        gone, new = _recognise(known, self._running, table, lengths, found)
+        work = np.zeros((WORK, rows), np.int64)
+        gone, new = _recognise(tuple(known), self._running, table, lengths, work)
         if gone < 0:
-            self._known = known = self._widened(max(-gone, 2 * self.width))
-            gone, new = _recognise(known, self._running, table, lengths, found)
+            self._known = known = self._widened(max(-gone, 2 * known.held.shape[1]))
+            gone, new = _recognise(tuple(known), self._running, table, lengths, work)
         self._running = rows
-        return Recognised(found[0], found[1], found[2], known.gone[:gone].tolist() if gone else [], new)
+        lost, begun = known.changes
+        return Recognised(work, lost[:gone].tolist() if gone else [], begun[:new].tolist() if new else [])
 
     def clear(self) -> None:
         """Know nothing of any row."""
@@ -73,7 +67,7 @@ class _Known(NamedTuple):
     held: Ints  # (R, W) the text of each place, with room to grow
     sizes: Ints  # (R,) tokens of each; 0 of a free one
     order: Longs  # (R,) the places, those of the last step's rows first
-    gone: Longs  # (R,) room for places
+    changes: Longs  # (2, R) room for what is gone, places, and for what is new, rows
 
 
 @compiled
@@ -115,10 +109,11 @@ def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places:
 
 
 @compiled
-def _recognise(known: _Known, running: int, table: Ints, lengths: Ints, found: Longs) -> tuple[int, int]:
-    """Fill `found` (places, starts, ends) and what is gone; how many are gone, and how many rows are new. Where there
-    is no room for the longest row, nothing but its length, negative."""
-    held, sizes, order, places = known.held, known.sizes, known.order, found[0]
+def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: Longs) -> tuple[int, int]:
+    """Fill ROW, START and END of `work`, and what has changed; how many are gone, and how many rows are new. Where
+    there is no room for the longest row, nothing but its length, negative."""
+    known, places = _Known(*all_known), work[ROW]
+    held, sizes, order = known.held, known.sizes, known.order
     longest = 0
     for length in lengths:
         longest = max(longest, length)
@@ -127,15 +122,15 @@ def _recognise(known: _Known, running: int, table: Ints, lengths: Ints, found: L
     free, lost, new = _place_rows(known, running, table, lengths, places), 0, 0
     for place in order[:running]:
         if free[place]:
-            known.gone[lost], lost = place, lost + 1
+            known.changes[0, lost], lost = place, lost + 1
             sizes[place] = 0
     for row in range(len(lengths)):
         if places[row] == NONE:
-            places[row], new = np.argmax(free), new + 1
+            places[row], known.changes[1, new], new = np.argmax(free), row, new + 1
             free[places[row]] = False
         place, length = places[row], lengths[row]
         size, first = sizes[place], place * held.shape[1]
-        found[1, row], found[2, row] = first + size, first + length
+        work[START, row], work[END, row] = first + size, first + length
         held[place, size:length] = table[row, size:length]
         sizes[place], order[row] = length, place
     at = len(lengths)

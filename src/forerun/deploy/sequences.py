@@ -27,7 +27,7 @@ from forerun.drafters.base import DrafterSetup, warn_drafter
 from forerun.drafters.combined.members import options_of
 from forerun.drafters.guarded import Guarded
 from forerun.drafters.lookup.base import LookupDrafter
-from forerun.drafters.lookup.compiled.batch import Longs
+from forerun.drafters.lookup.compiled.batch import DEPTH, NODES, ROW, Longs
 from forerun.drafters.lookup.compiled.drafts import Ints
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.engine.costs import Nominal
@@ -151,12 +151,10 @@ class Sequences:
             return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
         try:
             found = self._recognised(table, lengths)
-            if found.new:
-                for place, start, end in zip(*map(np.ndarray.tolist, found[:3]), strict=True):
-                    if start == place * self._known.width:
-                        self._lookup.begin(place, _prompt(end - start))
-            self._lookup.read(found.places, self._known.tokens, found.starts, found.ends)
-            return self._lookup.chains(found.places, most)
+            for index in found.new:
+                self._lookup.begin(int(found.work[ROW, index]), _prompt(int(lengths[index])))
+            found.work[NODES] = found.work[DEPTH] = most
+            return self._lookup.chains(self._known.tokens, found.work)
         except BaseException as error:  # What was read of which row is not known now
             self._known.clear()
             self._rows.clear()
@@ -245,7 +243,7 @@ class Sequences:
 
     def _found(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
         """Each row, and how many of its tokens are new."""
-        rows, fresh, places = list[Row](), list[int](), self._recognised(table, lengths).places
+        rows, fresh, places = list[Row](), list[int](), self._recognised(table, lengths).work[ROW]
         for text, length, place in zip(table, lengths.tolist(), places.tolist(), strict=False):
             if place not in self._rows:
                 self._rows[place] = _row(place, length)

@@ -61,7 +61,7 @@ class ForerunProposer:
         nothing, because its prompt is not read yet."""
         rows, running = len(sampled_token_ids), sum(map(bool, sampled_token_ids))
         lengths = num_tokens_no_spec[:rows]
-        most = np.minimum(self.tokens_at(running), self.max_model_len - lengths, dtype=np.int64)
+        most = np.minimum(self.tokens_at(running), self.max_model_len - lengths)
         if running < rows:
             most[[not sampled for sampled in sampled_token_ids]] = 0
         return self.sequences.chains(token_ids_cpu, lengths, most)

@@ -29,7 +29,7 @@ class Entry:
 DRAFTERS: dict[str, Entry] = {
     "ngram": Entry(
         path="forerun.drafters.lookup.ngram:NgramDrafter",
-        summary="copies what followed the same words earlier in prompt or output (prompt lookup)",
+        summary="copies what followed the same words earlier in prompt or output, across edits (prompt lookup)",
         copies=True,
     ),
     "lookahead": Entry(

@@ -109,6 +109,13 @@ def check_least(method: str, config: object, **least: int) -> None:
             raise ArgumentError(f"{method}: {name} must be at least {value}, got {given}")
 
 
+def check_share(method: str, config: object, name: str) -> None:
+    """Raise ArgumentError where a configuration's option is not in 0..1."""
+    given = getattr(config, name)
+    if not 0 <= given <= 1:
+        raise ArgumentError(f"{method}: {name} must be in 0..1, got {given}")
+
+
 def check_choice(method: str, config: object, name: str, known: Sequence[str]) -> None:
     """Raise ArgumentError, naming the nearest, where a configuration's option is none of those that are known."""
     given = getattr(config, name)

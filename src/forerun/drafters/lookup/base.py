@@ -1,4 +1,4 @@
-"""What `ngram` and `suffix` share: one call of compiled code reads the texts of a batch of rows, another one drafts."""
+"""What `ngram` and `suffix` share: one call of compiled code reads the texts of a batch of rows, and drafts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,24 @@ from numpy.typing import NDArray
 
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain
-from forerun.drafters.lookup.compiled.batch import PROMPT, READ, ROOM, TEXT, Asked, Batch, Gained, Longs, address
-from forerun.drafters.lookup.compiled.drafts import NODE_COLUMNS, NODE_PARENT, Ints
+from forerun.drafters.lookup.compiled.batch import (
+    DEPTH,
+    END,
+    NODES,
+    PROMPT,
+    READ,
+    ROOM,
+    ROW,
+    START,
+    TEXT,
+    WORK,
+    Batch,
+    Longs,
+    address,
+    whereabouts,
+)
+from forerun.drafters.lookup.compiled.drafts import NODE_COLUMNS, NODE_PARENT, NONE, Draft, Ints
+from forerun.drafters.lookup.compiled.following import FOLLOWER, PLACE, REPLACEMENT_COLUMNS, REPLACEMENTS, Followers
 from forerun.types import Budget
 
 A = TypeVar("A", bound=NDArray[Any])
@@ -40,17 +56,23 @@ class Text:
 
 
 class LookupDrafter(Drafter, Generic[D]):
-    """Drafts by looking up the end of a row's text. An engine that has the texts of all rows in an array calls `read`
-    and `chains`; forerun's own has lists and scores trees, and calls it like any drafter."""
+    """Drafts by looking up the end of a row's text. An engine that has the texts of all rows in an array calls
+    `chains`; forerun's own has lists and scores trees, and calls it like any drafter."""
 
     def __init__(self, domains: PerDomain[D], setup: DrafterSetup | None, *, columns: int, nodes: int) -> None:
         """`columns` of the batch's rows; at most so many `nodes` of a draft."""
+        followers = Followers(
+            np.zeros((0, FOLLOWER), np.int32), np.zeros((0, REPLACEMENTS, REPLACEMENT_COLUMNS), np.int32)
+        )
         self.batch = Batch(
             rows=np.zeros((0, columns), np.int64),
             nodes=np.zeros((0, 1 + nodes, NODE_COLUMNS), np.int32),
             confidence=np.zeros((0, 1 + nodes)),
+            followers=followers,
+            spare=Draft.of(nodes),
+            vocabulary=setup.target.vocab_size if setup is not None else 2**31 - 1,
         )
-        self._vocabulary = setup.target.vocab_size if setup is not None else 2**31 - 1
+        self._where = whereabouts(self.batch)
         self._domains = domains
         self._texts: dict[int, Text] = {}  # By row, as are the domains; the batch has addresses of both
         self._domain: dict[int, D] = {}
@@ -65,12 +87,8 @@ class LookupDrafter(Drafter, Generic[D]):
         """Write the further columns of a row whose text is empty."""
         raise NotImplementedError
 
-    def _read(self, which: Longs, gained: Gained) -> int:
-        """Read for the rows `which` up to the first without room; how many."""
-        raise NotImplementedError
-
-    def _draft(self, which: Longs, asked: Asked) -> None:
-        """Leave a draft for each of the rows `which` in the batch."""
+    def _step(self, where: Longs, tokens: Ints, work: Longs, chains: Ints) -> int:
+        """Compiled, as `grams.step`."""
         raise NotImplementedError
 
     # --- rows in arrays -----------------------------------------------------------------------------------------------
@@ -82,23 +100,18 @@ class LookupDrafter(Drafter, Generic[D]):
         self._domain[row] = self._domains.of(salt)
         self._restart(row, prompt)
 
-    def read(self, which: Longs, tokens: Ints, starts: Longs, ends: Longs) -> None:
-        """The texts of the rows `which`, (B,), go on with ``tokens[starts[i] : ends[i]]``."""
-        done = self._read(which, Gained(tokens, starts, ends))
-        while done < len(which):
-            row = int(which[done])
-            self._texts[row].make_room(int(self.batch.rows[row, READ] + ends[done] - starts[done]))
-            self._locate(row)
-            done += self._read(which[done:], Gained(tokens, starts[done:], ends[done:]))
+    def chains(self, tokens: Ints, work: Longs) -> list[list[int]]:
+        """Texts go on with some of these tokens, and are drafted for: `work`, (WORK, B), says of each of B rows what it
+        reads and how much is drafted. At most so many tokens for each."""
+        return [chain[1 : chain[0]] for chain in self._chains(tokens, work)]
 
-    def chains(self, which: Longs, most: Longs) -> list[list[int]]:
-        """At most so many tokens for each of the rows."""
-        return [chain[1 : chain[0]] for chain in self._drafts(which, most, most)]
-
-    def _drafts(self, which: Longs, nodes: Longs, depths: Longs) -> list[list[int]]:
+    def _chains(self, tokens: Ints, work: Longs) -> list[list[int]]:
         """Of each row's draft, which is left in the batch, how many nodes it has, and the tokens of these."""
-        chains = np.empty((len(which), self.batch.nodes.shape[1]), np.int32)
-        self._draft(which, Asked(nodes, depths, chains, self._vocabulary))
+        chains = np.empty((work.shape[1], self.batch.nodes.shape[1]), np.int32)
+        while (done := self._step(self._where, tokens, work, chains)) < work.shape[1]:
+            row = int(work[ROW, done])
+            self._texts[row].make_room(int(self.batch.rows[row, READ] + work[END, done] - work[START, done]))
+            self._locate(row)
         return chains.tolist()
 
     def clear(self) -> None:
@@ -108,16 +121,29 @@ class LookupDrafter(Drafter, Generic[D]):
         self._domain.clear()
 
     def _make_rows(self, count: int) -> None:
-        rows, nodes, confidence = self.batch
-        self.batch = Batch(with_rows(rows, count), with_rows(nodes, count), with_rows(confidence, count))
+        batch = self.batch
+        self.batch = Batch(
+            rows=_with_rows(batch.rows, count),
+            nodes=_with_rows(batch.nodes, count),
+            confidence=_with_rows(batch.confidence, count),
+            followers=Followers(*(_with_rows(array, count) for array in batch.followers)),
+            spare=batch.spare,
+            vocabulary=batch.vocabulary,
+        )
+        self._where = whereabouts(self.batch)
 
     def _restart(self, row: int, prompt: int) -> None:
         text = self._new_text(prompt)
         self.batch.rows[row] = 0
         self.batch.rows[row, PROMPT] = prompt
+        self._follow_nothing(row)
         self._texts[row] = text
         self._locate(row)
         self._point(row, self._domain[row])
+
+    def _follow_nothing(self, row: int) -> None:
+        place = self.batch.followers.places[row]
+        place[:], place[PLACE] = 0, NONE
 
     def _locate(self, row: int) -> None:
         text = self._texts[row]
@@ -128,14 +154,13 @@ class LookupDrafter(Drafter, Generic[D]):
         rare."""
         kept = self._texts[row].tokens[:length]
         self._restart(row, int(self.batch.rows[row, PROMPT]))
-        self.read(np.array([row]), kept, np.array([0]), np.array([length]))
+        self._chains(kept, np.array([[row], [0], [length], [0], [0]]))
 
     def _compile(self) -> None:
         """Have everything compiled, or read from disk, before a request waits for it."""
-        which, text, most = np.array([0]), np.zeros(100, np.int32), np.array([1])  # which outgrows its first array
+        text = np.zeros(100, np.int32)  # which outgrows its first array
         self.begin(0, 1)
-        self.read(which, text, 0 * which, which + len(text))
-        self.chains(which, most)
+        self.chains(text, np.array([[0], [0], [len(text)], [1], [1]]))
         self.clear()
 
     # --- as a drafter -------------------------------------------------------------------------------------------------
@@ -148,13 +173,11 @@ class LookupDrafter(Drafter, Generic[D]):
             if read > len(tokens) - fresh:
                 self._shrink(row, len(tokens) - fresh)
         self.batch.rows[which, PROMPT] = context.prompt_lengths
-        self._take(which, context.tokens)
+        self._advance(which, context.tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         which = self._begun(context)
-        if self._sizes(which) != [len(tokens) for tokens in context.tokens]:
-            self._take(which, context.tokens)
-        found = self._drafts(which, np.array(budget.nodes, np.int64), np.array(budget.depth, np.int64))
+        found = self._advance(which, context.tokens, budget)
         parents, likely = self.batch.nodes[which, :, NODE_PARENT].tolist(), self.batch.confidence[which].tolist()
         return [
             TokenTree.of(text[-1], draft[1 : draft[0]], above[1 : draft[0]], sure[1 : draft[0]])
@@ -172,11 +195,15 @@ class LookupDrafter(Drafter, Generic[D]):
         """Tokens of each text that were read."""
         return self.batch.rows[which, READ].tolist()  # type: ignore[no-any-return]
 
-    def _take(self, which: Longs, texts: Sequence[Sequence[int]]) -> None:
-        """Read what these texts have beyond what is known."""
+    def _advance(self, which: Longs, texts: Sequence[Sequence[int]], budget: Budget | None = None) -> list[list[int]]:
+        """Read what these texts have beyond what is known, and draft; as `_chains`."""
         new = [tokens[read:] for tokens, read in zip(texts, self._sizes(which), strict=True)]
-        bounds = np.array([0, *accumulate(map(len, new))], np.int64)
-        self.read(which, np.array([*chain.from_iterable(new)], np.int32), bounds[:-1], bounds[1:])
+        work = np.zeros((WORK, len(which)), np.int64)
+        work[ROW], work[END] = which, [*accumulate(map(len, new))]
+        work[START, 1:] = work[END, :-1]
+        if budget is not None:
+            work[NODES], work[DEPTH] = budget.nodes, budget.depth
+        return self._chains(np.array([*chain.from_iterable(new)], np.int32), work)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
@@ -194,7 +221,7 @@ class LookupDrafter(Drafter, Generic[D]):
         return sum(text.whole.nbytes for text in self._texts.values())
 
 
-def with_rows(array: A, count: int) -> A:
+def _with_rows(array: A, count: int) -> A:
     """A copy of the array that has so many rows, the new ones 0."""
     made = np.zeros((count, *array.shape[1:]), array.dtype)
     made[: len(array)] = array

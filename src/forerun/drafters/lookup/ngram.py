@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.core.sampling import Sampler
-from forerun.drafters.base import DrafterSetup, PerDomain, check_choice, check_least
+from forerun.drafters.base import DrafterSetup, PerDomain, check_choice, check_least, check_share
 from forerun.drafters.lookup.base import LookupDrafter, Text
 from forerun.drafters.lookup.compiled import grams
-from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, DRAFTED, READ, Asked, Gained, Longs, address
+from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, DRAFTED, READ, Longs, address
 from forerun.drafters.lookup.compiled.drafts import Floats, Ints, unseen
 from forerun.drafters.lookup.compiled.grams import Choice
 from forerun.errors import ArgumentError
@@ -35,6 +35,9 @@ class NgramConfig:
     """Where to copy from if an n-gram has several positions: ``last``, ``first`` (transformers), or ``most_frequent``:
     the continuation that its last 32 positions have most often, token after token."""
     min_hits: int = 1  # Earlier positions that an n-gram must have to be copied from
+    min_token_prob: float = 0.1  # Least probability of a path, in 0..1, as learned; 0 drafts whatever was found
+    follow_edits: bool = True
+    """From the longest n-gram on stay with the text that is copied, over changes, and make replacements again."""
 
     def __post_init__(self) -> None:
         check_least("ngram", self, num_speculative_tokens=1, prompt_lookup_min=1, max_branches=1, min_hits=1)
@@ -42,6 +45,7 @@ class NgramConfig:
         if high < low:
             raise ArgumentError(f"ngram: prompt_lookup_max ({high}) is below prompt_lookup_min ({low})")
         check_choice("ngram", self, "match", _MATCHES)
+        check_share("ngram", self, "min_token_prob")
 
 
 class NgramDrafter(LookupDrafter[Floats]):
@@ -54,13 +58,17 @@ class NgramDrafter(LookupDrafter[Floats]):
         branches, length = config.max_branches, config.num_speculative_tokens
         super().__init__(PerDomain(unseen), setup, columns=COLUMNS, nodes=branches * length)
         self.config = config
-        self._choice = Choice(
-            match=_MATCHES.index(config.match),
-            hits=config.min_hits,
-            branches=branches,
-            length=length,
-            shortest=config.prompt_lookup_min,
-            longest=config.prompt_lookup_max,
+        self._choice = tuple(
+            Choice(
+                match=_MATCHES.index(config.match),
+                hits=config.min_hits,
+                branches=branches,
+                length=length,
+                shortest=config.prompt_lookup_min,
+                longest=config.prompt_lookup_max,
+                least=float(config.min_token_prob),
+                follows=config.follow_edits,
+            )
         )
         self._compile()
 
@@ -75,12 +83,10 @@ class NgramDrafter(LookupDrafter[Floats]):
 
     def _shrink(self, row: int, length: int) -> None:
         self.batch.rows[row, READ], self.batch.rows[row, DRAFTED] = length, 0
+        self._follow_nothing(row)
 
-    def _read(self, which: Longs, gained: Gained) -> int:
-        return grams.read_rows(self.batch, which, gained)
-
-    def _draft(self, which: Longs, asked: Asked) -> None:
-        grams.draft_rows(self.batch, which, asked, self._choice)
+    def _step(self, where: Longs, tokens: Ints, work: Longs, chains: Ints) -> int:
+        return grams.step(where, self._choice, tokens, work, chains)
 
 
 class _Tokens(Text):

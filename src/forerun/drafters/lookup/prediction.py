@@ -79,7 +79,7 @@ class PredictionDrafter(Drafter):
             if row.follower.changed:
                 length = min(length, _FACTOR * row.follower.agreed)
             made = Draft.of(max(0, length))
-            drafted = made.first(row.follower.draft(row.places.text, row.counts, 0.0, made)[0])
+            drafted = made.first(row.follower.draft(row.places.text, row.counts, made)[0])
             row.drafted = drafted.nodes
             trees.append(drafted.tree(tokens[-1]))
         return trees

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.core.sampling import Sampler
-from forerun.drafters.base import DrafterSetup, PerDomain, check_least
+from forerun.drafters.base import DrafterSetup, PerDomain, check_least, check_share
 from forerun.drafters.lookup.automaton import OutputStore, SuffixAutomaton
-from forerun.drafters.lookup.base import LookupDrafter, with_rows
-from forerun.drafters.lookup.compiled import following, suffix_rows
-from forerun.drafters.lookup.compiled.batch import COUNTS, PROMPT, READ, Asked, Gained, Longs, address
-from forerun.drafters.lookup.compiled.drafts import NONE, Draft, Ints, unseen
-from forerun.drafters.lookup.compiled.suffix_rows import Followers, Options, Rows
+from forerun.drafters.lookup.base import LookupDrafter
+from forerun.drafters.lookup.compiled import suffix_rows
+from forerun.drafters.lookup.compiled.batch import COUNTS, PROMPT, READ, Longs, address
+from forerun.drafters.lookup.compiled.drafts import Ints, unseen
+from forerun.drafters.lookup.compiled.suffix_rows import Options
 from forerun.errors import ArgumentError
 from forerun.types import DraftKind
 
@@ -46,8 +46,7 @@ class SuffixConfig:
     def __post_init__(self) -> None:
         check_least("suffix", self, num_speculative_tokens=1, max_tree_depth=2, min_match=1, nodes=1)
         check_least("suffix", self, max_spec_factor=0, max_spec_offset=0)
-        if not 0 <= self.min_token_prob <= 1:
-            raise ArgumentError(f"suffix: min_token_prob must be in 0..1, got {self.min_token_prob}")
+        check_share("suffix", self, "min_token_prob")
         for name, least in (("max_cached_requests", 2), ("max_cached_tokens", 4)):
             given = getattr(self, name)
             if given < least and given != 0:
@@ -72,20 +71,17 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
         most = max(config.num_speculative_tokens, config.nodes or 0)
         super().__init__(domains, setup, columns=suffix_rows.COLUMNS, nodes=most)
         self.config = config
-        followers = Followers(
-            np.zeros((0, following.FOLLOWER), np.int32),
-            np.zeros((0, following.REPLACEMENTS, following.REPLACEMENT_COLUMNS), np.int32),
+        self._options = tuple(
+            Options(
+                length=config.num_speculative_tokens,
+                factor=float(config.max_spec_factor),
+                offset=float(config.max_spec_offset),
+                least=float(config.min_token_prob),
+                shortest=config.min_match,
+                nodes=config.nodes or 0,
+                follows=config.follow_edits,
+            )
         )
-        options = Options(
-            length=config.num_speculative_tokens,
-            factor=float(config.max_spec_factor),
-            offset=float(config.max_spec_offset),
-            least=float(config.min_token_prob),
-            shortest=config.min_match,
-            nodes=config.nodes or 0,
-            follows=config.follow_edits,
-        )
-        self._rows = Rows(self.batch, followers, options, Draft.of(most))
         self._compile()
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -94,26 +90,15 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
     def memory_bytes(self) -> int:
         return super().memory_bytes() + sum(domain.store.memory_bytes() for domain in self._domains.all())
 
-    def _make_rows(self, count: int) -> None:
-        super()._make_rows(count)
-        places, replacements = self._rows.followers
-        followers = Followers(with_rows(places, count), with_rows(replacements, count))
-        self._rows = self._rows._replace(batch=self.batch, followers=followers)
-
     def _new_text(self, tokens: int) -> SuffixAutomaton:
         return SuffixAutomaton(self.config.max_tree_depth, tokens)
 
     def _point(self, row: int, domain: _Domain) -> None:
         columns = self.batch.rows[row]
         columns[COUNTS], columns[suffix_rows.STORED] = address(domain.counts), address(domain.stored)
-        place = self._rows.followers.places[row]
-        place[:], place[following.PLACE] = 0, NONE
 
-    def _read(self, which: Longs, gained: Gained) -> int:
-        return suffix_rows.read(self._rows, which, gained)
-
-    def _draft(self, which: Longs, asked: Asked) -> None:
-        suffix_rows.draft(self._rows, which, asked)
+    def _step(self, where: Longs, tokens: Ints, work: Longs, chains: Ints) -> int:
+        return suffix_rows.step(where, self._options, tokens, work, chains)
 
     def _free(self, row: int) -> None:
         """The output enters the store of its domain."""

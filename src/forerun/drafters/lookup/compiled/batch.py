@@ -14,7 +14,17 @@ from numba.core import types
 from numba.core.extending import intrinsic
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup.compiled.drafts import KEYS, NODE_TOKEN, Draft, Floats, Ints, compiled, learn
+from forerun.drafters.lookup.compiled.drafts import (
+    KEYS,
+    NODE_COLUMNS,
+    NODE_TOKEN,
+    Draft,
+    Floats,
+    Ints,
+    compiled,
+    learn,
+)
+from forerun.drafters.lookup.compiled.following import FOLLOWER, REPLACEMENT_COLUMNS, REPLACEMENTS, Followers
 
 Longs = NDArray[np.int64]
 
@@ -28,34 +38,28 @@ DRAFTED = 5  # Nodes of its last draft, the root included, until the text goes o
 COLUMNS = 6
 
 
+# Rows of what is done for B rows of a batch, an array (WORK, B): each reads on, then drafts
+ROW = 0  # Which it is
+START, END = 1, 2  # What its text goes on with, of the tokens that are given
+NODES, DEPTH = 3, 4  # Most nodes of a draft, and tokens on a path of it; 0: none is made
+WORK = 5
+
+
 class Batch(NamedTuple):
     """All rows of a drafter."""
 
     rows: Longs  # (R, at least COLUMNS)
     nodes: Ints  # (R, N, NODE_COLUMNS), the last draft of each
     confidence: Floats  # (R, N)
-
-
-class Gained(NamedTuple):
-    """What the texts of some rows go on with, ``tokens[starts[i] : ends[i]]``."""
-
-    tokens: Ints
-    starts: Longs
-    ends: Longs
-
-
-class Asked(NamedTuple):
-    """Drafts that some rows are asked for."""
-
-    nodes: Longs  # Most of each
-    depths: Longs  # Most tokens on a path of each
-    chains: Ints  # (B, N) to be written: how many nodes a draft has, the root included, and the token of each other one
+    followers: Followers  # Where each row stands in the text that it copies with changes
+    spare: Draft  # Room for a draft that is compared with a better one
     vocabulary: int  # Drafts end before what is no token of it
 
 
+@compiled
 def address(array: NDArray[Any]) -> int:
     """Where an array's content begins."""
-    return int(array.__array_interface__["data"][0])
+    return int(array.ctypes.data)
 
 
 @intrinsic
@@ -70,28 +74,61 @@ def _pointer(context: Any, place: Any, kind: Any) -> Any:
 
 
 @compiled
-def ints_at(place: int, size: int) -> Ints:
+def ints_at(place: int, shape: Any) -> Ints:
     """The int32 array at an address."""
-    return numba.carray(_pointer(place, np.int32), size)  # type: ignore[no-any-return, call-arg]
+    return numba.carray(_pointer(place, np.int32), shape)  # type: ignore[no-any-return, call-arg]
 
 
 @compiled
-def longs_at(place: int, shape: tuple[int, ...]) -> Longs:
+def longs_at(place: int, shape: Any) -> Longs:
     """The int64 array at an address."""
     return numba.carray(_pointer(place, np.int64), shape)  # type: ignore[no-any-return, call-arg]
 
 
 @compiled
-def counts_at(place: int) -> Floats:
-    """The (KEYS, 2) float64 array at an address."""
-    return numba.carray(_pointer(place, np.float64), (KEYS, 2))  # type: ignore[no-any-return, call-arg]
+def floats_at(place: int, shape: Any) -> Floats:
+    """The float64 array at an address."""
+    return numba.carray(_pointer(place, np.float64), shape)  # type: ignore[no-any-return, call-arg]
+
+
+def whereabouts(batch: Batch) -> Longs:
+    """Where the arrays of a batch are, for `batch_at`: one array costs a call of compiled code less than ten."""
+    arrays: list[NDArray[Any]] = [batch.rows, batch.nodes, batch.confidence, *batch.followers, *batch.spare]
+    sizes = [*batch.rows.shape, batch.nodes.shape[1], batch.vocabulary]
+    return np.array([*sizes, *(address(array) for array in arrays)], np.int64)
+
+
+@compiled
+def batch_at(where: Longs) -> Batch:
+    """The batch whose `whereabouts` they are."""
+    rows, columns, nodes, vocabulary = where[:4]
+    return Batch(
+        longs_at(where[4], (rows, columns)),
+        ints_at(where[5], (rows, nodes, NODE_COLUMNS)),
+        floats_at(where[6], (rows, nodes)),
+        Followers(ints_at(where[7], (rows, FOLLOWER)), ints_at(where[8], (rows, REPLACEMENTS, REPLACEMENT_COLUMNS))),
+        Draft(ints_at(where[9], (nodes, NODE_COLUMNS)), floats_at(where[10], (nodes,))),
+        vocabulary,
+    )
+
+
+@compiled
+def text_of(batch: Batch, row: int) -> Ints:
+    """What was read of a row's text."""
+    return ints_at(batch.rows[row, TEXT], batch.rows[row, READ])
+
+
+@compiled
+def counts_of(batch: Batch, row: int) -> Floats:
+    """What is known of the drafts of a row's domain, (KEYS, 2)."""
+    return floats_at(batch.rows[row, COUNTS], (KEYS, 2))
 
 
 @compiled
 def learn_draft(batch: Batch, row: int, new: Ints) -> None:
     """Learn from the last draft of a row, of which `new` says how its text went on."""
     if batch.rows[row, DRAFTED] > 0:
-        learn(batch.nodes[row, : batch.rows[row, DRAFTED]], new, counts_at(batch.rows[row, COUNTS]))
+        learn(batch.nodes[row, : batch.rows[row, DRAFTED]], new, counts_of(batch, row))
         batch.rows[row, DRAFTED] = 0
 
 
@@ -103,27 +140,33 @@ def room_of(batch: Batch, row: int, nodes: int) -> Draft:
 
 
 @compiled
+def spare_of(batch: Batch, nodes: int) -> Draft:
+    """Room for another draft of so many nodes besides the root."""
+    return Draft(batch.spare.nodes[: 1 + nodes], batch.spare.confidence)
+
+
+@compiled
+def keep(made: Draft, spare: Draft, size: int) -> None:
+    """Copy the nodes of a draft that is the better one, `size` with the root."""
+    for node in range(1, size):
+        made.nodes[node] = spare.nodes[node]
+        made.confidence[node] = spare.confidence[node]
+
+
+@compiled
 def fits(batch: Batch, row: int, new: Ints) -> bool:
     """Whether a row has a text, with room for so many more tokens."""
     return bool(batch.rows[row, TEXT] != 0 and batch.rows[row, READ] + len(new) <= batch.rows[row, ROOM])
 
 
 @compiled
-def longest(batch: Batch, row: int, asked: Asked, index: int) -> int:
-    """Most tokens on a path for a row, the one at `index` of those that are asked; 0 where it has no text. Until a
-    draft is put there, none is written down."""
-    asked.chains[index, 0] = 1
-    return 0 if batch.rows[row, TEXT] == 0 else min(asked.nodes[index], asked.depths[index])
-
-
-@compiled
-def put_chain(batch: Batch, row: int, size: int, asked: Asked, index: int) -> None:
-    """The last draft of a row, the one at `index` of those that are asked, has so many nodes, the root included: note
-    it, and write down what is asked for."""
+def put_chain(batch: Batch, row: int, size: int, chain: Ints) -> None:
+    """The last draft of a row has so many nodes, the root included: note it, and write how many, and the token of each
+    other one, to `chain`."""
     for node in range(1, size):
         token = batch.nodes[row, node, NODE_TOKEN]
-        if not 0 <= token < asked.vocabulary:
+        if not 0 <= token < batch.vocabulary:
             size = node
             break
-        asked.chains[index, node] = token
-    batch.rows[row, DRAFTED] = asked.chains[index, 0] = size
+        chain[node] = token
+    batch.rows[row, DRAFTED] = chain[0] = size

@@ -52,6 +52,19 @@ class Following(NamedTuple):
     replacements: Ints  # (REPLACEMENTS, REPLACEMENT_COLUMNS)
 
 
+class Followers(NamedTuple):
+    """Those of the rows of a batch."""
+
+    places: Ints  # (R, FOLLOWER)
+    replacements: Ints  # (R, REPLACEMENTS, REPLACEMENT_COLUMNS)
+
+
+@compiled
+def follower_of(followers: Followers, row: int) -> Following:
+    """A row's; views."""
+    return Following(followers.places[row], followers.replacements[row])
+
+
 @compiled
 def start(place: Ints, at: int, matched: int) -> None:
     """The text goes on at this index of its source, before which so many tokens agree."""
@@ -63,6 +76,12 @@ def start(place: Ints, at: int, matched: int) -> None:
 def agreed(place: Ints) -> int:
     """How much speaks for the place: tokens that agreed, of late and since the last change."""
     return 0 if place[PLACE] == NONE else int(place[TRUST] + place[MATCHED])
+
+
+@compiled
+def settled(place: Ints) -> bool:
+    """Whether the last tokens agree, enough of them in a row."""
+    return bool(place[FOUND] and place[MATCHED] >= _AGREED)
 
 
 @compiled
@@ -156,8 +175,9 @@ def read(follower: Following, source: Ints, text: Ints, first: int, last: int, s
 
 
 @compiled
-def _ahead(follower: Following, source: Ints, found: Ints) -> int:
-    """Fill `found` with the tokens that come next; how many there are."""
+def _ahead(follower: Following, source: Ints, found: Ints, same: bool) -> int:
+    """Fill `found` with the tokens that come next; how many there are. A text that is its own source goes on with
+    them."""
     place, replacements = follower.place, follower.replacements
     at, size = place[PLACE], 0
     if at == NONE:
@@ -165,10 +185,11 @@ def _ahead(follower: Following, source: Ints, found: Ints) -> int:
     for due in range(place[DUE]):
         if size < len(found):
             found[size], size = place[FOLLOWER - place[DUE] + due], size + 1
-    while size < len(found) and at < len(source):
+    while size < len(found) and at < len(source) + (size if same else 0):
         again = _replacement(follower, source, at, len(source))
         if again == NONE:
-            found[size], size, at = source[at], size + 1, at + 1
+            token = source[at] if at < len(source) else found[at - len(source)]
+            found[size], size, at = token, size + 1, at + 1
         else:
             at += replacements[again, _OLD_SIZE]
             for offset in range(replacements[again, _NEW_SIZE]):
@@ -178,13 +199,15 @@ def _ahead(follower: Following, source: Ints, found: Ints) -> int:
 
 
 @compiled
-def draft(follower: Following, source: Ints, counts: Floats, least: float, made: Draft) -> tuple[int, float]:
+def draft(
+    follower: Following, source: Ints, counts: Floats, made: Draft, least: float, same: bool
+) -> tuple[int, float]:
     """Fill `made` with what comes next in the source, a chain, as far as it survives with a probability of at least
-    `least`: how many nodes, the root included, and the sum of their survival."""
+    `least`: how many nodes, the root included, and the sum of their survival. `same`: the text is its own source."""
     place, found = follower.place, np.empty(len(made.nodes) - 1, np.int32)
     kind = FOLLOWED if place[FOUND] else GUESSED
     survival, expected, size = 1.0, 0.0, 1
-    for offset in range(_ahead(follower, source, found)):
+    for offset in range(_ahead(follower, source, found, same)):
         if found[offset] == SEPARATOR or survival < least:
             break
         key, likely = likelihood(counts, kind, place[TRUST] + place[MATCHED] + offset, 1.0)

@@ -5,25 +5,30 @@ that it saves."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from forerun.drafters.lookup.compiled import following
 from forerun.drafters.lookup.compiled.batch import (
-    COUNTS,
+    DEPTH,
+    END,
+    NODES,
+    PROMPT,
     READ,
-    TEXT,
-    Asked,
+    ROW,
+    START,
     Batch,
-    Gained,
     Longs,
-    counts_at,
+    batch_at,
+    counts_of,
     fits,
-    ints_at,
+    keep,
     learn_draft,
-    longest,
     put_chain,
     room_of,
+    spare_of,
+    text_of,
 )
 from forerun.drafters.lookup.compiled.drafts import (
     NGRAM,
@@ -37,6 +42,7 @@ from forerun.drafters.lookup.compiled.drafts import (
     likelihood,
     put,
 )
+from forerun.drafters.lookup.compiled.following import FOUND, follower_of
 
 LAST, FIRST, MOST_FREQUENT = range(3)  # Which of several places is copied from
 _SCANNED = 32  # Most earlier places looked at for one n-gram, at the end that is preferred
@@ -52,6 +58,8 @@ class Choice(NamedTuple):
     length: int  # Tokens of each
     shortest: int  # N-gram, tokens
     longest: int
+    least: float  # Probability of a path
+    follows: bool  # Over changes, from the longest n-gram on
 
 
 @compiled
@@ -136,10 +144,12 @@ def _order_by_votes(text: Ints, places: Ints, length: int) -> int:
 
 
 @compiled
-def draft(text: Ints, choice: Choice, counts: Floats, made: Draft) -> int:
-    """Fill `made` with a trie of continuations, as many nodes as there is room for: those of the longest n-gram that
-    ended earlier first. How many nodes, the root included."""
-    nodes, size, branches = made.nodes, 1, 0
+def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) -> tuple[int, float, int]:
+    """Fill `made` with a trie of continuations of `length` tokens, as many nodes as there is room for: those of the
+    longest n-gram that ended earlier first. How many nodes, the root included, the sum of their survival, and the place
+    of the first one where the n-gram is the longest that is looked for, else NONE."""
+    nodes, size, branches, expected, first = made.nodes, 1, 0, 0.0, NONE
+    survival = np.ones(len(nodes))
     sizes = choice.longest + 1 - choice.shortest
     wanted = 1 if choice.branches == 1 and choice.match != MOST_FREQUENT else _SCANNED
     found, met = np.empty((sizes, wanted), np.int32), np.zeros(sizes, np.int32)
@@ -149,56 +159,84 @@ def draft(text: Ints, choice: Choice, counts: Floats, made: Draft) -> int:
         count = met[matched - choice.shortest]
         places = found[matched - choice.shortest, : min(count, wanted) if count >= choice.hits else 0]
         if choice.match == MOST_FREQUENT:
-            places = places[: _order_by_votes(text, places, choice.length)]
+            places = places[: _order_by_votes(text, places, length)]
         for place in places:
             if branches == choice.branches or size == len(nodes):
-                return size
+                return size, expected, first
             if (seen[:known] == place).any():
                 continue
             seen[known], known = place, known + 1
+            if known == 1 and matched == choice.longest:
+                first = place
             before, parent, at = size, 0, place
-            for offset in range(choice.length):
+            for offset in range(length):
                 token, child = text[at], NONE
                 at = at + 1 if at + 1 < len(text) else place  # A copy that reaches the end goes on with itself
                 for node in range(1, before):
                     if nodes[node, NODE_PARENT] == parent and nodes[node, NODE_TOKEN] == token:
                         child = node
-                if child == NONE and size == len(nodes):
+                if child == NONE and (size == len(nodes) or survival[parent] < choice.least):
                     break
                 if child == NONE:
                     key, likely = likelihood(counts, NGRAM, matched + offset, 1.0)
                     put(made, size, token, parent, key, likely)
+                    survival[size] = survival[parent] * likely
+                    expected += survival[size]
                     child, size = size, size + 1
                 parent = child
             branches += size > before
+    return size, expected, first
+
+
+@compiled
+def _read(batch: Batch, row: int, new: Ints) -> None:
+    """A row's text, which has room for that, goes on."""
+    size = batch.rows[row, READ]
+    learn_draft(batch, row, new)
+    batch.rows[row, READ] = size + len(new)
+    text = text_of(batch, row)
+    text[size:] = new
+    first = max(size, batch.rows[row, PROMPT])
+    following.read(follower_of(batch.followers, row), text, text, first, len(text), True)
+
+
+@compiled
+def _draft(batch: Batch, row: int, length: int, nodes: int, choice: Choice) -> int:
+    """Leave a draft for a row, from the place that its text follows if it is sure of that, else that of more expected
+    tokens. How many nodes, the root included."""
+    text, counts, follower = text_of(batch, row), counts_of(batch, row), follower_of(batch.followers, row)
+    made = room_of(batch, row, min(nodes, choice.branches * length))
+    if choice.follows and choice.branches == 1 and following.settled(follower.place):
+        size, _ = following.draft(follower, text, counts, made, choice.least, True)
+        return size
+    size, expected, place = draft(text, choice, length, counts, made)
+    if choice.follows:
+        if follower.place[FOUND] == 0 and place != NONE:
+            following.start(follower.place, place, choice.longest)
+        spare = spare_of(batch, length)
+        followed, gain = following.draft(follower, text, counts, spare, choice.least, True)
+        if gain > expected:
+            size = followed
+            keep(made, spare, size)
     return size
 
 
 @compiled
-def read_rows(batch: Batch, which: Longs, gained: Gained) -> int:
-    """The texts of the rows `which` go on. The index of the first that has no room for that; how many rows there are
-    where all had."""
-    for index in range(len(which)):
-        row, size = which[index], batch.rows[which[index], READ]
-        new = gained.tokens[gained.starts[index] : gained.ends[index]]
+def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> int:
+    """Read for all, then draft: `chains`, (B, N), has how many nodes each draft has, the root included, and the tokens
+    of these. The index of the first text that has no room for what it reads; B where all had. `chosen` is a `Choice`
+    as a bare tuple, which costs less to hand over."""
+    batch, choice = batch_at(where), Choice(*chosen)
+    for index in range(work.shape[1]):
+        row, new = work[ROW, index], tokens[work[START, index] : work[END, index]]
         if not fits(batch, row, new):
             return index
         if len(new) > 0:
-            learn_draft(batch, row, new)
-            ints_at(batch.rows[row, TEXT], size + len(new))[size:] = new
-            batch.rows[row, READ] = size + len(new)
-    return len(which)
-
-
-@compiled
-def draft_rows(batch: Batch, which: Longs, asked: Asked, choice: Choice) -> None:
-    """Draft for the rows `which`."""
-    for index in range(len(which)):
-        row, length = which[index], min(choice.length, longest(batch, which[index], asked, index))
-        if length <= 0:
-            continue
-        own = Choice(choice.match, choice.hits, choice.branches, length, choice.shortest, choice.longest)
-        made = room_of(batch, row, min(asked.nodes[index], choice.branches * length))
-        text = ints_at(batch.rows[row, TEXT], batch.rows[row, READ])
-        size = draft(text, own, counts_at(batch.rows[row, COUNTS]), made)
-        put_chain(batch, row, size, asked, index)
+            _read(batch, row, new)
+            work[START, index] = work[END, index]
+    for index in range(work.shape[1]):
+        length, chains[index, 0] = min(choice.length, work[NODES, index], work[DEPTH, index]), 1
+        if length > 0:
+            row = work[ROW, index]
+            put_chain(batch, row, _draft(batch, row, length, work[NODES, index], choice), chains[index])
+    return int(work.shape[1])

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forerun.drafters.lookup.compiled import batch as batches
 from forerun.drafters.lookup.compiled import following, suffixes
 from forerun.drafters.lookup.compiled.batch import (
-    COUNTS,
+    DEPTH,
+    END,
+    NODES,
     PROMPT,
     READ,
+    ROW,
+    START,
     TEXT,
-    Asked,
     Batch,
-    Gained,
     Longs,
-    counts_at,
+    batch_at,
+    counts_of,
     fits,
+    keep,
     learn_draft,
-    longest,
     longs_at,
     put_chain,
     room_of,
+    spare_of,
 )
-from forerun.drafters.lookup.compiled.drafts import NONE, REQUEST, STORE, Draft, Ints, compiled
-from forerun.drafters.lookup.compiled.following import FOUND, PLACE, Following
+from forerun.drafters.lookup.compiled.drafts import NONE, REQUEST, STORE, Ints, compiled
+from forerun.drafters.lookup.compiled.following import FOUND, PLACE, follower_of
 from forerun.drafters.lookup.compiled.suffixes import ROOT, SIZE, Arrays, Limits, Match, automaton_at
 
 GENERATIONS = 2  # Most automata of a store
@@ -53,22 +57,6 @@ class Options(NamedTuple):
     shortest: int  # Match, tokens
     nodes: int  # Of a tree of several continuations; 0: chains
     follows: bool
-
-
-class Followers(NamedTuple):
-    """Where each row stands in the text that it copies with changes."""
-
-    places: Ints  # (R, FOLLOWER)
-    replacements: Ints  # (R, REPLACEMENTS, REPLACEMENT_COLUMNS)
-
-
-class Rows(NamedTuple):
-    """All rows of a drafter."""
-
-    batch: Batch
-    followers: Followers
-    options: Options
-    spare: Draft  # Room for a draft
 
 
 @compiled
@@ -130,11 +118,11 @@ def _match(batch: Batch, row: int, text: Arrays, source: int) -> tuple[Arrays, M
 
 
 @compiled
-def _follow(batch: Batch, row: int, followers: Followers, text: Arrays, known: int) -> None:
+def _follow(batch: Batch, row: int, text: Arrays, known: int) -> None:
     """Read the tokens from `known` on in the text that is followed. Where it does not tell the place any more, the
     longest match does, if it is long enough."""
-    place = followers.places[row]
-    follower, source = Following(place, followers.replacements[row]), _source(batch, row, place)
+    follower = follower_of(batch.followers, row)
+    place, source = follower.place, _source(batch, row, follower.place)
     first, size, same = max(known, batch.rows[row, PROMPT]), text.head[SIZE], batch.rows[row, FOLLOWED] == 0
     following.read(follower, source.tokens[: source.head[SIZE]], text.tokens[:size], first, size, same)
     if place[FOUND]:
@@ -151,24 +139,16 @@ def _follow(batch: Batch, row: int, followers: Followers, text: Arrays, known: i
 
 
 @compiled
-def read(rows: Rows, which: Longs, gained: Gained) -> int:
-    """The texts of the rows `which` go on. The index of the first that has no room for that; how many rows there are
-    where all had."""
-    batch = rows.batch
-    for index in range(len(which)):
-        row, known = which[index], batch.rows[which[index], READ]
-        new = gained.tokens[gained.starts[index] : gained.ends[index]]
-        if not fits(batch, row, new):
-            return index
-        text = automaton_at(batch.rows[row, TEXT])
-        if len(new) > 0:
-            learn_draft(batch, row, new)
-            suffixes.extend(text, new)
-            batch.rows[row, READ] = known + len(new)
-        _follow_store(batch, row, text)
-        if rows.options.follows and len(new) > 0:
-            _follow(batch, row, rows.followers, text, known)
-    return len(which)
+def _read(batch: Batch, row: int, new: Ints, follows: bool) -> None:
+    """A row's text, which has room for that, goes on."""
+    known, text = batch.rows[row, READ], automaton_at(batch.rows[row, TEXT])
+    if len(new) > 0:
+        learn_draft(batch, row, new)
+        suffixes.extend(text, new)
+        batch.rows[row, READ] = known + len(new)
+    _follow_store(batch, row, text)
+    if follows and len(new) > 0:
+        _follow(batch, row, text, known)
 
 
 @compiled
@@ -180,41 +160,49 @@ def _length(options: Options, matched: int, most: int) -> int:
 
 
 @compiled
-def _keep(made: Draft, spare: Draft, size: int) -> None:
-    for node in range(1, size):
-        made.nodes[node] = spare.nodes[node]
-        made.confidence[node] = spare.confidence[node]
+def _draft(batch: Batch, row: int, most: int, nodes: int, options: Options) -> int:
+    """Leave a draft for a row from each match and from the text that is followed: the one with most expected tokens is
+    taken, that of the row's own text at equality. How many nodes, the root included."""
+    text, counts, follower = (
+        automaton_at(batch.rows[row, TEXT]),
+        counts_of(batch, row),
+        follower_of(batch.followers, row),
+    )
+    made, best, expected = room_of(batch, row, nodes), 1, 0.0
+    for source in range(1 + GENERATIONS):
+        known, match = _match(batch, row, text, source)
+        length = _length(options, match.matched, most)
+        if length > 0:
+            limits = Limits(length, options.nodes > 0, options.least)
+            spare = spare_of(batch, min(nodes, options.nodes) if options.nodes > 0 else length)
+            size, gain = suffixes.draft(known, match, limits, counts, spare)
+            if gain > expected:
+                best, expected = size, gain
+                keep(made, spare, size)
+    length = _length(options, following.agreed(follower.place), most)
+    if length > 0:
+        followed, spare = _source(batch, row, follower.place), spare_of(batch, length)
+        tokens = followed.tokens[: followed.head[SIZE]]
+        size, gain = following.draft(follower, tokens, counts, spare, options.least, batch.rows[row, FOLLOWED] == 0)
+        if gain > expected:
+            best = size
+            keep(made, spare, size)
+    return best
 
 
 @compiled
-def draft(rows: Rows, which: Longs, asked: Asked) -> None:
-    """Draft for the rows `which` from each match and from the text that is followed: the draft with most expected
-    tokens is taken, that of the row's own text at equality."""
-    batch, options, spare = rows.batch, rows.options, rows.spare
-    for index in range(len(which)):
-        row, most = which[index], longest(batch, which[index], asked, index)
-        if most <= 0:
-            continue
-        text, counts = automaton_at(batch.rows[row, TEXT]), counts_at(batch.rows[row, COUNTS])
-        _follow_store(batch, row, text)  # which may have grown since the text was read
-        place, made, best, expected = rows.followers.places[row], room_of(batch, row, asked.nodes[index]), 1, 0.0
-        for source in range(1 + GENERATIONS):
-            known, match = _match(batch, row, text, source)
-            length = _length(options, match.matched, most)
-            if length > 0:
-                limits = Limits(length, options.nodes > 0, options.least)
-                nodes = min(asked.nodes[index], options.nodes) if options.nodes > 0 else length
-                room = Draft(spare.nodes[: 1 + nodes], spare.confidence)
-                size, gain = suffixes.draft(known, match, limits, counts, room)
-                if gain > expected:
-                    best, expected = size, gain
-                    _keep(made, spare, size)
-        length = _length(options, following.agreed(place), most)
-        if length > 0:
-            source_text, room = _source(batch, row, place), Draft(spare.nodes[: 1 + length], spare.confidence)
-            follower, tokens = Following(place, rows.followers.replacements[row]), source_text.tokens
-            size, gain = following.draft(follower, tokens[: source_text.head[SIZE]], counts, options.least, room)
-            if gain > expected:
-                best = size
-                _keep(made, spare, size)
-        put_chain(batch, row, best, asked, index)
+def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> int:
+    """As `grams.step`; `chosen` are `Options`."""
+    batch, options = batch_at(where), Options(*chosen)
+    for index in range(work.shape[1]):
+        row, new = work[ROW, index], tokens[work[START, index] : work[END, index]]
+        if not fits(batch, row, new):
+            return index
+        _read(batch, row, new, options.follows)
+        work[START, index] = work[END, index]
+    for index in range(work.shape[1]):
+        most, chains[index, 0] = min(work[NODES, index], work[DEPTH, index]), 1
+        if most > 0:
+            row = work[ROW, index]
+            put_chain(batch, row, _draft(batch, row, most, work[NODES, index], options), chains[index])
+    return int(work.shape[1])
