@@ -7,6 +7,8 @@ lists below is a debt: a new entry fails, and so does one that is paid and still
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
 import sys
 import tomllib
@@ -16,6 +18,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from forerun.errors import ArgumentError
 
 ROOT = Path(__file__).parents[1]
 SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
@@ -193,6 +197,25 @@ def test_every_import_is_declared() -> None:
     }
     assert not missing, f"imported and not declared in pyproject.toml: {sorted(missing)}"
     assert HOSTS.keys() <= tops
+
+
+def test_what_tests_and_benchmarks_outside_ci_import_is_there() -> None:
+    """Of files that run in other environments, or on another machine, names that forerun does not have any more."""
+    missing = []
+    for path in (*ROOT.glob("tests_*/*.py"), *ROOT.glob("benchmarks/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("forerun"):
+                continue
+            try:
+                module = importlib.import_module(node.module or "")
+            except (ImportError, ArgumentError) as error:
+                assert any(host.replace("_", "-") in str(error) or host in str(error) for host in HOSTS), (path, error)
+                continue
+            for name in (alias.name for alias in node.names):
+                inside = hasattr(module, "__path__") and importlib.util.find_spec(f"{node.module}.{name}") is not None
+                if not hasattr(module, name) and not inside:
+                    missing.append(f"{path.relative_to(ROOT)}: {node.module}.{name}")
+    assert not missing
 
 
 def distribution(name: str) -> str:

@@ -9,11 +9,11 @@ import pytest
 
 from forerun.checkpoints.dflash import ARCHITECTURES
 from forerun.checkpoints.eagle_engines import VLLM_NAMES, vllm_name
-from forerun.checkpoints.flat import DEEPSPEC, FIRST_GENERATION, LATENT, LLAMA, QWEN3
+from forerun.checkpoints.flat import FIRST_GENERATION, LATENT, LLAMA, QWEN3
 from forerun.checkpoints.medusa import ENGINE
 
 GIVEN = ["LlamaForCausalLM", "Qwen3ForCausalLM", "EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "PEagleDraftModel"]
-GIVEN += [DEEPSPEC, FIRST_GENERATION, LATENT, LLAMA, QWEN3, "Qwen3ForCausalLMEagle3"]
+GIVEN += ["Qwen3Eagle3Model", FIRST_GENERATION, LATENT, LLAMA, QWEN3, "Qwen3ForCausalLMEagle3"]
 ASKED = """
 import json, sys
 from transformers import LlamaConfig
