@@ -22,15 +22,18 @@ from forerun.deploy.trial import Answer, bound
 
 DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+PLAIN = {"follow_edits": False, "min_token_prob": 0.0}  # Prompt lookup as vLLM does it
 MEMBERS = [{"method": method, "num_speculative_tokens": LENGTH} for method in ("suffix", "ngram")]
 CHAIN = {"shape": [1] * 5}
 """Of kinds that draft a tree by default, which vLLM does not."""
 ARMS: dict[str, Arm] = {
     "plain": Arm(),
-    # Of several earlier occurrences vLLM copies behind the first.
-    "ngram": Arm(vllm=LOOKUP, forerun={"match": "first", "follow_edits": False, "min_token_prob": 0.0}),
-    # forerun's own drafters inside vLLM; what `suffix` has read when a row asks depends on the rows beside it.
-    "plugged_ngram": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2}),
+    # vLLM copies behind the first of several earlier occurrences, and no further than to the end of the text.
+    "ngram": Arm(vllm=LOOKUP, forerun={"match": "first", **PLAIN}, compared="rates"),
+    # forerun's own drafters inside vLLM; what they have learned when a row asks depends on the rows beside it, but for
+    # plain prompt lookup.
+    "plugged_ngram": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2, **PLAIN}),
+    "plugged_ngram_follows": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2}, compared="rates"),
     "plugged_suffix": Arm(plugged={"method": "suffix"}, compared="rates"),
     "plugged_first_of": Arm(plugged={"method": "first_of", "drafters": MEMBERS}, compared="rates"),
     # vLLM gives a draft model the target's number format, forerun the one of its checkpoint.
