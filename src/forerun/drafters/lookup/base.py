@@ -154,13 +154,13 @@ class LookupDrafter(Drafter, Generic[D]):
         rare."""
         kept = self._texts[row].tokens[:length]
         self._restart(row, int(self.batch.rows[row, PROMPT]))
-        self._chains(kept, np.array([[row], [0], [length], [0], [0]]))
+        self._chains(kept, _work([row], [length]))
 
     def _compile(self) -> None:
         """Have everything compiled, or read from disk, before a request waits for it."""
         text = np.zeros(100, np.int32)  # which outgrows its first array
         self.begin(0, 1)
-        self.chains(text, np.array([[0], [0], [len(text)], [1], [1]]))
+        self.chains(text, _work([0], [len(text)], Budget(nodes=[1], depth=[1])))
         self.clear()
 
     # --- as a drafter -------------------------------------------------------------------------------------------------
@@ -198,12 +198,8 @@ class LookupDrafter(Drafter, Generic[D]):
     def _advance(self, which: Longs, texts: Sequence[Sequence[int]], budget: Budget | None = None) -> list[list[int]]:
         """Read what these texts have beyond what is known, and draft; as `_chains`."""
         new = [tokens[read:] for tokens, read in zip(texts, self._sizes(which), strict=True)]
-        work = np.zeros((WORK, len(which)), np.int64)
-        work[ROW], work[END] = which, [*accumulate(map(len, new))]
-        work[START, 1:] = work[END, :-1]
-        if budget is not None:
-            work[NODES], work[DEPTH] = budget.nodes, budget.depth
-        return self._chains(np.array([*chain.from_iterable(new)], np.int32), work)
+        tokens = np.array([*chain.from_iterable(new)], np.int32)
+        return self._chains(tokens, _work(which, [*map(len, new)], budget))
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
@@ -219,6 +215,17 @@ class LookupDrafter(Drafter, Generic[D]):
 
     def memory_bytes(self) -> int:
         return sum(text.whole.nbytes for text in self._texts.values())
+
+
+def _work(rows: Sequence[int] | Longs, sizes: Sequence[int], budget: Budget | None = None) -> Longs:
+    """Rows that read so many tokens each, one after the other, and are drafted for within a budget; None drafts
+    nothing."""
+    work = np.zeros((WORK, len(rows)), np.int64)
+    work[ROW], work[END] = rows, [*accumulate(sizes)]
+    work[START] = work[END] - np.array(sizes, np.int64)
+    if budget is not None:
+        work[NODES], work[DEPTH] = budget.nodes, budget.depth
+    return work
 
 
 def _with_rows(array: A, count: int) -> A:

@@ -58,8 +58,6 @@ class Follower:
         """The text gained the tokens ``first:last``; tokens are read in their order. `same`: it is its own source."""
         following.read(self._all, source, text, first, last, same)
 
-    def draft(
-        self, source: Ints, counts: Floats, made: Draft, *, least: float = 0.0, same: bool = False
-    ) -> tuple[int, float]:
-        """`following.draft`."""
-        return following.draft(self._all, source, counts, made, least, same)
+    def draft(self, source: Ints, counts: Floats, made: Draft, *, same: bool = False) -> tuple[int, float]:
+        """`following.draft` of all that comes next, however improbable."""
+        return following.draft(self._all, source, counts, made, 0.0, same)

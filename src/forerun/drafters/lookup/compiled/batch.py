@@ -154,9 +154,13 @@ def keep(made: Draft, spare: Draft, size: int) -> None:
 
 
 @compiled
-def fits(batch: Batch, row: int, new: Ints) -> bool:
-    """Whether a row has a text, with room for so many more tokens."""
-    return bool(batch.rows[row, TEXT] != 0 and batch.rows[row, READ] + len(new) <= batch.rows[row, ROOM])
+def without_room(batch: Batch, work: Longs) -> int:
+    """The index of the first of B rows that has no text, or no room for what it reads; B where all have."""
+    for index in range(work.shape[1]):
+        columns, new = batch.rows[work[ROW, index]], work[END, index] - work[START, index]
+        if columns[TEXT] == 0 or columns[READ] + new > columns[ROOM]:
+            return index
+    return int(work.shape[1])
 
 
 @compiled

@@ -22,13 +22,13 @@ from forerun.drafters.lookup.compiled.batch import (
     Longs,
     batch_at,
     counts_of,
-    fits,
     keep,
     learn_draft,
     put_chain,
     room_of,
     spare_of,
     text_of,
+    without_room,
 )
 from forerun.drafters.lookup.compiled.drafts import (
     NGRAM,
@@ -224,19 +224,18 @@ def _draft(batch: Batch, row: int, length: int, nodes: int, choice: Choice) -> i
 @compiled
 def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> int:
     """Read for all, then draft: `chains`, (B, N), has how many nodes each draft has, the root included, and the tokens
-    of these. The index of the first text that has no room for what it reads; B where all had. `chosen` is a `Choice`
-    as a bare tuple, which costs less to hand over."""
+    of these. Nothing is done where a text has no room for what it reads: the index of the first such; B where all have.
+    `chosen` is a `Choice` as a bare tuple, which costs less to hand over."""
     batch, choice = batch_at(where), Choice(*chosen)
+    ready = without_room(batch, work)
+    if ready < work.shape[1]:
+        return ready
     for index in range(work.shape[1]):
-        row, new = work[ROW, index], tokens[work[START, index] : work[END, index]]
-        if not fits(batch, row, new):
-            return index
-        if len(new) > 0:
-            _read(batch, row, new)
-            work[START, index] = work[END, index]
+        if work[START, index] < work[END, index]:
+            _read(batch, work[ROW, index], tokens[work[START, index] : work[END, index]])
     for index in range(work.shape[1]):
         length, chains[index, 0] = min(choice.length, work[NODES, index], work[DEPTH, index]), 1
         if length > 0:
             row = work[ROW, index]
             put_chain(batch, row, _draft(batch, row, length, work[NODES, index], choice), chains[index])
-    return int(work.shape[1])
+    return ready

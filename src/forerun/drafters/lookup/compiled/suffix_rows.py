@@ -19,13 +19,13 @@ from forerun.drafters.lookup.compiled.batch import (
     Longs,
     batch_at,
     counts_of,
-    fits,
     keep,
     learn_draft,
     longs_at,
     put_chain,
     room_of,
     spare_of,
+    without_room,
 )
 from forerun.drafters.lookup.compiled.drafts import NONE, REQUEST, STORE, Ints, compiled
 from forerun.drafters.lookup.compiled.following import FOUND, PLACE, follower_of
@@ -194,15 +194,14 @@ def _draft(batch: Batch, row: int, most: int, nodes: int, options: Options) -> i
 def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> int:
     """As `grams.step`; `chosen` are `Options`."""
     batch, options = batch_at(where), Options(*chosen)
+    ready = without_room(batch, work)
+    if ready < work.shape[1]:
+        return ready
     for index in range(work.shape[1]):
-        row, new = work[ROW, index], tokens[work[START, index] : work[END, index]]
-        if not fits(batch, row, new):
-            return index
-        _read(batch, row, new, options.follows)
-        work[START, index] = work[END, index]
+        _read(batch, work[ROW, index], tokens[work[START, index] : work[END, index]], options.follows)
     for index in range(work.shape[1]):
         most, chains[index, 0] = min(work[NODES, index], work[DEPTH, index]), 1
         if most > 0:
             row = work[ROW, index]
             put_chain(batch, row, _draft(batch, row, most, work[NODES, index], options), chains[index])
-    return int(work.shape[1])
+    return ready
