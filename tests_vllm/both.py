@@ -44,6 +44,7 @@ class Arm:
     vllm: Mapping[str, Any] | None = None
     plugged: Mapping[str, Any] | None = None  # Forerun's configuration, if its own drafter runs inside vLLM
     forerun: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)  # Of `vllm.LLM`
     compared: str = "steps"
     """``steps``: both run the same network, so each step accepts the same; ``rates``: both accept as much at each
     position; ``first``: at the first; ``loads``: nothing is compared."""
@@ -158,8 +159,8 @@ class Lab:
 
     def _vllm(self, arms: Mapping[str, Arm]) -> None:
         """What `vllm_answers.py` found; everything vLLM says goes to logs. AssertionError: a process of it died."""
-        plan: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_tokens": self.tokens}
-        plan |= {"rows": ROWS, "prompts": self.prompts, "arms": {}}
+        plan: dict[str, Any] = {"dtype": "float32", "max_tokens": self.tokens, "rows": ROWS}
+        plan |= {"prompts": self.prompts, "arms": {}}
         for name, arm in arms.items():
             made = self.heads.get(name)
             target, speculation = FOLDER / "target" if made is None else made.target, None
@@ -170,7 +171,10 @@ class Lab:
             if arm.plugged is not None:
                 environment = {VARIABLE: json.dumps(arm.plugged), "VLLM_USE_V2_MODEL_RUNNER": "0"}
                 speculation |= {"method": "custom_class", "model": PLUG_IN}
-            plan["arms"][name] = {"target": str(target), "vllm": speculation, "environment": environment}
+            engine = {"max_model_len": MAX_MODEL_LEN, **arm.engine}
+            plan["arms"][name] = {
+                "target": str(target), "vllm": speculation, "environment": environment, "engine": engine
+            }  # fmt: skip
             (self.work / f"{name}.json").unlink(missing_ok=True)
         ask_vllm(plan, self.work, self.python, ENVIRONMENT)
         for name in arms:

@@ -24,6 +24,8 @@ DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 PLAIN = {"follow_edits": False, "min_token_prob": 0.0}  # Prompt lookup as vLLM does it
 MEMBERS = [{"method": method, "num_speculative_tokens": LENGTH} for method in ("suffix", "ngram")]
+CROWDED = {"block_size": 16, "num_gpu_blocks_override": 82}
+"""Room for the prompts of all rows, 19 blocks each, but not for their answers: vLLM preempts."""
 CHAIN = {"shape": [1] * 5}
 """Of kinds that draft a tree by default, which vLLM does not."""
 ARMS: dict[str, Arm] = {
@@ -36,6 +38,9 @@ ARMS: dict[str, Arm] = {
     "plugged_ngram_follows": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2}, compared="rates"),
     "plugged_suffix": Arm(plugged={"method": "suffix"}, compared="rates"),
     "plugged_first_of": Arm(plugged={"method": "first_of", "drafters": MEMBERS}, compared="rates"),
+    "crowded_plain": Arm(engine=CROWDED),
+    "crowded_ngram": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2, **PLAIN}, engine=CROWDED),
+    "crowded_suffix": Arm(plugged={"method": "suffix"}, engine=CROWDED, compared="rates"),
     # vLLM gives a draft model the target's number format, forerun the one of its checkpoint.
     "draft_model": Arm(vllm=DRAFT, forerun={"dtype": "float32"}),
     "eagle3": Arm(kind="eagle3"),
@@ -83,6 +88,8 @@ def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
         row.refused = known[0]
         return
     assert not row.refused, row.refused
+    if arm.engine:
+        assert lab.found[name]["counters"]["vllm:num_preemptions"] > 0
     parted = differences(lab.plain[arm.target], row.theirs) + differences(lab.plain[arm.target], row.ours)
     row.texts = not parted
     if not arm.plain:

@@ -36,7 +36,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--texts", type=int, default=6, help="of a round; the longest of the shipped edits first")
     options.add_argument("--tokens", type=int, nargs="+", default=[5, 16], help="of a draft")
-    options.add_argument("--methods", nargs="+", default=["suffix", "ngram"], help="of forerun")
+    options.add_argument("--methods", nargs="+", default=["suffix", "ngram"], help="of forerun, or configurations")
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--billions", type=float, default=0.4)
     options.add_argument("--dtype", default="bfloat16", help="float32 where the processor computes no bfloat16")
@@ -94,7 +94,9 @@ def _servers(target: Path, tokens: int, asked: argparse.Namespace) -> dict[str, 
         arms[f"forerun {method}"] = ["--no-async-scheduling", "--speculative-config", json.dumps(plugged)]
     made = {}
     for place, (name, more) in enumerate(arms.items()):
-        own = {VARIABLE: json.dumps({"method": name.removeprefix("forerun ")}), "PYTHONPATH": str(scene.ROOT / "src")}
+        method = name.removeprefix("forerun ")
+        config = method if method.startswith("{") else json.dumps({"method": method})
+        own = {VARIABLE: config, "PYTHONPATH": str(scene.ROOT / "src")}
         environment = {**VLLM, "VLLM_USE_V2_MODEL_RUNNER": "0", **(own if name.startswith("forerun") else {})}
         log = asked.work / f"in-vllm-{place}.log"
         made[name] = Server(name=name, command=[*base, *more], log=log, environment=environment)

@@ -344,6 +344,9 @@ def test_a_draft_model_for_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draft(text).tolist() == [3, 4, 1] and draft(text).dtype == np.intc
     assert draft(np.array([9, 8, 7], np.intc)).tolist() == [], "another text, which holds nothing twice"
     assert module.ForerunDraft().most == 16 and module.ForerunDraft('{"method": "auto"}').sequences
+    members = [{"method": "ngram", "num_speculative_tokens": 16, "min_token_prob": 0}] * 2
+    for own in ({"method": "ngram", "min_token_prob": 0}, {"method": "first_of", "drafters": members}):
+        assert len(module.ForerunDraft({"adaptive": False, **own})(np.array([5] * 40, np.intc))) == 16
     with pytest.raises(ArgumentError, match="which a plug-in is not given"):
         module.ForerunDraft({"method": "eagle3", "model": "x"})
 

@@ -54,7 +54,8 @@ class InVllm(Installed):
         """See `Installed.answers`."""
         kind = self.drafting.kind
         arm = {"target": self.drafting.target, "vllm": self.speculation, "environment": {}}
-        plan = {"dtype": question.dtype, "max_model_len": question.room, "max_tokens": question.tokens, "rows": ROWS}
+        arm["engine"] = {"max_model_len": question.room}
+        plan = {"dtype": question.dtype, "max_tokens": question.tokens, "rows": ROWS}
         plan |= {"prompts": question.prompts, "arms": {kind: arm}}
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work)

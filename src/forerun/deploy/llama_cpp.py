@@ -7,6 +7,7 @@ text is what it would be without. Of ``llama_cpp/llama_speculative.py`` and `Lla
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
             ArgumentError: an unknown option, or a drafter that needs more than the text.
         """
         given = SpeculativeConfig.parse(speculative_config or {"method": "suffix"})
-        self.most = given.num_speculative_tokens if given is not None and given.num_speculative_tokens else MOST
+        if given is not None and given.num_speculative_tokens is None:
+            given = replace(given, num_speculative_tokens=MOST)
+        self.most = (given and given.num_speculative_tokens) or MOST
         self.sequences = Sequences(given, vocab_size=vocab_size, rows=1, slots=_UNKNOWN, nodes=self.most)
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:

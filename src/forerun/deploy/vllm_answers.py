@@ -17,8 +17,8 @@ from typing import Any
 
 import vllm
 
-COUNTERS = "vllm:spec_decode_"
-"""Metrics of this prefix are kept."""
+COUNTERS = ("vllm:spec_decode_", "vllm:num_preemptions")
+"""Metrics of these prefixes are kept."""
 
 
 def main() -> int:
@@ -56,11 +56,11 @@ def answer(plan: dict[str, Any], arm: str) -> dict[str, Any]:
     llm = vllm.LLM(
         model=target,
         dtype=plan["dtype"],
-        max_model_len=plan["max_model_len"],
         max_num_seqs=plan["rows"],
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=False,
+        **plan["arms"][arm]["engine"],
         **more,
     )
     params = vllm.SamplingParams(temperature=0.0, max_tokens=plan["max_tokens"], ignore_eos=True)

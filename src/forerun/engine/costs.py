@@ -179,16 +179,24 @@ class Correction:
         self._family = dict[bool, float]()  # Median of the own ones of plain passes, and of all others
         self._count = 0
         self._pace = 1.0
+        self.steps = 0  # Of decoding, whether or not they have a figure
+        self._latest_step = dict[tuple[int, int], int]()  # In which a size was seen
 
     def add(self, size: tuple[int, int], seen: float, predicted: float) -> None:
         """Take in one figure."""
         self._count += 1
         ratio, (nodes, rows) = max(seen, _LEAST_MS) / max(predicted, _LEAST_MS), size
+        if nodes and size in self._seen and not self._fresh(size) and ratio < SETTINGS.quicker * self.factor(size):
+            for old in [one for one in self._seen if one[1] == rows and not self._fresh(one)]:
+                self.forget(old)  # What was seen then was slow by accident: nothing is quick by accident
+            if not self._seen:
+                self._latest.clear()
         figures, new = self._seen.setdefault(size, deque(maxlen=SETTINGS.window)), SETTINGS.new
         if len(figures) >= new or all(len(others) < new for others in self._seen.values()):
             self._latest.append(ratio / self._own.get(size, 1.0))
             self._pace = median(self._latest)
         figures.append((self._count, ratio / self._pace))
+        self._latest_step[size] = self.steps
         while figures[0][0] < self._count - SETTINGS.stale:
             figures.popleft()
         ratios = sorted(ratio for _, ratio in figures)
@@ -211,24 +219,32 @@ class Correction:
         """Figures of this size that still count."""
         return sum(count > self._count - SETTINGS.stale for count, _ in self._seen.get(size, ()))
 
-    def factor(self, size: tuple[int, int]) -> float:
-        """To multiply a prediction with."""
+    def factor(self, size: tuple[int, int], *, trial: bool = False) -> float:
+        """To multiply a prediction with; in a trial nothing counts that was seen of a size with nodes long ago."""
         nodes, rows = size
+        if trial and not self._fresh(size):
+            return self._pace * self._around(nodes, rows, trial=True) if any(map(self._fresh, self._seen)) else 1.0
         many, around = len(self._seen.get(size, ())), self._around(nodes, rows)
         if nodes and many < SETTINGS.new and any(self._sizes[rows]):
             own = min(self._own.get(size, 1.0), SETTINGS.accident * around)
             around = (many * own + around) / (many + 1)
         return self._pace * around
 
-    def _around(self, nodes: int, rows: int) -> float:
+    def _fresh(self, size: tuple[int, int]) -> bool:
+        """Whether it was seen of late; plain passes always count as if they were."""
+        return size[0] == 0 or (size in self._seen and self._latest_step[size] > self.steps - SETTINGS.interval)
+
+    def _around(self, nodes: int, rows: int, *, trial: bool = False) -> float:
         """What a size has of its own, if it is not new; else by those of as many rows next to it, in proportion. Beyond
-        the largest of these passes go on as dear as that; where there is none, all rows tell."""
-        sizes = self._sizes[rows]
+        the largest of these passes go on as dear as that; where there is none, all rows tell, or in a trial none."""
+        sizes = [one for one in self._sizes[rows] if not trial or self._fresh((one, rows))]
         if not any(sizes[-1:]):  # Those that are new are all that there are
             tried, count = self._tried.get(rows, (0, 0))
             sizes = [*sizes, tried] if tried and count >= self._count - SETTINGS.doubted else sizes
         if not sizes or (nodes > 0 and sizes[-1] == 0):  # Else a pass with nodes is to plain ones as predicted
-            return self._family.get(nodes == 0) or self._own.get((0, rows)) or self._family.get(True, 1.0)
+            return (
+                (not trial and self._family.get(nodes == 0)) or self._own.get((0, rows)) or self._family.get(True, 1.0)
+            )
         place = min(bisect_left(sizes, nodes), len(sizes) - 1)
         low, high = sizes[max(0, place - 1)], sizes[place]
         share = (nodes - low) / (high - low) if low < nodes < high else 1.0
@@ -256,19 +272,21 @@ class StepCosts:
         """The latest of: a plain step's host work in ms; what asking those that copy adds, over the time that they take
         themselves, both by about how many rows; what a drafter's first look at a token takes in ms, by its key."""
 
-    def times(self, rows: int, context: int, nodes: int) -> Times:
+    def times(self, rows: int, context: int, nodes: int, *, trial: bool = False) -> Times:
         """By size: a pass over `rows` rows of up to `nodes` drafted nodes each, and a plain step's host work. What
-        asking those that copy takes is no part of it: it is spent whatever is then submitted."""
+        asking those that copy takes is no part of it: it is spent whatever is then submitted. In a trial, what was seen
+        long ago of passes with nodes does not count."""
         host = self.host_ms(rows)
 
         def time(size: int) -> float:
-            return self._predicted(size, rows, context) * self._pass.factor(_alike(size, rows)) + host
+            return self._predicted(size, rows, context) * self._pass.factor(_alike(size, rows), trial=trial) + host
 
         return Times(self.shape.even(rows, nodes), time)
 
-    def draft_ms(self, key: str, depth: int, rows: int) -> float:
-        """A proposal down to `depth` by a drafter in a step of `rows` rows that it knows the text of."""
-        return self._proposal(key, depth, rows) * self._draft[key].factor((depth, rows))
+    def draft_ms(self, key: str, depth: int, rows: int, *, trial: bool = False) -> float:
+        """A proposal down to `depth` by a drafter in a step of `rows` rows that it knows the text of. In a trial, what
+        was seen long ago does not count."""
+        return self._proposal(key, depth, rows) * self._draft[key].factor((depth, rows), trial=trial)
 
     def reading_ms(self, key: str, tokens: int) -> float:
         """A drafter's first look at so many tokens; 0 while that has never been seen."""
@@ -282,6 +300,8 @@ class StepCosts:
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """A pass of this size over `rows` rows, and its verification, took this long."""
         plain = _alike(0, rows)
+        for correction in (self._pass, *self._draft.values()):
+            correction.steps += 1
         if size and ms < SETTINGS.quicker * self._predicted(0, rows, context) * self._pass.factor(plain):
             self._pass.forget(plain)  # Nodes make no pass quicker: the plain ones ran into something
         self._pass.add(_alike(size, rows), ms, self._predicted(size, rows, context))

@@ -37,6 +37,26 @@ def few(members: Sequence[int]) -> Sequence[int]:
     return members[:: -(-len(members) // SETTINGS.trial_rows)] if members else members
 
 
+class PassTrials(Trials):
+    """When it is tried, by the number of rows, whether passes with nodes are still as dear as they were when they were
+    last seen: what else ran on the machine then may have ended, and what is not drafted is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__(first=SETTINGS.interval)
+        self._ended = math.inf  # When drafting has ended, if no step from now on drafts
+
+    def due(self, step: int) -> bool:
+        return super().due(step) or step >= self._ended
+
+    def drafted(self, step: int) -> None:
+        """Nodes were scored because that pays."""
+        self._ended = step + SETTINGS.interval
+
+    def wait_after(self, step: int, spent: float = 0.0) -> None:
+        super().wait_after(step, spent)
+        self._ended = math.inf
+
+
 class ModelTrials(Trials):
     """When a drafter with a forward pass is tried although its figures speak against it, for a few rows: all learn from
     these, for the figures of a row start from what all rows showed (`Survival`)."""

@@ -21,7 +21,7 @@ import heapq
 import math
 import time
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, combinations
@@ -37,7 +37,7 @@ from forerun.drafters.guarded import Deferred
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.engine.measuring import known_or_nominal
-from forerun.engine.policy.explore import LookupTrials, ModelTrials, Survival, optimism, settle
+from forerun.engine.policy.explore import LookupTrials, ModelTrials, PassTrials, Survival, optimism, settle
 from forerun.engine.policy.ranking import Confidence, Ranking
 from forerun.engine.policy.settings import SETTINGS
 from forerun.types import Budget, StepTrace
@@ -209,6 +209,7 @@ class _StepPlan:
     batch: int  # Rows of the step, other policies' included
     context: int  # Longest text, tokens
     awaited: bool  # Others wait for their first token
+    trial: bool  # Passes with nodes are weighed as if they had never been dear
     times: Times  # By size of the pass: the step without drafting, ms
     goodput: float  # Tokens per ms of the whole step that decoding yields of late
     lookups: list[_Lookup] = field(default_factory=list)
@@ -266,6 +267,7 @@ class Policy:
         self._goodput = Acceptance(weight=1.0, memory=SETTINGS.goodput_memory)
         """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's forward pass."""
         self._most_taken = 0.0  # Nodes that the row took that took most, of late
+        self._pass_trials = defaultdict[int, PassTrials](PassTrials)  # By the rows of a step
         self._rests = 0  # The step from which models are asked for their offers again
         self._nodes, self._chains, self._clock = nodes, chains, clock
         self._plan: _StepPlan | None = None
@@ -296,7 +298,8 @@ class Policy:
         self.steps += 1
         own, batch = {index: rows[index] for index in members}, len(rows)
         context = max(len(row.tokens) for row in own.values())
-        times = self.costs.times(batch, context, self._nodes)
+        trial = self.measure and self._pass_trials[batch].due(self.steps)
+        times = self.costs.times(batch, context, self._nodes, trial=trial)
         limits = {index: min(max(0, rows[index].room - 1), depth) for index, depth in zip(members, depths, strict=True)}
         plan = self._plan = _StepPlan(
             rows=own,
@@ -304,6 +307,7 @@ class Policy:
             batch=batch,
             context=context,
             awaited=awaited,
+            trial=trial,
             times=times,
             goodput=self.goodput() * batch / times[0],
         )
@@ -346,7 +350,7 @@ class Policy:
             elif counts[row] and (offer := plan.offer(index)) and row not in offer.tried and trees[row].prunable:
                 plan.ranked[row] = Ranking.of(trees[row], arm.confidence.of(plan.rows[row].cache_row))
         if max(counts, default=0) > self._nodes:
-            plan.times = self.costs.times(plan.batch, plan.context, max(counts))
+            plan.times = self.costs.times(plan.batch, plan.context, max(counts), trial=plan.trial)
         fixed = [count for row, count in enumerate(counts) if row not in plan.ranked]
         worths = [ranking.worth for ranking in plan.ranked.values()]
         best = allocate(worths, self.costs.shape, times=plan.times, goodput=plan.goodput, fixed=fixed)
@@ -461,7 +465,7 @@ class Policy:
             bonus = optimism(curve[:depth], arm.survival.evidence(plan.rows[member].cache_row), self.steps)
             bonus += SETTINGS.trial_tokens if member in tried else 0.0
             bids[member] = Bid(index, nodes, sum(curve[:depth]) + bonus)
-        ms = self.costs.draft_ms(arm.key, depth, plan.batch)
+        ms = self.costs.draft_ms(arm.key, depth, plan.batch, trial=plan.trial)
         if not bids:
             return None
         return Offer(arm=index, depth=depth, ms=ms, bids=bids, doubted=doubted, tried=tried, unread=unread)
@@ -477,7 +481,7 @@ class Policy:
         levels = [(0, 0.0)]
         for depth in range(1, deepest + 1):
             nodes = min(self._nodes, arm.expected_nodes(depth))
-            levels.append((nodes, self.costs.draft_ms(arm.key, depth, plan.batch)))
+            levels.append((nodes, self.costs.draft_ms(arm.key, depth, plan.batch, trial=plan.trial)))
         times, even = plan.times, self.costs.shape.even
         return lambda depth, rows: times[even(rows, levels[depth][0])] + levels[depth][1]
 
@@ -524,6 +528,10 @@ class Policy:
         elif self.measure:
             ms = self._learn_times(plan, size, trace)
         tokens, cost = sum(len(emitted[row].tokens) for row in plan.rows) / len(plan.rows), ms / plan.times[0]
+        if size and plan.trial:
+            self._pass_trials[plan.batch].wait_after(self.steps, max(0.0, cost - 1))
+        elif size:
+            self._pass_trials[plan.batch].drafted(self.steps)
         self._goodput.learn("all", tokens, cost)
         if not used:
             self._goodput.learn("unaided", tokens, cost)
