@@ -24,8 +24,8 @@ DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 PLAIN = {"follow_edits": False, "min_token_prob": 0.0}  # Prompt lookup as vLLM does it
 MEMBERS = [{"method": method, "num_speculative_tokens": LENGTH} for method in ("suffix", "ngram")]
-CROWDED = {"block_size": 16, "num_gpu_blocks_override": 82}
-"""Room for the prompts of all rows, 19 blocks each, but not for their answers: vLLM preempts."""
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 42}
+"""Room for the prompts of all rows, 10 blocks each, but not for their answers: vLLM preempts."""
 CHAIN = {"shape": [1] * 5}
 """Of kinds that draft a tree by default, which vLLM does not."""
 ARMS: dict[str, Arm] = {
