@@ -237,7 +237,7 @@ class Correction:
     def _around(self, nodes: int, rows: int, *, trial: bool = False) -> float:
         """What a size has of its own, if it is not new; else by those of as many rows next to it, in proportion. Beyond
         the largest of these passes go on as dear as that; where there is none, all rows tell, or in a trial none."""
-        sizes = [one for one in self._sizes[rows] if not trial or self._fresh((one, rows))]
+        sizes = [one for one in self._sizes[rows] if self._fresh((one, rows))] if trial else self._sizes[rows]
         if not any(sizes[-1:]):  # Those that are new are all that there are
             tried, count = self._tried.get(rows, (0, 0))
             sizes = [*sizes, tried] if tried and count >= self._count - SETTINGS.doubted else sizes
