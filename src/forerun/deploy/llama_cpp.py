@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.deploy.sequences import Sequences
-from forerun.engine.config import SpeculativeConfig
+from forerun.deploy.sequences import Sequences, checked
 from forerun.errors import ArgumentError
 
 try:
@@ -49,10 +48,9 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
         Raises:
             ArgumentError: an unknown option, or a drafter that needs more than the text.
         """
-        given = SpeculativeConfig.parse(speculative_config or {"method": "suffix"})
-        if given is not None and given.num_speculative_tokens is None:
-            given = replace(given, num_speculative_tokens=MOST)
-        self.most = (given and given.num_speculative_tokens) or MOST
+        given = checked(speculative_config or {"method": "suffix"})
+        self.most = given.num_speculative_tokens or MOST
+        given = replace(given, num_speculative_tokens=self.most)
         self.sequences = Sequences(given, vocab_size=vocab_size, rows=1, slots=_UNKNOWN, nodes=self.most)
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:

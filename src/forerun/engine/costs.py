@@ -186,7 +186,7 @@ class Correction:
         """Take in one figure."""
         self._count += 1
         ratio, (nodes, rows) = max(seen, _LEAST_MS) / max(predicted, _LEAST_MS), size
-        if nodes and size in self._seen and not self._fresh(size) and ratio < SETTINGS.quicker * self.factor(size):
+        if size in self._seen and not self._fresh(size) and ratio < SETTINGS.quicker * self.factor(size):
             for old in [one for one in self._seen if one[1] == rows and not self._fresh(one)]:
                 self.forget(old)  # What was seen then was slow by accident: nothing is quick by accident
             if not self._seen:
