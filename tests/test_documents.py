@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING claim is there, and the drafter that CONTRIBUTING shows works as it stands."""
+"""What README and CONTRIBUTING claim is there, and the drafter that the documents show works as it stands."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import yaml
 
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
-from forerun.drafters import DRAFTERS, Entry
+from forerun.drafters import DRAFTERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,19 +72,28 @@ def test_links_lead_somewhere() -> None:
             assert not heading or heading in anchors(there), f"{page.name}: {target}#{heading}"
 
 
-def test_the_drafter_in_contributing_works(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL)
-    module = ModuleType("forerun.drafters.echo")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(blocks[0], "CONTRIBUTING.md", "exec"), module.__dict__)
-    entries = eval(f"{{{blocks[1]}}}", {"Entry": Entry})
-    monkeypatch.setitem(DRAFTERS, "echo", entries["echo"])
+def test_the_drafter_on_its_page_works(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file of the reader's own."""
+    page = (ROOT / "docs/write-a-drafter.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (tmp_path / "echo_on_a_page.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
 
-    llm = LLM(checkpoint, speculative_config={"method": "echo", "adaptive": False})
+    llm = LLM(checkpoint, speculative_config={"method": "echo_on_a_page:EchoDrafter", "adaptive": False})
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = llm.generate(["the cat"], params, speculative=False)[0].outputs[0]
     echo = llm.generate(["the cat"], params)[0].outputs[0]
     assert echo.token_ids == plain.token_ids and echo.speculation.num_draft_tokens > 0
+
+
+def test_the_menu_of_the_site_has_every_page() -> None:
+    def pages(item: object) -> list[str]:
+        if isinstance(item, str):
+            return [item]
+        return [page for one in (item.values() if isinstance(item, dict) else item) for page in pages(one)]
+
+    menu = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(menu) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
 def test_the_reference_is_what_the_source_says() -> None:

@@ -228,8 +228,11 @@ class Reader:
             for name, entry in eval(f"{{{text}}}", {"Entry": Entry}).items():
                 self.patch.setitem(sys.modules, entry.path.partition(":")[0], self.module)
                 self.patch.setitem(DRAFTERS, name, entry)
-        else:
-            exec(compile(text, "a page", "exec"), self.module.__dict__)
+            return
+        if file := re.match(r"# (\w+)\.py\n", text):  # a file of the reader's own, which commands below it import
+            (self.folder / f"{file[1]}.py").write_text(text)
+            self.patch.delitem(sys.modules, file[1], raising=False)
+        exec(compile(text, "a page", "exec"), self.module.__dict__)
 
     def _lay(self, words: list[str], found: Printed) -> None:
         """Put the files where the words look for them, unless an earlier command of the page has made them."""
@@ -307,6 +310,7 @@ def reader(
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[Reader]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(http_server, "run", served)
     made = Reader(
         folder=tmp_path, endpoint=endpoint, done=done, patch=monkeypatch, shown=lambda: capsys.readouterr().err

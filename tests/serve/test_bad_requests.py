@@ -28,6 +28,7 @@ ASK = [{"role": "user", "content": "hi"}]
         (CHAT, {"messages": ASK, "max_tokens": 10_000}, "max_tokens"),
         (CHAT, {"messages": ASK, "speculative": {"num_speculative_tokens": 99}}, "speculative.num_speculative_tokens"),
         (CHAT, {"messages": ASK, "speculative": {"drafter": "eagle3"}}, "speculative.drafter"),
+        (CHAT, {"messages": ASK, "speculative": {"drafter": "os:path"}}, "speculative.drafter"),
         (CHAT, {"messages": ASK, "speculative": {"model": "/etc/passwd"}}, "speculative.model"),
         (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
         ("/detokenize", {"tokens": [10**9]}, "tokens"),

@@ -151,7 +151,8 @@ class Conversation:
         if not argument:
             known = ", ".join(methods())
             raise ArgumentError(f"/drafter takes a name ({known}) or a draft model's directory or hub id")
-        named = {"method": argument} if argument in methods() else {"method": "draft_model", "model": argument}
+        is_method = argument in methods() or ":" in argument
+        named = {"method": argument} if is_method else {"method": "draft_model", "model": argument}
         self.llm.engine.drafting.ensure(SpeculativeConfig.parse(named))
         self.config, self.speculating = named, True
         console.log().print(Text(f"drafting with {argument}", "dim"))

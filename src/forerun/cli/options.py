@@ -35,7 +35,7 @@ class SpeculationOptions:
     """What drafts, how much, and which rule verifies it."""
 
     drafter: str | None = None
-    """Name of the drafter, see `forerun drafters`; without one decoding is plain."""
+    """Name of the drafter, see `forerun drafters`, or module:Class, one of your own; without one decoding is plain."""
     drafter_model: str | None = None
     """Directory or hub id of the drafter's model or head."""
     num_speculative_tokens: Annotated[int | None, Parameter(alias="-k")] = None

@@ -126,11 +126,34 @@ def methods() -> dict[str, Entry]:
 
 
 def entry_named(name: str) -> Entry:
-    """The registry's line for a method, imports nothing; an ArgumentError names the nearest where there is none."""
+    """The registry's line for a method; imports nothing. ``module:Class`` is a drafter outside of this package, and
+    imported. An ArgumentError names the nearest where there is none, or says what is wrong with the class."""
     known = methods()
-    if name not in known:
-        raise ArgumentError(f"unknown drafter {name!r}; there are {', '.join(known)}.{nearest(name, known)}")
-    return known[name]
+    if name in known:
+        return known[name]
+    if ":" in name:
+        return _from_outside(name)
+    raise ArgumentError(
+        f"unknown drafter {name!r}; there are {', '.join(known)}, and module:Class for one of your own."
+        f"{nearest(name, known)}"
+    )
+
+
+def _from_outside(path: str) -> Entry:
+    from forerun.drafters.base import Drafter
+
+    try:
+        found = named(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(
+            f"drafter {path!r} cannot be imported ({error}); expected module:Class, the module's folder in PYTHONPATH"
+        ) from error
+    is_drafter = isinstance(found, type) and issubclass(found, Drafter)
+    if not is_drafter or not dataclasses.is_dataclass(getattr(found, "Config", None)):
+        raise ArgumentError(
+            f"{path!r} is no drafter; expected a subclass of forerun.drafters.base.Drafter with a dataclass Config"
+        )
+    return Entry(path=path, summary=(found.__doc__ or path).strip().splitlines()[0])
 
 
 def drafter_class(name: str) -> type[Drafter]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.drafters import AUTO, DRAFTERS
+from forerun.drafters import AUTO, DRAFTERS, entry_named
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.errors import ArgumentError, nearest
 
@@ -79,7 +79,7 @@ def adapt_config(
     advice = f"drafters that can adapt: {', '.join(name for name, entry in DRAFTERS.items() if entry.adapts)}"
     if speculative is None:
         raise ArgumentError(f"adaptation needs a drafter to adapt, and none is configured; {advice}")
-    if any(DRAFTERS[arm.method].adapts for arm in arms_of(speculative)):
+    if any(entry_named(arm.method).adapts for arm in arms_of(speculative)):
         return config
     method = speculative.method
     if method == AUTO:
