@@ -24,7 +24,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "adaptive": False},
     "ngram": {"method": "ngram", "adaptive": False},
     "merge": {"method": "merge", "drafters": ["suffix", "ngram"], "adaptive": False},
+    "own": {"method": "tests.deploy.own_drafter:Periodic", "period": 1, "adaptive": False},
     "adaptive": {"method": "suffix"},
+    "adaptive merge": {"method": "merge", "drafters": ["suffix", "ngram"]},
+    "adaptive first_of": {"method": "first_of", "drafters": ["suffix", "ngram"]},
     "auto": {"method": "auto"},
 }
 

@@ -7,6 +7,7 @@ drafts are compared on the same text.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ CONTEXT, MAX_MODEL_LEN, LENGTH = 300, 1024, 5
 LEARNED = 64
 """Tokens of each prompt before the answer that heads are trained on: the target's own to these prompts, so that they
 guess some tokens right after seconds."""
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(SOURCE)}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": f"{SOURCE}{os.pathsep}{SOURCE.parent}"}
 """Of vLLM's processes, besides what `forerun.deploy.in_vllm` gives them."""
 
 

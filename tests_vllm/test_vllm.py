@@ -38,6 +38,7 @@ ARMS: dict[str, Arm] = {
     "plugged_ngram_follows": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2}, compared="rates"),
     "plugged_suffix": Arm(plugged={"method": "suffix"}, compared="rates"),
     "plugged_first_of": Arm(plugged={"method": "first_of", "drafters": MEMBERS}, compared="rates"),
+    "plugged_own": Arm(plugged={"method": "tests.deploy.own_drafter:Periodic", "period": 1}),
     "crowded_plain": Arm(engine=CROWDED),
     "crowded_ngram": Arm(plugged={"method": "ngram", "prompt_lookup_min": 2, **PLAIN}, engine=CROWDED),
     "crowded_suffix": Arm(plugged={"method": "suffix"}, engine=CROWDED, compared="rates"),

@@ -328,6 +328,16 @@ def test_what_only_copies_and_sglang_has_not_goes_there_as_a_plug_in(
     assert several.out.count("FORERUN_SGLANG_CONFIG=") == 2
 
 
+@pytest.mark.parametrize(("engine", "words"), [("vllm", '"num_speculative_tokens": 8'), ("sglang", "tokens 9")])
+def test_a_drafter_outside_of_forerun_goes_there_as_a_plug_in(forerun: Run, engine: str, words: str) -> None:
+    ran = forerun("deploy", engine, "m", "--drafter", "deploy.own_drafter:Periodic")
+    assert '{"method": "deploy.own_drafter:Periodic"}' in ran.out and words in ran.out
+    assert "deploy.own_drafter:Periodic: put the module's folder in PYTHONPATH" in ran.err
+    for name, reason in (("Reading", "no counterpart"), ("Nobody", "cannot be imported")):
+        refused = forerun("deploy", engine, "m", "--drafter", f"deploy.own_drafter:{name}")
+        assert refused.code == 2 and reason in refused.err
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("rule", ["block", "typical", "nonsense"])
 def test_no_engine_has_a_rule_for_a_plug_in(forerun: Run, engine: str, rule: str) -> None:

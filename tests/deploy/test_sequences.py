@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -232,6 +232,12 @@ def test_the_best_path_has_the_largest_sum_of_survivals(seed: int) -> None:
         ({"method": "ngram", "frobnicate": 1}, "frobnicate"),
         ({"method": "merge", "drafters": ["suffix", {"method": "ngram", "frobnicate": 1}]}, "frobnicate"),
         ({"method": "auto", "drafters": [{"method": "ngram", "frobnicate": 1}]}, "frobnicate"),
+        ({"method": "deploy.own_drafter:Learning"}, "Learning needs.*states"),
+        (
+            {"method": "merge", "drafters": ["suffix", {"method": "deploy.own_drafter:Reading"}]},
+            "Reading needs.*states",
+        ),
+        ({"method": "deploy.own_drafter:Nothing"}, "cannot be imported"),
     ],
 )
 def test_a_drafter_that_needs_the_target_is_refused(config: dict[str, Any], words: str) -> None:
@@ -258,6 +264,18 @@ def by_chance(symbols: int, seed: int) -> Iterator[int]:
 class TestAdaptive:
     """How much is drafted follows from what the steps take, seen from outside."""
 
+    EVERY: ClassVar[list[dict[str, Any]]] = [
+        {"method": "ngram"},
+        {"method": "suffix"},
+        {"method": "prediction", "text": list(range(7)) * 200},
+        {"method": "merge", "drafters": ["suffix", "ngram"]},
+        {"method": "first_of", "drafters": ["suffix", "ngram"]},
+        {"method": "deploy.own_drafter:Periodic"},
+        {"method": "merge", "drafters": ["ngram", {"method": "deploy.own_drafter:Periodic"}]},
+        {"method": "auto"},
+        {"method": "auto", "drafters": ["deploy.own_drafter:Periodic"]},
+    ]
+
     @staticmethod
     def late(node_ms: float, text: Iterator[int], config: dict[str, Any] | None = None) -> tuple[float, float]:
         """Tokens drafted and accepted a step, after some, where a pass takes 10 ms and `node_ms` for each more."""
@@ -278,12 +296,14 @@ class TestAdaptive:
             gains.append(accepted)
         return sum(sizes[50:]) / 100, sum(gains[50:]) / 100
 
-    def test_what_repeats_is_drafted_where_that_is_cheap(self) -> None:
-        drafted, accepted = self.late(0.2, itertools.cycle(range(7)))
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_what_repeats_is_drafted_where_that_is_cheap(self, config: dict[str, Any]) -> None:
+        drafted, accepted = self.late(0.2, itertools.cycle(range(7)), config)
         assert drafted > 7 and accepted == drafted
 
-    def test_nothing_is_drafted_where_a_node_costs_a_pass(self) -> None:
-        drafted, _ = self.late(11.0, itertools.cycle(range(7)))
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_nothing_is_drafted_where_a_node_costs_a_pass(self, config: dict[str, Any]) -> None:
+        drafted, _ = self.late(11.0, itertools.cycle(range(7)), config)
         assert drafted < 0.5
 
     def test_nothing_is_drafted_where_nothing_repeats_for_long(self) -> None:
@@ -299,8 +319,6 @@ class TestAdaptive:
         assert fmean(gains) > (1.08 if node_ms == 1.0 else 0.93) and min(gains) > 0.85
 
     def test_auto_asks_all_that_copy(self) -> None:
-        drafted, accepted = self.late(0.2, itertools.cycle(range(7)), {"method": "auto"})
-        assert drafted > 7 and accepted == drafted
         assert [one.method for one in sequences({"method": "auto"}).drafters] == ["ngram", "suffix", "prediction"]
 
     @pytest.mark.parametrize(
@@ -317,9 +335,10 @@ class TestAdaptive:
             (tree,) = treed(made, [array([1, 2, 3, 4, 1, 2, 5, 1, 2])], [8])
         assert list(tree.parents) == list(range(-1, tree.size))
 
-    def test_rows_come_and_go(self) -> None:
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_rows_come_and_go(self, config: dict[str, Any]) -> None:
         now, engine, drafted = [0.0], Engine(5, random.Random(7)), 0
-        shared = sequences({"method": "auto"}, rows=5, clock=lambda: now[0])
+        shared = sequences(config, rows=5, clock=lambda: now[0])
         for _ in range(250):
             now[0] += 10e-3
             engine.step()

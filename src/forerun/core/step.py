@@ -87,7 +87,7 @@ def step(
     """
     marks = [time.perf_counter() if since is None else since]
     rules = _rules(rows, groups)
-    trees = _propose(rows, groups, check)
+    trees = proposed(rows, groups, check=check)
     if admit is not None:
         trees = admit(trees)
     names = {index: group.name for group in groups for index in group.members}
@@ -155,7 +155,8 @@ def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     return [row.rule or default_rule(kinds[index], greedy=row.sampler.greedy) for index, row in enumerate(rows)]
 
 
-def _propose(rows: Sequence[Row], groups: Sequence[Group], check: bool) -> list[TokenTree]:
+def proposed(rows: Sequence[Row], groups: Sequence[Group], *, check: bool = False) -> list[TokenTree]:
+    """What the groups draft, a tree for each row; `check` verifies what was recorded of draws."""
     trees = [TokenTree(row.tokens[-1]).seal() for row in rows]
     for group in groups:
         depths = [min(depth, rows[index].room - 1) for index, depth in zip(group.members, group.depths, strict=True)]

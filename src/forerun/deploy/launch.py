@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forerun.demo import resolve
-from forerun.deploy import COPYING, methods
+from forerun.deploy import methods, reads_text_alone
 from forerun.deploy.schedule import Forecast, Stretch
 from forerun.drafters import AUTO, checked_options, default_length, entry_named
 from forerun.drafters.heads.kinds import KINDS, named
@@ -232,6 +232,12 @@ class Engine(ABC):
             )
         return [_draft(one) for one in _members(config)]
 
+    def outside(self, config: SpeculativeConfig) -> Iterator[str]:
+        """What a plug-in's drafters outside of forerun need, in a sentence."""
+        found = [method for method in methods(config.named) if ":" in method]
+        if found:
+            yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
+
     def _main(self, asked: Asked, drafts: Sequence[Draft]) -> Draft:
         able = [one for one in drafts if self.has(one.method, asked.version)]
         if not able:
@@ -249,11 +255,11 @@ class Engine(ABC):
         return {theirs: getattr(options, ours) for ours, theirs in way.options.items()}
 
     def plugs_in(self, config: SpeculativeConfig) -> bool:
-        """Whether this drafter goes into the engine as forerun's plug-in: it only copies, and the engine has none like
-        it. Of `auto`, what was named to choose from."""
+        """Whether this drafter goes into the engine as forerun's plug-in: it reads text alone, and the engine has none
+        like it. Of `auto`, what was named to choose from."""
         method, *made_of = methods(config.named)
-        fits = "model" not in config.options and self.routes if method == AUTO else method in COPYING
-        return bool(self.variable) and method not in self.ways and fits and set(made_of) <= set(COPYING)
+        fits = "model" not in config.options and self.routes if method == AUTO else reads_text_alone(method)
+        return bool(self.variable) and method not in self.ways and fits and all(map(reads_text_alone, made_of))
 
     def has(self, method: str, version: str) -> bool:
         """Whether this version drafts by that method."""

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from forerun.core.row import Row
+from forerun.core.rules.base import walk
 from forerun.core.sampling import Sampler
-from forerun.core.step import Emitted, context_for
+from forerun.core.step import Emitted, context_for, proposed
 from forerun.core.tree import TokenTree
-from forerun.deploy import COPYING, methods
+from forerun.deploy import COPYING, methods, reads_text_alone
 from forerun.deploy.known_rows import KnownRows, Recognised
 from forerun.drafters import AUTO, checked_options, drafter_class
 from forerun.drafters.base import DrafterSetup, warn_drafter
@@ -34,7 +35,7 @@ from forerun.engine.costs import Nominal
 from forerun.engine.policy.policy import Policy, policy_for
 from forerun.errors import ArgumentError, of_the_process
 from forerun.manifests import read_object
-from forerun.types import Budget, SamplingParams, Source, StepTrace
+from forerun.types import Budget, SamplingParams, StepTrace
 
 if TYPE_CHECKING:
     from forerun.model import Target
@@ -90,6 +91,7 @@ class _Step:
 
     rows: Sequence[Row]
     lengths: Sequence[int]  # Their tokens then
+    trees: Sequence[TokenTree]
     began: float  # s
     ended: float
 
@@ -123,13 +125,14 @@ class Sequences:
             clock: seconds.
 
         Raises:
-            ArgumentError: the drafter, or one that it is made of, is none of `COPYING` or ``auto``.
+            ArgumentError: the drafter, or one that it is made of, is none of `COPYING`, ``auto`` or a drafter outside
+                of forerun that reads text alone.
         """
         parsed = checked(config)
         setup = DrafterSetup(target=cast("Target", Stranger(vocab_size)), tokenizer=tokenizer, rows=rows, slots=slots)
         self._policy: Policy | None = None
         if parsed.adaptive:
-            arms = [one for one in arms_of(parsed) if one.method in COPYING]  # `auto` knows others
+            arms = [one for one in arms_of(parsed) if reads_text_alone(one.method)]  # `auto` knows others
             self._policy = policy_for(
                 arms, setup, nodes=nodes, costs=Nominal(), measure=True, chains=chains, clock=clock
             )
@@ -181,7 +184,7 @@ class Sequences:
             chosen = [rows[index] for index in asked]
             drafted = self._drafted(chosen, [limits[index] for index in asked])
             trees = dict(zip(asked, drafted, strict=True))
-            self._step = _Step(chosen, [len(row.tokens) for row in chosen], began, self._clock())
+            self._step = _Step(chosen, [len(row.tokens) for row in chosen], drafted, began, self._clock())
         return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
 
     def clear(self) -> None:
@@ -189,18 +192,13 @@ class Sequences:
         self.chains(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
 
     def _drafted(self, rows: list[Row], limits: list[int]) -> list[TokenTree]:
-        everyone = range(len(rows))
         if self._policy is None:
-            context = context_for(rows, everyone, [0] * len(rows), {})
+            context = context_for(rows, range(len(rows)), [0] * len(rows), {})
             trees = self.drafters[0].propose(context, Budget(nodes=tuple(limits), depth=tuple(limits)))
         else:
             for row in rows:
                 row.room = max(1, self._slots - len(row.tokens))
-            trees = [TokenTree(row.tokens[-1]).seal() for row in rows]
-            for group in self._policy.plan(rows, everyone, limits):
-                for index, tree in zip(group.members, group.trees or (), strict=True):
-                    trees[index] = tree
-            trees = self._policy.admit(trees)
+            trees = self._policy.admit(proposed(rows, self._policy.plan(rows, range(len(rows)), limits)))
         if self._chains:
             trees = [tree if max(tree.depths) == tree.size else tree.only(tree.best_path()) for tree in trees]
         return trees
@@ -211,22 +209,8 @@ class Sequences:
         gained = [row.tokens[length:] for row, length in zip(step.rows, step.lengths, strict=True)]
         if not all(gained) or not all(id(row) in running for row in step.rows):
             return
-        trace = StepTrace(
-            step=policy.steps,
-            position=0,
-            drafter=None,
-            rule="",
-            nodes=(),
-            path=(),
-            next_token=0,
-            kind=Source.TARGET,
-            draft_ms=1e3 * (step.ended - step.began),
-            verify_ms=1e3 * (now - step.ended),
-            commit_ms=0.0,
-        )
-        policy.learn(
-            [Emitted(tokens=tokens, sources=[], drafted=0, depth=0, logprobs=None, trace=trace) for tokens in gained]
-        )
+        draft_ms, verify_ms = 1e3 * (step.ended - step.began), 1e3 * (now - step.ended)
+        policy.learn([_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
 
     def _recognised(self, table: Ints, lengths: Ints) -> Recognised:
         """Whose the rows are; what is in none any more is forgotten."""
@@ -259,6 +243,25 @@ def _prompt(tokens: int) -> int:
     return max(1, tokens - 1)
 
 
+def _emitted(tree: TokenTree, tokens: list[int], draft_ms: float, verify_ms: float) -> Emitted:
+    """What the engine's step made of a row, as the text that it went on with tells."""
+    found = walk(tree, lambda node: tokens[tree.depths[node]] if tree.depths[node] < len(tokens) else -1)
+    trace = StepTrace(
+        step=0,
+        position=0,
+        drafter=None,
+        rule="",
+        nodes=(),
+        path=found.path,
+        next_token=found.next_token,
+        kind=found.kind,
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
+        commit_ms=0.0,
+    )
+    return Emitted(tokens=tokens, sources=[], drafted=tree.size, depth=max(tree.depths), logprobs=None, trace=trace)
+
+
 def _row(place: int, tokens: int) -> Row:
     return Row(
         cache_row=place,
@@ -280,10 +283,11 @@ def checked(config: Config) -> SpeculativeConfig:
     given = [*methods(parsed.named)]
     given += ["a model"] if parsed.method == AUTO and "model" in parsed.options else []
     for method in given:
-        if method not in (*COPYING, AUTO):
+        if not (reads_text_alone(method) or method == AUTO):
             raise ArgumentError(
                 f"{method} needs the target's states or distributions, which a plug-in is not given; there are "
-                f"{', '.join(COPYING)} and {AUTO}"
+                f"{', '.join(COPYING)}, {AUTO}, and module:Class for one of your own without requires, observes and "
+                "observe"
             )
     if parsed.method != AUTO and all(one.name != TOKENS for one in fields(drafter_class(parsed.method).Config)):
         parsed = replace(parsed, num_speculative_tokens=None)

@@ -10,7 +10,7 @@ import json
 from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import NAMES_METHOD
-from forerun.deploy import COPYING
+from forerun.deploy import reads_text_alone
 from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way
 from forerun.deploy.schedule import Stretch
 from forerun.drafters import AUTO
@@ -92,7 +92,7 @@ class Vllm(Engine):
         """vLLM's ``speculative_config`` for forerun's own drafter in it, the schedule, and the environment."""
         config = asked.config
         assert config is not None
-        k = config.num_speculative_tokens or max(one.k for one in self.drafts(config) if one.method in COPYING)
+        k = config.num_speculative_tokens or max(one.k for one in self.drafts(config) if reads_text_alone(one.method))
         routed = config.method == AUTO  # by a policy that decides how much, too
         schedule = self.schedule(asked, k, notes) if asked.forecast is not None or not routed else ()
         options = config.named
@@ -105,7 +105,7 @@ class Vllm(Engine):
             "its older model runner V1 and without asynchronous scheduling only; others measured that to cost 10 % of "
             "the speed of a 4 B model, 6 % at 9 B, 2 % at 27 B"
         )
-        notes.append(_REFUSES)
+        notes += [_REFUSES, *self.outside(config)]
         environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", VARIABLE: json.dumps(options)}
         return {"method": "custom_class", "model": PLUG_IN, "num_speculative_tokens": k}, schedule, environment
 
