@@ -24,6 +24,8 @@ from forerun.errors import ArgumentError
 
 PLAIN = {"follow_edits": False, "min_token_prob": 0.0}  # Then drafts are the same whatever was drafted before
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, **PLAIN}
+MERGED = {"method": "merge", "drafters": ["suffix", "ngram"]}
+OWN = {"method": "deploy.own_drafter:Periodic"}
 SLOTS = 400
 
 
@@ -138,6 +140,42 @@ def test_whatever_fails_costs_drafts_and_no_more(
             with pytest.raises(KeyboardInterrupt):
                 chained(made, [array(row) for row in rows], [2, 2])
     assert chained(made, [array([*row, row[2]]) for row in rows], [1, 1]) == [[4], [5]], "all is read again"
+
+
+@pytest.mark.parametrize("config", [{"method": "suffix"}, MERGED, {**MERGED, "adaptive": False}, OWN], ids=str)
+@pytest.mark.parametrize("failing", ["_recognised", "_drafted", "_learn"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_whatever_fails_in_a_step_of_trees_costs_drafts_and_no_more(
+    config: dict[str, Any], failing: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody in the other engine expects a drafter to raise: it would end all of its requests."""
+    now, text = [0.0], [index % 7 for index in range(30)]
+    made = sequences(config, clock=lambda: now[0])
+
+    def drafted(steps: int) -> int:
+        found = 0
+        for _ in range(steps):
+            now[0] += 10e-3
+            (tree,) = treed(made, [array(text)], [6])
+            assert tree.tokens[0] == text[-1]
+            right = [(text[-1] + 1 + index) % 7 for index in range(tree.size)]
+            assert list(tree.tokens[1:]) == right
+            text.extend([*right, (text[-1] + 1 + len(right)) % 7])
+            found += tree.size
+        return found
+
+    def broken(*_: object) -> None:
+        raise error
+
+    assert drafted(12) > 0
+    with monkeypatch.context() as patched:
+        patched.setattr(made, failing, broken)
+        if error is ValueError:
+            assert drafted(2) == 0 or failing == "_learn"
+        elif failing != "_learn" or config.get("adaptive", True):
+            with pytest.raises(KeyboardInterrupt):
+                drafted(1)
+    assert drafted(12) > 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
@@ -268,10 +306,10 @@ class TestAdaptive:
         {"method": "ngram"},
         {"method": "suffix"},
         {"method": "prediction", "text": list(range(7)) * 200},
-        {"method": "merge", "drafters": ["suffix", "ngram"]},
+        MERGED,
         {"method": "first_of", "drafters": ["suffix", "ngram"]},
-        {"method": "deploy.own_drafter:Periodic"},
-        {"method": "merge", "drafters": ["ngram", {"method": "deploy.own_drafter:Periodic"}]},
+        OWN,
+        {"method": "merge", "drafters": ["ngram", OWN]},
         {"method": "auto"},
         {"method": "auto", "drafters": ["deploy.own_drafter:Periodic"]},
     ]

@@ -149,7 +149,8 @@ class Sequences:
 
     def chains(self, table: Ints, lengths: Ints, most: Longs) -> list[list[int]]:
         """At most ``most[i]`` tokens to go on with ``table[i, : lengths[i]]``, prompt and answer so far, for each row;
-        of a tree the best path. `ngram` and `suffix` without a policy do this for all rows in one go."""
+        of a tree the best path. `ngram` and `suffix` without a policy do this for all rows in one go. What fails costs
+        this step's drafts and is logged."""
         if self._lookup is None:
             return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
         try:
@@ -158,17 +159,20 @@ class Sequences:
                 self._lookup.begin(int(found.work[ROW, index]), _prompt(int(lengths[index])))
             found.work[NODES] = found.work[DEPTH] = most
             return self._lookup.chains(self._known.tokens, found.work)
-        except BaseException as error:  # What was read of which row is not known now
-            self._known.clear()
-            self._rows.clear()
-            self._lookup.clear()
-            if of_the_process(error):
-                raise
-            warn_drafter(self.drafters[0].method, "to propose", repr(error))
+        except BaseException as error:
+            self._lose(error)
             return [[] for _ in lengths]
 
     def trees(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
-        """A tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``; its root alone for 0."""
+        """A tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``; its root alone for 0, and where
+        something fails, as `chains` does."""
+        try:
+            return self._grown(table, lengths, most)
+        except BaseException as error:
+            self._lose(error)
+            return [TokenTree(int(text[length - 1])) for text, length in zip(table, lengths, strict=False)]
+
+    def _grown(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
         began = self._clock()
         rows, fresh = self._found(table, lengths)
         if self._policy is not None and self._step is not None:
@@ -186,6 +190,28 @@ class Sequences:
             trees = dict(zip(asked, drafted, strict=True))
             self._step = _Step(chosen, [len(row.tokens) for row in chosen], drafted, began, self._clock())
         return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
+
+    def _lose(self, error: BaseException) -> None:
+        """Forget all rows, so that they are read again: what was read of which is not known after `error`, which is
+        logged, or raised where it is the process's."""
+        held = list(self._rows)
+        self._known.clear()
+        self._rows.clear()
+        self._step = None
+        if self._lookup is not None:
+            self._lookup.clear()
+        else:
+            self._truncate(held)
+        if of_the_process(error):
+            raise error
+        warn_drafter(self.drafters[0].method, "to propose", repr(error))
+
+    def _truncate(self, places: Sequence[int]) -> None:
+        nothing = [0] * len(places)
+        if self._policy is not None:
+            self._policy.forget(places, nothing)
+        else:
+            self.drafters[0].truncate(places, nothing)
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -216,11 +242,7 @@ class Sequences:
         """Whose the rows are; what is in none any more is forgotten."""
         found = self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
         if found.gone:
-            nothing = [0] * len(found.gone)
-            if self._policy is not None:
-                self._policy.forget(found.gone, nothing)
-            else:
-                self.drafters[0].truncate(found.gone, nothing)
+            self._truncate(found.gone)
             for place in found.gone:
                 self._rows.pop(place, None)
         return found
