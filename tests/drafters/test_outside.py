@@ -107,3 +107,10 @@ def test_the_command_line_finds_it_in_the_folder_it_runs_in(
     assert json.loads(capsys.readouterr().out)["speculation"]["drafted"] > 0
     assert main(["generate", str(checkpoint), "--prompt", "the cat", "--drafter", "nowhere:Echo"]) == 2
     assert "PYTHONPATH" in capsys.readouterr().err
+
+
+def test_the_command_line_works_in_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["drafters", "--json"]) == 0

@@ -100,8 +100,8 @@ def build_app() -> App:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; `arguments` default to the process's own."""
-    if os.getcwd() not in sys.path:  # Where a drafter of the user's own (module:Class) is found, behind all else
-        sys.path.append(os.getcwd())
+    if "" not in sys.path:  # The folder one works in: a drafter of the user's own is found there, behind all else
+        sys.path.append("")
     try:
         return _run(arguments)
     except KeyboardInterrupt:

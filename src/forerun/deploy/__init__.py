@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forerun.drafters import drafter_class
+from forerun.drafters import drafter_class, outside
 
 COPYING = ("ngram", "suffix", "rest", "prediction", "first_of", "merge")
 """Drafters for a plug-in, which is handed a sequence's text and nothing of the target; the last two made of such alone.
@@ -15,7 +15,7 @@ COPYING = ("ngram", "suffix", "rest", "prediction", "first_of", "merge")
 def reads_text_alone(method: str) -> bool:
     """Whether a plug-in may draft by it: one of `COPYING`, or a drafter outside of forerun (``module:Class``) that
     wants nothing of the target. ArgumentError: there is no such drafter."""
-    if ":" not in method:
+    if not outside(method):
         return method in COPYING
     from forerun.drafters.base import Drafter
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from forerun.demo import resolve
 from forerun.deploy import methods, reads_text_alone
 from forerun.deploy.schedule import Forecast, Stretch
-from forerun.drafters import AUTO, checked_options, default_length, entry_named
+from forerun.drafters import AUTO, checked_options, default_length, entry_named, outside
 from forerun.drafters.heads.kinds import KINDS, named
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.errors import ArgumentError, CheckpointError, nearest
@@ -232,9 +232,9 @@ class Engine(ABC):
             )
         return [_draft(one) for one in _members(config)]
 
-    def outside(self, config: SpeculativeConfig) -> Iterator[str]:
+    def needs(self, config: SpeculativeConfig) -> Iterator[str]:
         """What a plug-in's drafters outside of forerun need, in a sentence."""
-        found = [method for method in methods(config.named) if ":" in method]
+        found = [*filter(outside, methods(config.named))]
         if found:
             yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
 

@@ -125,13 +125,18 @@ def methods() -> dict[str, Entry]:
     return {**DRAFTERS, **CHOOSERS}
 
 
+def outside(name: str) -> bool:
+    """Whether a method is a drafter outside of this package, ``module:Class``; imports nothing."""
+    return ":" in name
+
+
 def entry_named(name: str) -> Entry:
     """The registry's line for a method; imports nothing. ``module:Class`` is a drafter outside of this package, and
     imported. An ArgumentError names the nearest where there is none, or says what is wrong with the class."""
     known = methods()
     if name in known:
         return known[name]
-    if ":" in name:
+    if outside(name):
         return _from_outside(name)
     raise ArgumentError(
         f"unknown drafter {name!r}; there are {', '.join(known)}, and module:Class for one of your own."
@@ -153,7 +158,7 @@ def _from_outside(path: str) -> Entry:
         raise ArgumentError(
             f"{path!r} is no drafter; expected a subclass of forerun.drafters.base.Drafter with a dataclass Config"
         )
-    return Entry(path=path, summary=(found.__doc__ or path).strip().splitlines()[0])
+    return Entry(path=path, summary=path)
 
 
 def drafter_class(name: str) -> type[Drafter]:

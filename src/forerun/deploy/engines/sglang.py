@@ -90,7 +90,7 @@ class SGLang(Engine):
             "it. It scores as many tokens for each request at every step, and verifies trees on pages of one token or "
             "with flashinfer; --speculative-eagle-topk 1 drafts chains"
         )
-        notes += [_VERIFIES, *self.outside(config)]
+        notes += [_VERIFIES, *self.needs(config)]
         words = ["--speculative-algorithm", ALGORITHM, "--speculative-num-draft-tokens", str(count)]
         words += [] if tree else ["--speculative-eagle-topk", "1"]
         return words, {VARIABLE: json.dumps(config.named)}

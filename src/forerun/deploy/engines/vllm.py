@@ -105,7 +105,7 @@ class Vllm(Engine):
             "its older model runner V1 and without asynchronous scheduling only; others measured that to cost 10 % of "
             "the speed of a 4 B model, 6 % at 9 B, 2 % at 27 B"
         )
-        notes += [_REFUSES, *self.outside(config)]
+        notes += [_REFUSES, *self.needs(config)]
         environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", VARIABLE: json.dumps(options)}
         return {"method": "custom_class", "model": PLUG_IN, "num_speculative_tokens": k}, schedule, environment
 
