@@ -49,7 +49,7 @@ class Case:
 
 
 BLOCK = {"num_hidden_layers": 2, "block_size": 6}
-DFLASH = Case(kind="dflash", steps=120, rate=2e-3, options=BLOCK)
+DFLASH = Case(kind="dflash", steps=240, rate=2e-3, options=BLOCK)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,7 +95,7 @@ def trials(request: pytest.FixtureRequest) -> Iterator[dict[str, Trial]]:
 
 def head_of(case: Case, work: Path) -> Path:
     """Its directory, as it is trained; kept between runs."""
-    name = re.sub(r"\W+", "-", f"{case.kind} {dict(case.options)}").strip("-").lower()
+    name = re.sub(r"\W+", "-", f"{case.kind} {dict(case.options)} {case.steps}").strip("-").lower()
     run = work / "runs" / name
     if case.kind == "draft_model":
         return FOLDER / "draft"

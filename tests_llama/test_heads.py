@@ -26,7 +26,7 @@ CASES: dict[str, Case] = {
     "eagle3_norms": replace(EAGLE, options={"norm_before_fc": True, "norm_before_residual": True}),
     "dflash": DFLASH,
     "dflash2": replace(DFLASH, kind="dflash2"),
-    "dflash_window": replace(DFLASH, steps=60, options={**BLOCK, "sliding_window": 64}),
+    "dflash_window": replace(DFLASH, options={**BLOCK, "sliding_window": 64}),
     "dspark": DSPARK,
     # GLM's converter wants tokens of GLM's tokenizer, which nothing shipped has.
     "mtp, MiMo's kind": Case(kind="mtp", target="mimo", k=1, refused="MiMoForCausalLM is not supported"),

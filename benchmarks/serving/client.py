@@ -49,6 +49,12 @@ class Load:
         found = sorted(answer.first_s for answer in self.answers)
         return 1e3 * found[len(found) // 2]
 
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token after the first, ms: prompts are not in it."""
+        decoding = sum(answer.seconds - answer.first_s for answer in self.answers)
+        return 1e3 * decoding / sum(answer.tokens - 1 for answer in self.answers)
+
 
 def drive(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> Load:
     """Send all bodies to ``/v1/completions``, `clients` at a time."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +26,10 @@ from forerun.demo.scale import ScaledModel
 from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
 
 OWN, PLAIN = "vLLM's ngram", "vLLM, plain"
-GOAL = 1.2
+FIGURES = {"tokens_per_second": ("tokens/s", 1), "tpot_ms": ("ms TPOT", -1)}
+"""Of a round: unit, and 1 where more is better; the first has reading the prompts in it, the second (time per output
+token after the first) not."""
+Loads = list[dict[str, float]]
 _WARMING = 4  # Texts at most, the shortest
 
 
@@ -50,15 +52,19 @@ def main() -> int:
         print(json.dumps({"machine": str(this_machine()), "drafted": found}))  # noqa: T201
         return 0
     for tokens, arms in found.items():
-        for name, rates in arms.items():
-            own = f"{_ratio(rates, arms[OWN]):.2f} x vLLM's ngram (goal {GOAL})"
-            line = f"K = {tokens:2}  {name:16} {median(rates):6.1f} tokens/s  {_ratio(rates, arms[PLAIN]):.2f} x plain"
-            print(line, own if name.startswith("forerun") else "", sep="   ")  # noqa: T201
+        for name, loads in arms.items():
+            line = f"K = {tokens:2}  {name:16}"
+            for figure, (unit, _) in FIGURES.items():
+                found = [load[figure] for load in loads]
+                line += f"  {median(found):6.1f} {unit}, {_ratio(figure, loads, arms[PLAIN]):.2f} x plain"
+                if name.startswith("forerun"):
+                    line += f", {_ratio(figure, loads, arms[OWN]):.2f} x vLLM's ngram"
+            print(line)  # noqa: T201
     return 0
 
 
-def _measured(tokens: int, asked: argparse.Namespace) -> dict[str, list[float]]:
-    """By arm: tokens per second in each round."""
+def _measured(tokens: int, asked: argparse.Namespace) -> dict[str, Loads]:
+    """By arm: the figures of each round."""
     target = ScaledModel(resolve("demo"), billions=asked.billions).path
     servers = _servers(target, tokens, asked)
     warming, *rounds = _bodies(target, asked.texts, asked.rounds)
@@ -66,7 +72,7 @@ def _measured(tokens: int, asked: argparse.Namespace) -> dict[str, list[float]]:
         for server in servers.values():
             server.start()
             server.pause()
-        rates: dict[str, list[float]] = {name: [] for name in servers}
+        found: dict[str, Loads] = {name: [] for name in servers}
         names = list(servers)
         for name in names:
             answered(servers[name], warming, 1)
@@ -74,9 +80,11 @@ def _measured(tokens: int, asked: argparse.Namespace) -> dict[str, list[float]]:
             for name in names if turn % 2 else reversed(names):
                 if turn and name == PLAIN:
                     continue
-                rates[name].append(answered(servers[name], bodies, 1).tokens_per_second)
-                sys.stderr.write(f"K = {tokens}, {turn + 1}/{asked.rounds} {name:16} {rates[name][-1]:.1f}\n")
-        return rates
+                load = answered(servers[name], bodies, 1)
+                found[name].append({figure: getattr(load, figure) for figure in FIGURES})
+                figures = "  ".join(f"{value:.1f}" for value in found[name][-1].values())
+                sys.stderr.write(f"K = {tokens}, {turn + 1}/{asked.rounds} {name:16} {figures}\n")
+        return found
     finally:
         for server in servers.values():
             server.stop()
@@ -114,9 +122,10 @@ def _bodies(target: Path, count: int, rounds: int) -> list[list[dict[str, Any]]]
     return [bodies[len(measured) :][-_WARMING:], *(measured[turn::rounds] for turn in range(rounds))]
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median over the rounds that both answered of the ratio within a round."""
-    return median(own / other for own, other in zip(ours, theirs, strict=False))
+def _ratio(figure: str, ours: Loads, theirs: Loads) -> float:
+    """Median over the rounds that both answered of the ratio within a round, above 1 where ours is better."""
+    pairs = zip(ours, theirs, strict=False)
+    return median((own[figure] / other[figure]) ** FIGURES[figure][1] for own, other in pairs)
 
 
 if __name__ == "__main__":
