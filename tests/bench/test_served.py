@@ -279,7 +279,8 @@ class TestClient:
             ([b"data: {broken\n\n"], "no JSON"),
             ([b"data: " + b"[" * 100_000 + b"\n\n"], "no JSON"),
             *[([b"data: %s\n\n" % chunk, *said("a", tokens=2)], "not as OpenAI") for chunk in NO_CHUNKS],
-            ([6.0, *said("a")], "no answer for 3 s"),
+            ([6.0, *said("a")], "not answered within 3 s"),
+            ([*[b": still there\n\n", 0.5] * 10, *said("a")], "not answered within 3 s"),
         ],
     )
     def test_a_failing_request_is_counted_by_itself_and_the_others_go_on(self, answered: Any, words: str) -> None:
@@ -295,6 +296,13 @@ class TestClient:
         with scripted(Script(lambda body: [*empty, *said("a", tokens=2)])) as url:
             (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
         assert (found.text, found.tokens, found.error, found.gaps_s) == ("a", 2, None, ())
+
+    def test_lines_end_with_a_line_feed_and_no_error_is_none(self) -> None:
+        text = "a\u2028b\u0085c\x0bd\re"
+        raw = f'data: {{"error": null, "choices": [{{"delta": {{"content": "{text[:5]}"}}}}]}}\n\n'.encode()
+        with scripted(Script(lambda body: [raw[:40], raw[40:], *said(text, tokens=2)])) as url:
+            (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
+        assert (found.text, found.error) == (text[:5] + text, None)
 
     def test_a_text_is_continued(self) -> None:
         script = Script(lambda body: [{"choices": [{"text": "x"}]}, b"data: [DONE]\n\n"])
@@ -394,6 +402,19 @@ class TestCommand:
             assert [load["load"] for load in json.loads(out.read_text())["loads"]] == ["1 user", "2 users"]
             capsys.readouterr()
             assert bench(*words, "--concurrency", 1, 2) == 0 and len(script.bodies) == 6
+            assert "nothing was measured" in capsys.readouterr().err
+            stopping = (
+                "--stop",
+                "x",
+                "--goodput",
+                "ttft:90",
+                "--extra-body",
+                '{"a": [1]}',
+                "--out",
+                tmp_path / "s.json",
+            )
+            for _ in range(2):
+                assert bench("--server", url, "--num-prompts", 1, "--warmup", 0, *stopping) == 0
             assert "nothing was measured" in capsys.readouterr().err
             for other in (("--max-tokens", 9), ("--split", "train"), ("--subset", "x")):
                 assert bench(*words, "--concurrency", 1, *other) == 2
@@ -500,6 +521,11 @@ class TestCommand:
             assert bench(*words) == 1
             assert "worse than before: 1 user: output_throughput" in capsys.readouterr().err
             assert bench(*words, "--tolerance", 1.0) == 0
+            old["about"] = {"max_tokens": 7, "tasks": 2}
+            (tmp_path / "old.json").write_text(json.dumps(old))
+            assert bench(*words, "--tolerance", 1.0) == 0
+            said_ = capsys.readouterr().err
+            assert "another max_tokens: 7, now" in said_ and "another tasks" not in said_
 
     def test_a_result_with_other_loads_is_refused_before_anything_is_asked(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -510,7 +536,7 @@ class TestCommand:
             assert bench("--server", url, "--concurrency", 8, "--compare", tmp_path / "old.json") == 2
         assert "it holds 1 user, asked for is 8 users" in capsys.readouterr().err and not script.bodies
 
-    @pytest.mark.parametrize("loads", [None, {}, [5], [None], [{}]])
+    @pytest.mark.parametrize("loads", [None, {}, [5], [None], [{}], [{"load": "1 user", "output_throughput": "fast"}]])
     def test_a_file_that_is_no_result_is_refused(
         self, loads: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -538,6 +564,13 @@ class TestCommand:
             (["--plot", "a.txt"], "ends in"),
             (["--compare", "nothing.json"], "nothing.json"),
             (["--timeout", "0"], "--timeout"),
+            *[(["--tolerance", bad], "share from 0 to 1") for bad in ("5", "nan", "-0.1")],
+            (["--burstiness", "2"], "--request-rate"),
+            (["--request-rate", "1", "--burstiness", "inf"], "--burstiness"),
+            (["--api-key", "ключ"], "ASCII"),
+            (["--extra-body", '{"n": NaN}'], "not JSON"),
+            (["--extra-body", "[" * 100_000], "not JSON"),
+            *[([flag, "."], f"{flag} . is a directory") for flag in ("--out", "--plot", "--report")],
             (["--num-prompts", "0"], "--num-prompts must be at least 1"),
             (["--num-prompts", "-1"], "--num-prompts must be at least 1"),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -79,6 +80,8 @@ class Server:
         """Why there were none at `metrics_url` when it was last asked; empty where there were."""
         self.engine = ""
         """Who made the model list: vllm, sglang, llamacpp, forerun, ...; empty before the server was opened."""
+        if api_key is not None and not api_key.isascii():
+            raise ArgumentError("--api-key goes into a header, which has ASCII characters alone")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=30.0)
@@ -118,7 +121,7 @@ class Server:
             raise ServerError(f"{self.url}/v1/models answered {response.status_code}: {complaint(response.text)}")
         try:
             return {str(one["id"]): str(one.get("owned_by", "")) for one in response.json()["data"]}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ServerError(f"{self.url}/v1/models answered what is no model list: {response.text[:200]}") from error
 
     async def __aexit__(self, *_: object) -> None:
@@ -161,15 +164,15 @@ class Server:
         started = time.perf_counter()
         heard = _Heard(started)
         try:
-            timeout = httpx.Timeout(asking.timeout_s, connect=30.0)
-            async with self._client.stream("POST", path, json=body, timeout=timeout) as response:
+            waiting = self._client.stream("POST", path, json=body, timeout=httpx.Timeout(None, connect=30.0))
+            async with asyncio.timeout(asking.timeout_s), waiting as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode("utf-8", "replace")
                     heard.error = f"status {response.status_code}: {complaint(text)}"
                 else:
-                    await heard.listen(response.aiter_lines())
-        except httpx.TimeoutException:
-            heard.error = f"no answer for {asking.timeout_s:g} s"
+                    await heard.listen(response.aiter_bytes())
+        except (httpx.TimeoutException, TimeoutError):
+            heard.error = f"not answered within {asking.timeout_s:g} s"
         except httpx.HTTPError as error:
             heard.error = f"the connection broke: {error or type(error).__name__}"
         return heard.answer(task, started - began)
@@ -188,11 +191,11 @@ class _Heard:
         self.speculation: Speculation | None = None
         self.ended = False
 
-    async def listen(self, lines: AsyncIterator[str]) -> None:
-        async for line in lines:
-            if not line.startswith("data:"):
+    async def listen(self, stream: AsyncIterator[bytes]) -> None:
+        async for line in _lines(stream):
+            if not line.startswith(b"data:"):
                 continue
-            data = line.removeprefix("data:").strip()
+            data = line.removeprefix(b"data:").decode("utf-8", "replace").strip()
             if data == "[DONE]":
                 self.ended = True
                 return
@@ -201,7 +204,7 @@ class _Heard:
             except (ValueError, RecursionError):
                 self.error = f"a chunk is no JSON: {data[:100]}"
                 return
-            if isinstance(chunk, dict) and "error" in chunk:
+            if isinstance(chunk, dict) and chunk.get("error") is not None:
                 self.error = complaint(data)
                 return
             try:
@@ -251,6 +254,16 @@ class _Heard:
         )
 
 
+async def _lines(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Those that end with a line feed. Nothing else ends one: an answer may hold U+2028."""
+    begun = b""
+    async for part in stream:
+        *whole, begun = (begun + part).split(b"\n")
+        for line in whole:
+            yield line
+    yield begun
+
+
 def _address(url: str, what: str) -> str:
     """`url` itself. ArgumentError: nobody can be asked there."""
     import httpx
@@ -270,7 +283,7 @@ def complaint(text: str) -> str:
     """What an error's body says, as OpenAI, vLLM, SGLang and llama.cpp spell it."""
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip()[:200] or "nothing more"
     inner = said.get("error", said) if isinstance(said, dict) else said
     message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner

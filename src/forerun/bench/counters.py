@@ -103,9 +103,12 @@ def _positions(before: Samples, after: Samples, name: str) -> tuple[int, ...]:
     totals: dict[int, float] = {}
     for page, sign in ((after, 1), (before, -1)):
         for labels, value in page.get(name, {}).items():
-            place = int(dict(labels).get("position", -1))
+            name_of = dict(labels).get("position", "")
+            if not name_of.isdecimal():
+                continue
+            place = int(name_of)
             totals[place] = totals.get(place, 0.0) + sign * value
-    return tuple(round(totals[place]) for place in sorted(totals) if place >= 0)
+    return tuple(round(totals[place]) for place in sorted(totals))
 
 
 def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:

@@ -36,8 +36,10 @@ class Load:
             raise ArgumentError(f"--concurrency must be at least 1, got {self.concurrency}")
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise ArgumentError(f"--request-rate must be above 0 requests per second, got {self.rate}")
-        if not self.burstiness > 0:
-            raise ArgumentError(f"--burstiness must be above 0, got {self.burstiness}")
+        if not 0 < self.burstiness < float("inf"):
+            raise ArgumentError(f"--burstiness must be a number above 0, got {self.burstiness}")
+        if self.rate is None and self.burstiness != 1:
+            raise ArgumentError("--burstiness is of arrivals, which --request-rate has: leave it out, or give a rate")
 
     @property
     def label(self) -> str:

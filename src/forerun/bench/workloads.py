@@ -36,7 +36,7 @@ class Task:
             return self.text
         messages = [message for question in self.questions for message in question]
         if len(messages) > 1:
-            raise DataError(f"{self.id} is a conversation; a text can only be continued: leave --endpoint chat")
+            raise DataError(f"{self.id} is a conversation; a text can only be continued: leave --endpoint out")
         return str(messages[0]["content"])
 
 
@@ -86,9 +86,9 @@ def _tasks(name: str, subset: str | None, split: str) -> Iterable[Task]:
         return
     path = Path(name).expanduser()
     if path.exists() or not HUB.fullmatch(name) or path.suffix in FILES:
-        records, fallback = read_records(path, BadRecords(skip=False)), path.stem
+        records, fallback = read_records(path, BadRecords(skip=False, remedy="")), path.stem
     else:
-        records, fallback = read_entries(_hub(name, subset, split), name, BadRecords(skip=False)), name
+        records, fallback = read_entries(_hub(name, subset, split), name, BadRecords(skip=False, remedy="")), name
     for record in records:
         yield _task(record, fallback)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json as as_json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.bench.report import draw, shown, source_of, write_page
-from forerun.bench.summary import figures, older_loads, worse
+from forerun.bench.summary import FIGURES, figures, older_loads, worse
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, Many, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
@@ -120,8 +121,9 @@ def bench(
     from forerun.bench.workloads import drawn, read_workload
 
     loads, limits, asking = _loads(load), objectives(goodput), _asking(workload, load, sampling)
-    check_plot(plot)
-    check_plot(None if report is None else report.with_suffix(".svg"))
+    _check_files(out=out, plot=plot, report=report)
+    if not 0 <= tolerance <= 1:
+        raise ArgumentError(f"--tolerance is a share from 0 to 1, 0.05 for 5 %; got {tolerance:g}")
     older = None if compare is None else _read(compare)
     if older is not None:
         older_loads(older, [load.label for load in loads])
@@ -132,7 +134,11 @@ def bench(
     about: dict[str, Any] = {"server": server, "baseline_server": baseline_server, "model": model}
     about |= {"workload": list(workload.workload), "subset": workload.subset, "split": workload.split, "tasks": size}
     about |= {"endpoint": asking.endpoint, "max_tokens": asking.max_tokens}
-    record = _begun(out, about | {"sampling": dict(asking.sampling), "goodput": limits})
+    about |= {"sampling": dict(asking.sampling), "goodput": limits}
+    about = as_json.loads(as_json.dumps(about))  # As a file has it: lists, no tuples
+    record = _begun(out, about)
+    for difference in _differences(older or {}, about):
+        console.warn(f"{compare} was measured with another {difference}")
     key = {"model": model, "api_key": api_key or os.environ.get("OPENAI_API_KEY")}
 
     def save() -> None:
@@ -182,7 +188,7 @@ def _loads(asked: LoadOptions) -> list[Load]:
         raise ArgumentError("give --concurrency or --request-rate, not both: either so many users, or so many a second")
     if asked.request_rate:
         return [Load(rate=rate, burstiness=asked.burstiness) for rate in asked.request_rate]
-    return [Load(concurrency=count) for count in asked.concurrency or (1,)]
+    return [Load(concurrency=count, burstiness=asked.burstiness) for count in asked.concurrency or (1,)]
 
 
 def _asking(workload: WorkloadOptions, load: LoadOptions, sampling: SamplingOptions) -> Asking:
@@ -213,10 +219,36 @@ def _asked_again(asked: Drawn, most: int) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """A result that an earlier run wrote. DataError: it is none."""
     found = read_object(path, "expected a result of forerun bench")
-    loads = found.get("loads")
+    loads, wrong = found.get("loads"), f"{path} is no result of forerun bench"
     if not isinstance(loads, list) or not all(isinstance(load, dict) and "load" in load for load in loads):
-        raise DataError(f"{path} is no result of forerun bench: it has no 'loads', or one of them has no 'load'")
+        raise DataError(f"{wrong}: it has no 'loads', or one of them has no 'load'")
+    for figure in (load.get(one.key) for load in loads for one in FIGURES):
+        if not isinstance(figure, int | float | None):
+            raise DataError(f"{wrong}: {figure!r} stands where a figure should")
+    if not isinstance(found.get("about", {}), dict):
+        raise DataError(f"{wrong}: 'about' is no object")
     return found
+
+
+def _check_files(**files: Path | None) -> None:
+    """ArgumentError: a result could not be written."""
+    for name, file in files.items():
+        if file is not None and (file.is_dir() or not file.name):
+            raise ArgumentError(f"--{name} {file} is a directory; name a file")
+    report = files["report"]
+    check_plot(files["plot"])
+    check_plot(None if report is None else report.with_suffix(".svg"))
+
+
+_SAME = ("workload", "subset", "split", "tasks", "endpoint", "max_tokens", "sampling")
+"""Without which two results say little about each other."""
+
+
+def _differences(older: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
+    before = {**about, **older.get("about", {})}
+    for name in _SAME:
+        if before[name] != about[name]:
+            yield f"{name}: {before[name]}, now {about[name]}"
 
 
 def _begun(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:

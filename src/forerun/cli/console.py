@@ -46,8 +46,8 @@ def table(*titles: str, title: str | None = None, numbers_from: int | None = Non
 
 
 def write_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    sys.stdout.write(pretty(value) + "\n")
+    """One line of JSON on stdout."""
+    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
@@ -64,6 +64,8 @@ def pretty(value: Any, indent: str = "") -> str:
 
 def _finite(value: Any) -> Any:
     """Null for infinity and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -152,11 +152,15 @@ def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Numbe
         raise ArgumentError(f"{option} takes numbers with commas between them, got {text!r}") from error
 
 
+def _no_json(word: str) -> None:
+    raise ValueError(f"{word} is none")
+
+
 def json_object(text: str, flag: str) -> dict[str, Any]:
     """What was given to `flag`. ArgumentError: it is no JSON object."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text, parse_constant=_no_json)
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{flag} is not JSON ({error}); quote it in the shell with '...'") from error
     if not isinstance(value, dict):
         raise ArgumentError(f"{flag} must be a JSON object, got {type(value).__name__}")

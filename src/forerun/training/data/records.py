@@ -46,13 +46,14 @@ class BadRecords:
     """What to do with entries that cannot be used: stop at the first, or keep the rest and count."""
 
     skip: bool
+    remedy: str = " (--skip-bad leaves such entries out and keeps the rest)"
     count: int = 0
     examples: list[str] = field(default_factory=list)
 
     def report(self, complaint: str) -> None:
         """Take note of a bad entry; DataError if those are not to be skipped."""
         if not self.skip:
-            raise DataError(f"{complaint} (--skip-bad leaves such entries out and keeps the rest)")
+            raise DataError(f"{complaint}{self.remedy}")
         self.count += 1
         if len(self.examples) < EXAMPLES_KEPT:
             self.examples.append(complaint)
