@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -84,7 +85,16 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("llamacpp", "m.gguf", "--port", "70000"): "--port is a number from 1 to 65535, got 70000",
     ("vllm", "demo", "--drafter", "mtp"): "brings no MTP layers: its config.json has none of num_nextn_predict_layers",
     ("llamacpp", "demo", "--drafter", "mtp"): "brings no MTP layers",
-    ("vllm", "m", *HEAD, "--device", "h100"): "what is accepted? Give --text chat",
+    ("vllm", "m", *HEAD, "--device", "h100"): "what is accepted: give --text chat",
+    ("vllm", "m", *HEAD, "--dtype", "fp8"): "what is accepted: give --text chat",
+    ("vllm", "m", *HEAD, "--max-batch", "256"): "what is accepted: give --text chat",
+    ("vllm", "m", *PAPER): "name a --drafter",
+    ("vllm", "m", "--head-address", "h"): "give --nodes",
+    ("vllm", "m", "--drafter", "prediction"): "bring no prediction to a plug-in",
+    ("sglang", "m", *MERGED, "--adaptive"): "leave --adaptive out",
+    ("vllm", "m", "--drafter", "merge", "--drafter-option", "drafters=[1, 2]"): "list of names",
+    ("llamacpp", "o/x-GGUF", "--drafter", "eagle3", "--drafter-model", "demo-eagle3"): "name the target's directory",
+    ("llamacpp", "m.gguf", "--drafter", "eagle3", "--drafter-model", "demo-eagle3"): "name the target's directory",
     ("vllm", "m", *HEAD, "--text", "chat"): "what does a pass cost? Give the target's --params 8e9",
     ("vllm", "m", *HEAD, *PAPER[:-1], "0"): "--max-batch must be at least 1",
     ("vllm", "m", *HEAD, *PAPER[2:], "--alpha", "0.01"): "no draft of up to 5 tokens is predicted to be faster",
@@ -175,6 +185,9 @@ def test_every_engine_takes_the_schedule_in_its_own_way(forerun: Run) -> None:
     assert "K = 0 1.00 x" in ran.err and "adaptive" not in ran.out
     fixed = forerun("deploy", "vllm", "m", *HEAD, *PAPER, "--no-adaptive")
     assert "per_batch_size" not in fixed.out
+    for method in ("medusa", "pard", "peagle"):  # which draft all at once, as many as they were set up for
+        named = ("--drafter", method, "--drafter-model", "o/h", "-k", "4", "--engine-version", "0.32.0")
+        assert "per_batch_size" not in forerun("deploy", "vllm", "m", *named, *PAPER).out
     suffix = forerun("deploy", "vllm", "m", "--drafter", "suffix", *PAPER)
     assert "per_batch_size" not in suffix.out and "arctic-inference" in suffix.err
 
@@ -265,6 +278,21 @@ def test_what_only_copies_and_vllm_has_not_goes_there_as_a_plug_in(
     said = forerun("deploy", "vllm", "m", *MERGED)
     assert "pip install forerun" in said.err and "drafts with" not in said.err
     assert forerun("deploy", "trtllm", "m", "--drafter", "rest", "--drafter-option", "datastore=d").code == 2
+
+
+def test_what_was_said_reaches_a_plug_in(forerun: Run) -> None:
+    def told(*arguments: str) -> tuple[dict[str, Any], str]:
+        ran = forerun("deploy", *arguments, "--json")
+        (command,) = json.loads(ran.out)["commands"]
+        return json.loads(next(value for name, value in command["environment"].items() if "CONFIG" in name)), ran.err
+
+    for adaptive in (("--adaptive",), ("--drafter-option", "adaptive=true")):
+        given, said = told("vllm", "m", *MERGED, *adaptive)
+        assert given["adaptive"] is True and "as long at every batch" not in said
+    assert "adaptive" not in told("vllm", "m", *MERGED)[0]
+    rest = ("--drafter", "rest", "--drafter-option", "datastore=d")
+    assert told("sglang", "m", *rest, "-k", "4")[0]["num_speculative_tokens"] == 4
+    assert "num_speculative_tokens" not in told("sglang", "m", *rest)[0]
 
 
 def test_auto_chooses_among_what_copies_inside_vllm(forerun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,6 +555,23 @@ def test_there_is_a_script_for_each_place(forerun: Run, arguments: tuple[str, ..
         commands = [line for line in text.splitlines() if not line.startswith(("#", "trap "))]
         assert len(commands) == len(SCRIPTS[arguments][name]) and not any("YOUR_TOKEN" in line for line in commands)
         assert [line for line in commands if line.endswith(" &")] == commands[:-1]
+
+
+def test_a_deployment_takes_an_older_ones_place(forerun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine.sh").write_text("true")
+    assert forerun("deploy", "vllm", *SPREAD, "--out", "out").code == 0
+    assert forerun("deploy", "trtllm", "m", *HEAD, "--out", "out").code == 0
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"mine.sh", "deploy.sh", "trtllm.yaml"}
+    line = (tmp_path / "out/deploy.sh").read_text()
+    assert f"--config {tmp_path}/out/trtllm.yaml" in line, "wherever it is run"
+    shutil.copytree(resolve("demo-draft"), "small")
+    named = ("--drafter", "draft_model", "--drafter-model", "small", "--force")
+    assert forerun("deploy", "llamacpp", "m.gguf", *named, "--out", "out").code == 0
+    assert (
+        f"{tmp_path}/small --outtype bf16 --outfile {tmp_path}/small.gguf" in (tmp_path / "out/convert.sh").read_text()
+    )
 
 
 @pytest.mark.parametrize("started", ["deploy.sh", "--run"])

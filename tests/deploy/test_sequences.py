@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -457,9 +458,16 @@ class TestVllm:
         for rows, most in ((1, 3), (2, 1), (3, 0)):
             drafts = proposed(made, [self.REPEATS] * rows, [[1]] * rows)
             assert [len(one) for one in drafts] == [most] * rows
-        assert made.tokens_at(100) == 4, "beyond the table the configuration's own"
+        assert made.tokens_at(100) == 0, "beyond a range as in it, as in vLLM's own table"
+        assert proposer(monkeypatch, '{"schedule": [[1, 2, 3], [5, 6, 2]]}').tokens_at(4) == 3
         waiting = proposed(made, [self.REPEATS] * 3, [[1], [], []])
         assert [len(one) for one in waiting] == [3, 0, 0], "prompts that are being read are no part of the batch"
+
+    @pytest.mark.parametrize("method", ["ngram", "suffix", "merge", "first_of"])
+    def test_its_own_limit_of_tokens_holds(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        made_of = {"drafters": ["suffix", "ngram"]} if method in ("merge", "first_of") else {}
+        made = proposer(monkeypatch, json.dumps({"method": method, "num_speculative_tokens": 2, **made_of}))
+        assert [len(one) for one in proposed(made, [self.REPEATS], [[1]])] == [2]
 
     def test_the_configuration_is_json_or_a_file(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         (tmp_path / "c.json").write_text('{"method": "merge", "drafters": ["suffix", "ngram"]}')
@@ -484,6 +492,17 @@ class TestVllm:
             ('{"method": "suffix", "typo": 1}', "typo"),
             ('{"schedule": [[1, 2]]}', "whole numbers"),
             ('{"schedule": 3}', "whole numbers"),
+            *[
+                (f'{{"schedule": {table}}}', "begin at 1, go up and do not overlap")
+                for table in ("[[0, 3, 1]]", "[[2, 3, 1]]", "[[1, 4, 1], [4, 5, 1]]", "[[1, 4, 1], [6, 5, 1]]")
+            ],
+            ('{"method": "suffix", "rule": "block"}', "its own rule"),
+            ('{"method": "prediction"}', "bring no prediction"),
+            ('{"method": "first_of", "drafters": ["prediction", "ngram"]}', "bring no prediction"),
+            *[
+                (f'{{"method": "merge", "drafters": {bad}}}', "list of names")
+                for bad in ("[1, 2]", "5", "null", '"ngram"')
+            ],
         ],
     )
     def test_what_cannot_be_meant_is_refused(self, monkeypatch: pytest.MonkeyPatch, given: str, words: str) -> None:

@@ -98,9 +98,8 @@ def deploy(
     forecast = _forecast(forecasting, speculation, tp, notes)
     with console.telling("reading"):
         config = SpeculativeConfig.parse(speculation.config())
-        asked = Asked(
-            model=str(resolve(model)), config=config, version=version, forecast=forecast, force=force, **where
-        )
+        where |= {"adaptive": (speculation.config() or {}).get("adaptive") is True, "force": force}
+        asked = Asked(model=str(resolve(model)), config=config, version=version, forecast=forecast, **where)
         made = chosen.deployment(asked, notes)
     made = dataclasses.replace(made, notes=(*made.notes, *notes))
     if out is not None:
@@ -120,9 +119,10 @@ def _forecast(asked: Forecasting, speculation: SpeculationOptions, tp: int, note
 
     given = dataclasses.asdict(asked.load)
     if not asked.load.given and asked.load.text is None:
-        if asked.device is not None or any(value is not None for value in given.values()):
+        if asked != FORECASTING:
             raise ArgumentError(
-                "what is accepted? Give --text chat, --alpha 0.7, --acceptance or --rank-acceptance too"
+                "--device, --dtype, --max-batch and the like predict how much to draft, for which must be known what "
+                "is accepted: give --text chat, --alpha 0.7, --acceptance or --rank-acceptance, too, or leave them out"
             )
         return None
     if asked.load.params is None or asked.device is None:
@@ -163,7 +163,12 @@ def _scripts(made: Deployment) -> dict[str, str]:
 
 
 def _write(made: Deployment, out: Path) -> None:
-    for name, text in {**made.files, **_scripts(made)}.items():
+    """The files and scripts, in place of an older deployment's scripts."""
+    scripts = _scripts(made)
+    for pattern in ("deploy.sh", "convert.sh", "kubernetes.sh", "machine-*.sh"):
+        for old in out.glob(pattern):
+            old.unlink()
+    for name, text in {**made.files, **scripts}.items():
         with written(out / name) as fresh:
             fresh.write_text(text, encoding="utf-8")
 
@@ -189,8 +194,9 @@ def _start(made: Deployment, title: str, out: Path | None) -> int:
         raise ArgumentError("--run starts one machine's server; start each command on its machine")
     if before:
         raise ArgumentError(f"first, once: {'; '.join(before)}; then deploy what that writes")
-    if made.files and out is None:
-        raise ArgumentError(f"{title} reads {', '.join(made.files)}: name a directory for it, --out DIR, beside --run")
+    read = [name for name in made.files if any(name in command.words for command in serving)]
+    if read and out is None:
+        raise ArgumentError(f"{title} reads {', '.join(read)}: name a directory for it, --out DIR, beside --run")
     for command in serving:
         _check_installed(command.words, title)
     started = [subprocess.Popen(command.words, env={**os.environ, **command.environment}) for command in serving]

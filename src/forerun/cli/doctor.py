@@ -91,6 +91,8 @@ def doctor(
                 f"--run runs a head in {' or '.join(RUNS)}, not in {', '.join(chosen)}; say --engine {RUNS[0]}, or "
                 "nothing"
             )
+        if not run and trial != TRIAL:
+            raise ArgumentError("--python, --llama-cpp, --prompts, -k, --max-tokens and --dtype say how to --run it")
         return _examine_head(head, target, chosen, trial if run else None, json)
     if target is not None or engine or run:
         raise ArgumentError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forerun.demo import resolve
-from forerun.deploy import methods, reads_text_alone
+from forerun.deploy import check_plugged, methods, reads_text_alone
 from forerun.deploy.schedule import Forecast, Stretch
 from forerun.drafters import AUTO, checked_options, default_length, entry_named, outside
 from forerun.drafters.heads.kinds import KINDS, named
@@ -104,9 +104,14 @@ class Asked:
     port: int = 8000
     out: Path | None = None  # Where files are written; None: they are printed, and named in the current folder
     forecast: Forecast | None = None
+    adaptive: bool = False  # That `config` is was said, and is not the default
     force: bool = False
 
     def __post_init__(self) -> None:
+        if self.nodes == 1 and self.head_address is not None:
+            raise ArgumentError("--head-address is of the first of several machines: give --nodes, or leave it out")
+        if self.config is None and self.forecast is not None:
+            raise ArgumentError("what is accepted says how much to draft: name a --drafter, or leave that out")
         if not 1 <= self.port <= 65535:
             raise ArgumentError(f"--port is a number from 1 to 65535, got {self.port}")
         if min(self.tp, self.pp, self.nodes) < 1:
@@ -135,7 +140,7 @@ class Asked:
 
     def path(self, name: str) -> str:
         """Of a file of the deployment, as its command names it."""
-        return name if self.out is None else str(self.out / name)
+        return name if self.out is None else str((self.out / name).resolve())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +235,8 @@ class Engine(ABC):
             raise ArgumentError(
                 f"{self.title} has no counterpart of the rule {config.rule!r}; it {own}: leave --rule out"
             )
+        if plugged:
+            check_plugged(config.named)
         return [_draft(one) for one in _members(config)]
 
     def needs(self, config: SpeculativeConfig) -> Iterator[str]:

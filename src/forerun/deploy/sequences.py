@@ -21,7 +21,7 @@ from forerun.core.rules.base import walk
 from forerun.core.sampling import Sampler
 from forerun.core.step import Emitted, context_for, proposed
 from forerun.core.tree import TokenTree
-from forerun.deploy import COPYING, methods, reads_text_alone
+from forerun.deploy import COPYING, check_plugged, methods, reads_text_alone
 from forerun.deploy.known_rows import KnownRows, Recognised
 from forerun.drafters import AUTO, checked_options, drafter_class
 from forerun.drafters.base import DrafterSetup, warn_drafter
@@ -311,6 +311,9 @@ def checked(config: Config) -> SpeculativeConfig:
                 f"{', '.join(COPYING)}, {AUTO}, and module:Class for one of your own without requires, observes and "
                 "observe"
             )
+    if parsed.rule is not None:
+        raise ArgumentError(f"the engine verifies a plug-in's drafts by its own rule: leave rule {parsed.rule!r} out")
+    check_plugged(parsed.named)
     if parsed.method != AUTO and all(one.name != TOKENS for one in fields(drafter_class(parsed.method).Config)):
         parsed = replace(parsed, num_speculative_tokens=None)
     for arm in arms_of(parsed):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.deploy.engines.vllm import SCHEDULE, VARIABLE
-from forerun.deploy.sequences import Sequences, options
+from forerun.deploy.sequences import TOKENS, Sequences, options
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
 
@@ -34,17 +34,18 @@ class ForerunProposer:
         if getattr(vllm_config.scheduler_config, "async_scheduling", False):
             raise ArgumentError("vLLM asks a plug-in for drafts only without --async-scheduling; start it with "
                                 "--no-async-scheduling")  # fmt: skip
-        self.most = int(speculative.num_speculative_tokens)
+        room = int(speculative.num_speculative_tokens)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         rows = int(vllm_config.scheduler_config.max_num_seqs)
         self.sequences = Sequences(
-            {"num_speculative_tokens": self.most, "adaptive": given["method"] == AUTO, **given},
+            {TOKENS: room, "adaptive": given["method"] == AUTO, **given},
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
             rows=rows,
             slots=self.max_model_len,
-            nodes=self.most,
+            nodes=room,
             tokenizer=_tokenizer(vllm_config.model_config),
         )
+        self.most = min(room, int(given.get(TOKENS, room)))
         log.info("forerun drafts with %s, %d tokens at most", given["method"], self.most)
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -67,11 +68,9 @@ class ForerunProposer:
         return self.sequences.chains(token_ids_cpu, lengths, most)
 
     def tokens_at(self, batch: int) -> int:
-        """How many tokens are drafted for each of so many requests."""
-        for first, last, tokens in self.schedule:
-            if first <= batch <= last:
-                return min(self.most, tokens)
-        return self.most
+        """How many tokens are drafted for each of so many requests; beyond a range as many as in it, as in vLLM."""
+        tokens = [tokens for first, _, tokens in self.schedule if first <= max(1, batch)]
+        return min([self.most, *tokens[-1:]])
 
 
 def _checked(schedule: Any) -> list[tuple[int, int, int]]:
@@ -82,6 +81,13 @@ def _checked(schedule: Any) -> list[tuple[int, int, int]]:
     for entry in schedule:
         if not (isinstance(entry, list) and len(entry) == 3 and all(type(one) is int and one >= 0 for one in entry)):
             raise ArgumentError(expected)
+    end = 0
+    for first, last, _ in schedule:
+        if not end < first <= last or (end == 0 and first != 1):
+            raise ArgumentError(
+                f"{VARIABLE}: the ranges of {SCHEDULE} begin at 1, go up and do not overlap; got {schedule!r}"
+            )
+        end = last
     return [(first, last, tokens) for first, last, tokens in schedule]
 
 

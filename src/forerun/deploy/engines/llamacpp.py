@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from forerun.checkpoints.engines import engines_for
 from forerun.checkpoints.gguf import SCRIPT, conversion
 from forerun.deploy.launch import Asked, Command, Deployment, Engine, Examined, Way
+from forerun.drafters.heads.kinds import KINDS
 from forerun.errors import ArgumentError
 
 SERVER = "llama-server"
@@ -81,9 +82,18 @@ class LlamaCpp(Engine):
         if way.name == "ngram-simple":
             return words
         if draft.model is not None:
+            if draft.method in KINDS and _here(draft.model) and not _here(asked.model):
+                raise ArgumentError(
+                    f"llama.cpp's converter reads layers of the target for a head: name the target's directory instead "
+                    f"of {asked.model}, or the GGUF file of a head that is converted"
+                )
             name = _gguf(draft.model, examined, before)
             words += ["--spec-draft-model" if _is_file(name) else "--spec-draft-hf", name]
         return [*words, "--spec-draft-n-max", str(k)]
+
+
+def _here(model: str) -> bool:
+    return Path(model).expanduser().is_dir()
 
 
 def _is_file(model: str) -> bool:
@@ -92,12 +102,13 @@ def _is_file(model: str) -> bool:
 
 def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
     """What llama.cpp opens: a file, or a hub id of GGUF files; a directory is converted `before`."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
+    if not _here(model):
         return model
+    folder = Path(model).expanduser().resolve()
     launch = examined.launch if examined is not None else None
     is_head = launch is not None and "llama.cpp" in engines_for(launch.head.config.kind).destinations
-    words = conversion(folder, target=launch.target.name_or_path if launch is not None and is_head else None)
+    target = str(Path(launch.target.name_or_path).resolve()) if launch is not None and is_head else None
+    words = conversion(folder, target=target)
     where = "once, in llama.cpp's sources"
     before.append(Command(words=("python", SCRIPT, *words), where=where, role="before", script="convert.sh"))
     return words[-1]

@@ -79,8 +79,10 @@ class SGLang(Engine):
         return Deployment(commands=tuple(commands), files=files, schedule=schedule)
 
     def _plugged(self, asked: Asked, config: SpeculativeConfig, notes: list[str]) -> tuple[list[str], dict[str, str]]:
-        """Options and environment for forerun's own drafter inside SGLang."""
+        """Options and environment for forerun's own drafter inside SGLang. ArgumentError: it should be adaptive."""
         drafts = self.drafts(config)
+        if asked.adaptive:
+            raise ArgumentError("SGLang scores as many tokens for each request at every step: leave --adaptive out")
         tree = config.method == "merge" or any(one.method == "rest" or one.nodes for one in drafts)
         k = config.num_speculative_tokens or min(PLUGGED_NODES - 1, max(one.k for one in drafts))
         count = 1 + int(config.options.get("nodes", PLUGGED_NODES - 1) if tree else k)
@@ -93,7 +95,7 @@ class SGLang(Engine):
         notes += [_VERIFIES, *self.needs(config)]
         words = ["--speculative-algorithm", ALGORITHM, "--speculative-num-draft-tokens", str(count)]
         words += [] if tree else ["--speculative-eagle-topk", "1"]
-        return words, {VARIABLE: json.dumps(config.named)}
+        return words, {VARIABLE: json.dumps({"method": config.method, **config.drafter_options})}
 
     def _speculation(self, asked: Asked, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
         draft, way, _ = self.chosen(asked, notes)

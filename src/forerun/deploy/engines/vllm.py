@@ -29,6 +29,8 @@ _MASKS = {"parallel_drafting": True}
 _REFUSES = "vLLM answers requests with min_p or logit_bias by an error while it speculates"
 _RUNNER_V1 = frozenset({"suffix", "pard", "tli", "peagle", "medusa"})
 """Need the older model runner, whose sampler knows no block verification and would do standard rejection instead."""
+_ONE_LENGTH = _RUNNER_V1 - {"tli"}
+"""Draft all their tokens at once, and there as many at every step: medusa asserts it, pard and peagle reshape by it."""
 
 
 class Vllm(Engine):
@@ -93,11 +95,12 @@ class Vllm(Engine):
         config = asked.config
         assert config is not None
         k = config.num_speculative_tokens or max(one.k for one in self.drafts(config) if reads_text_alone(one.method))
-        routed = config.method == AUTO  # by a policy that decides how much, too
+        routed = config.method == AUTO or asked.adaptive  # A policy decides how much
         schedule = self.schedule(asked, k, notes) if asked.forecast is not None or not routed else ()
-        options = config.named
+        options = {**config.named, "adaptive": True} if asked.adaptive else config.named
         if routed:
-            notes.append("which drafter, and how much, follows from what the steps take and what is accepted")
+            which = "which drafter, and how much, follows" if config.method == AUTO else "how much is drafted follows"
+            notes.append(f"{which} from what the steps take and what is accepted")
         if schedule:
             options[SCHEDULE] = [list(stretch) for stretch in schedule]
         notes.append(
@@ -129,8 +132,7 @@ class Vllm(Engine):
             )
         _, k = self.read_drafter(asked, draft, notes)
         self.chain_only(asked, draft, k, notes)
-        # Model runner V1, which these need, drops the table for other methods than those that it names.
-        schedule = self.schedule(asked, k, notes, able=way.name != "suffix")
+        schedule = self.schedule(asked, k, notes, able=draft.method not in _ONE_LENGTH)
         found: dict[str, Any] = {"method": way.name}
         if draft.model is not None:
             found["model"] = draft.model
