@@ -122,11 +122,7 @@ def bench(
 
     loads, limits, asking = _loads(load), objectives(goodput), _asking(workload, load, sampling)
     _check_files(out=out, plot=plot, report=report)
-    if not 0 <= tolerance <= 1:
-        raise ArgumentError(f"--tolerance is a share from 0 to 1, 0.05 for 5 %; got {tolerance:g}")
-    older = None if compare is None else _read(compare)
-    if older is not None:
-        older_loads(older, [load.label for load in loads])
+    older = _older(compare, tolerance, loads)
     tasks = read_workload(workload.workload, subset=workload.subset, split=workload.split)
     count, seed = workload.num_prompts, sampling.seed or 0
     asked = drawn(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=seed)
@@ -249,6 +245,17 @@ def _differences(older: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator
     for name in _SAME:
         if before[name] != about[name]:
             yield f"{name}: {before[name]}, now {about[name]}"
+
+
+def _older(compare: Path | None, tolerance: float, loads: Sequence[Load]) -> dict[str, Any] | None:
+    """What is compared with. ArgumentError: it has none of the loads, or the tolerance is no share."""
+    if not 0 <= tolerance <= 1:
+        raise ArgumentError(f"--tolerance is a share from 0 to 1, 0.05 for 5 %; got {tolerance:g}")
+    if compare is None:
+        return None
+    older = _read(compare)
+    older_loads(older, [load.label for load in loads])
+    return older
 
 
 def _begun(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
