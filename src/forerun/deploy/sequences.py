@@ -155,8 +155,11 @@ class Sequences:
             return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
         try:
             found = self._recognised(table, lengths)
-            for index in found.new:
-                self._lookup.begin(int(found.work[ROW, index]), _prompt(int(lengths[index])))
+            begun = found.work[ROW, found.new].tolist()
+            if gone := [place for place in found.gone if place not in begun]:
+                self._lookup.truncate(gone, [0] * len(gone))
+            for place, length in zip(begun, lengths[found.new].tolist(), strict=True):
+                self._lookup.begin(place, _prompt(length))
             found.work[NODES] = found.work[DEPTH] = most
             return self._lookup.chains(self._known.tokens, found.work)
         except BaseException as error:
@@ -239,17 +242,17 @@ class Sequences:
         policy.learn([_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
 
     def _recognised(self, table: Ints, lengths: Ints) -> Recognised:
-        """Whose the rows are; what is in none any more is forgotten."""
-        found = self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
+        """Whose the rows are."""
+        return self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
+
+    def _found(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
+        """Each row, and how many of its tokens are new; what is in none any more is forgotten."""
+        found = self._recognised(table, lengths)
         if found.gone:
             self._truncate(found.gone)
             for place in found.gone:
                 self._rows.pop(place, None)
-        return found
-
-    def _found(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
-        """Each row, and how many of its tokens are new."""
-        rows, fresh, places = list[Row](), list[int](), self._recognised(table, lengths).work[ROW]
+        rows, fresh, places = list[Row](), list[int](), found.work[ROW]
         for text, length, place in zip(table, lengths.tolist(), places.tolist(), strict=False):
             if place not in self._rows:
                 self._rows[place] = _row(place, length)

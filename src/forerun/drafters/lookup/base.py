@@ -94,7 +94,7 @@ class LookupDrafter(Drafter, Generic[D]):
     # --- rows in arrays -----------------------------------------------------------------------------------------------
 
     def begin(self, row: int, prompt: int, salt: str | None = None) -> None:
-        """A row begins, whose prompt has so many tokens; they are read next."""
+        """A row begins, whose prompt has so many tokens; they are read next. What it held is forgotten."""
         if row >= len(self.batch.rows):
             self._make_rows(max(8, 2 * row))
         self._domain[row] = self._domains.of(salt)

@@ -14,7 +14,7 @@ from forerun.core.sampling import Sampler
 from forerun.drafters.base import DrafterSetup, PerDomain, check_choice, check_least, check_share
 from forerun.drafters.lookup.base import LookupDrafter, Text
 from forerun.drafters.lookup.compiled import grams
-from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, DRAFTED, READ, Longs, address
+from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, DRAFTED, PROMPT, READ, Longs, address
 from forerun.drafters.lookup.compiled.drafts import Floats, Ints, unseen
 from forerun.drafters.lookup.compiled.grams import Choice
 from forerun.errors import ArgumentError
@@ -80,6 +80,14 @@ class NgramDrafter(LookupDrafter[Floats]):
 
     def _point(self, row: int, domain: Floats) -> None:
         self.batch.rows[row, COUNTS] = address(domain)
+
+    def _restart(self, row: int, prompt: int) -> None:
+        if row in self._texts:  # whose room it takes
+            self._shrink(row, 0)
+            self.batch.rows[row, PROMPT] = prompt
+            self._point(row, self._domain[row])
+        else:
+            super()._restart(row, prompt)
 
     def _shrink(self, row: int, length: int) -> None:
         self.batch.rows[row, READ], self.batch.rows[row, DRAFTED] = length, 0
