@@ -3,6 +3,7 @@ prompts cut or continued, calls that are named. With the official client where i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -310,3 +311,31 @@ def test_an_answer_is_sent_back_as_it_came(templated: Live, official: OpenAI) ->
         assert again.usage is not None and reply.usage is not None
         assert again.usage.prompt_tokens > reply.usage.prompt_tokens
     assert CALL["function"]["name"] == "weather"
+
+
+class TestStopReason:
+    @pytest.mark.parametrize("chat", [True, False])
+    @pytest.mark.parametrize("kind", ["string", "id", "end", "length"])
+    def test_what_ended_each_choice(self, live: Live, chat: bool, kind: str) -> None:
+        """Whole and in the last chunk of each choice; the model's own end is none, though a client names it."""
+        tokenizer = live.session.engine.llm.tokenizer
+        assert tokenizer is not None
+        [liked], end = ids_of(live, "the")[:1], tokenizer.eos_token_id
+        more: dict[str, Any] = {
+            "string": {"stop": ["hethe", "x"], "logit_bias": {liked: 100}},
+            "id": {"stop_token_ids": [liked], "logit_bias": {liked: 100}},
+            "end": {"stop_token_ids": [end], "logit_bias": {end: 100}},
+            "length": {"logit_bias": {liked: 100}},
+        }[kind]
+        wanted = {"string": "hethe", "id": liked}.get(kind)
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        asked = {"messages": ASK} if chat else {"prompt": PROMPT}
+        asked |= {"n": 2, "max_tokens": 5, **more}
+        whole = live.post(path, asked).json()["choices"]
+        reason = "length" if kind == "length" else "stop"
+        assert [(one["finish_reason"], one["stop_reason"]) for one in whole] == [(reason, wanted)] * 2
+        lines = live.post(path, {**asked, "stream": True}).text.split("\n\n")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert all(("stop_reason" in one) == (one["finish_reason"] is not None) for one in choices)
+        assert [one["stop_reason"] for one in choices if one["finish_reason"]] == [wanted] * 2

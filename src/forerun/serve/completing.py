@@ -119,6 +119,15 @@ class Writer(ABC):
         """``token_ids``, where they were asked for."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 
+    def stop_reason(self, ended: CompletionOutput | StreamChunk) -> int | str | None:
+        """The stop string or id that ended an answer; None for the model's own end, whether or not it was named."""
+        own = not self.body.ignore_eos and ended.stop_reason == self.tokenizer.eos_token_id
+        return None if own else ended.stop_reason
+
+    def last(self, chunk: StreamChunk) -> dict[str, Any]:
+        """What only the last chunk of a choice says."""
+        return {} if chunk.finish_reason is None else {"stop_reason": self.stop_reason(chunk)}
+
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         """Tokens that are reasoning; None where the model does none."""
         return None
@@ -187,6 +196,7 @@ class ChatWriter(Writer):
             "message": message.message(reader.whole(answer.text)),
             "logprobs": self._logprobs(answer.tokens),
             "finish_reason": message.finish_reason(answer.finish_reason),
+            "stop_reason": self.stop_reason(answer),
             **self.token_ids(answer.tokens),
         }
 
@@ -202,8 +212,9 @@ class ChatWriter(Writer):
         delta, reason = message.delta(pieces), message.finish_reason(chunk.finish_reason)
         if not pieces and not self.wants_tokens and reason is None:
             return None
-        logprobs, ids = self._logprobs(chunk.tokens), self.token_ids(chunk.tokens)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
+        more = {**self.last(chunk), **self.token_ids(chunk.tokens)}
+        logprobs = self._logprobs(chunk.tokens)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **more}
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         if self._chat_format.marks is None:
@@ -247,6 +258,7 @@ class CompletionWriter(Writer):
             "text": echoed + answer.text,
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
+            "stop_reason": self.stop_reason(answer),
             **self.token_ids(answer.tokens),
             **self.about_prompt(ids, prompt_logprobs),
         }
@@ -262,9 +274,10 @@ class CompletionWriter(Writer):
         return {**opened, **self.about_prompt(ids, None)}
 
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        logprobs, ids = self._logprobs(chunk.tokens, self._sent[index]), self.token_ids(chunk.tokens)
+        logprobs, reason = self._logprobs(chunk.tokens, self._sent[index]), chunk.finish_reason
         self._sent[index] += sum(len(token.text) for token in chunk.tokens)
-        return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason, **ids}
+        more = {**self.last(chunk), **self.token_ids(chunk.tokens)}
+        return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason, **more}
 
     def _echoed(self, index: int, ids: Sequence[int]) -> str:
         """The prompt in front of its answer: as it was sent, or what was read of it."""
