@@ -26,6 +26,12 @@ ASK = [{"role": "user", "content": "hi"}]
         (CHAT, {"messages": ASK, "stop": ["x"] * 17}, "stop"),
         (CHAT, {"messages": ASK, "logit_bias": {"cat": 1}}, "logit_bias"),
         (CHAT, {"messages": ASK, "max_tokens": 10_000}, "max_tokens"),
+        (CHAT, {"messages": ASK, "response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            CHAT,
+            {"messages": ASK, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
         (CHAT, {"messages": ASK, "speculative": {"num_speculative_tokens": 99}}, "speculative.num_speculative_tokens"),
         (CHAT, {"messages": ASK, "speculative": {"drafter": "eagle3"}}, "speculative.drafter"),
         (CHAT, {"messages": ASK, "speculative": {"drafter": "os:path"}}, "speculative.drafter"),
@@ -39,6 +45,15 @@ def test_the_parameter_is_named(live: Live, path: str, body: dict[str, Any], par
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert (error["param"] or "").startswith(param) and error["message"]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message", "self"])
+@pytest.mark.parametrize("value", [False, []])
+def test_parameters_are_no_variables_of_the_template(live: Live, name: str, value: Any) -> None:
+    answer = live.post(CHAT, {"messages": ASK, "chat_template_kwargs": {name: value}})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "chat_template_kwargs"
+    assert error["message"].startswith(f"{name}: not a variable") and "()" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +128,11 @@ def test_request_ids_come_back(live: Live) -> None:
     assert live.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = live.get("/health", headers={"x-request-id": "bad id\twith blanks"}).headers["x-request-id"]
     assert made.startswith("req-")
+
+
+def test_a_form_that_ends_before_min_tokens_is_refused(live: Live) -> None:
+    answer = live.post(TEXT, {"prompt": "the cat", "structured_outputs": {"regex": "ab"}, "min_tokens": 9})
+    assert answer.status_code == 400 and "min_tokens (an answer whose form" in answer.json()["error"]["message"]
 
 
 def test_a_wish_that_leaves_no_token_is_refused_alone(live: Live) -> None:

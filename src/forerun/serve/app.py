@@ -171,10 +171,14 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
         def answer() -> Response:
             llm = session.engine.llm
             if body.messages is not None:
-                ids = llm.chat_prompt([message.plain() for message in body.messages])["prompt_token_ids"]
+                messages = [message.plain() for message in body.messages]
+                prompt = llm.chat_prompt(messages, add_generation_prompt=body.add_generation_prompt)
+                ids = prompt["prompt_token_ids"]
             else:
                 ids = session.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-            return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len})
+            strings = session.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+            counts = {"count": len(ids), "max_model_len": llm.max_model_len}
+            return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
 
         return await _prepared(session, http, body, answer)
 
