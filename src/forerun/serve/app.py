@@ -90,12 +90,15 @@ def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, http: Request) -> Response:
         jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body))
-        return await _respond(session, http, jobs, ChatWriter(body, name, session.tokenizer, chat_format))
+        predicted = jobs[0].copies_prediction
+        writer = ChatWriter(body, name, session.tokenizer, chat_format, predicted=predicted)
+        return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/completions", responses=_STREAM)
     async def complete(body: CompletionRequest, http: Request) -> Response:
         jobs = await _prepared(session, http, body, lambda: completion_jobs(session, body))
-        return await _respond(session, http, jobs, CompletionWriter(body, name, session.tokenizer))
+        writer = CompletionWriter(body, name, session.tokenizer, predicted=jobs[0].copies_prediction)
+        return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/responses", responses=_STREAM)
     async def respond(body: ResponsesRequest, http: Request) -> Response:

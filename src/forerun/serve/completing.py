@@ -40,15 +40,23 @@ LEAST_LOGPROB = -9999.0  # Stands for minus infinity, which JSON does not know
 
 
 class Writer(ABC):
-    """Writes the choices of a completion; the tokenizer names tokens in log-probabilities."""
+    """Writes the choices of a completion; the tokenizer names tokens in log-probabilities. `predicted`: whatever was
+    drafted is the client's prediction."""
 
     prefix: str
     kind: str
     chunk_kind: str
     one_prompt: bool  # All choices answer the same prompt, so what is said of it stands beside them; else in each
 
-    def __init__(self, body: ChatRequest | CompletionRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.body, self.tokenizer = body, tokenizer
+    def __init__(
+        self,
+        body: ChatRequest | CompletionRequest,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        predicted: bool = False,
+    ) -> None:
+        self.body, self.tokenizer, self._predicted = body, tokenizer, predicted
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
         self.wants_tokens = self.wants_logprobs or body.return_token_ids  # Something is said of each token
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # Of one token
@@ -156,7 +164,7 @@ class Writer(ABC):
             usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
         reasoning = self.reasoning(outputs)
         details = {} if reasoning is None else {"reasoning_tokens": reasoning}
-        if self.body.prediction is not None:
+        if self.body.prediction is not None and self._predicted:
             stats = _pooled(outputs)
             details["accepted_prediction_tokens"] = stats.num_accepted_draft_tokens
             details["rejected_prediction_tokens"] = stats.num_draft_tokens - stats.num_accepted_draft_tokens
@@ -184,9 +192,15 @@ class ChatWriter(Writer):
     body: ChatRequest
 
     def __init__(
-        self, body: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat
+        self,
+        body: ChatRequest,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_format: ChatFormat,
+        *,
+        predicted: bool = False,
     ) -> None:
-        super().__init__(body, model, tokenizer)
+        super().__init__(body, model, tokenizer, predicted=predicted)
         self._chat_format = chat_format
         self._readers = defaultdict[int, tuple[PieceReader, MessageWriter]](self._reading)
 
