@@ -47,6 +47,70 @@ def test_the_parameter_is_named(live: Live, path: str, body: dict[str, Any], par
     assert (error["param"] or "").startswith(param) and error["message"]
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (CHAT, {"stop": ["x"] * 17}, "stop", "at most 16 items"),
+        (CHAT, {"stop": [1]}, "stop.0", "valid string"),
+        (CHAT, {"stop": 5}, "stop", "a valid string or a valid list"),
+        (CHAT, {"stop": ""}, "stop", "1 to 256 characters"),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type", "only 'text'"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a valid string or a valid list"),
+        (CHAT, {"messages": ["x"]}, "messages.0", "an object"),
+        (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "greater than or equal to 1"),
+        (CHAT, {"truncate_prompt_tokens": "x"}, "truncate_prompt_tokens", "a valid integer or -1"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "bogus"}, "tool_choice", "only 'none', 'auto' or 'required'"),
+        (CHAT, {"tools": [TOOL], "tool_choice": 5}, "tool_choice", "'required' or an object"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", ""),
+        (
+            CHAT,
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+            "tool_choice.allowed_tools.tools",
+            "missing",
+        ),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name", ""),
+        (CHAT, {"guided_json": 5}, "guided_json", "an object or a valid string"),
+        (CHAT, {"Temperature": 1}, "Temperature", "not supported"),
+        (CHAT, {"metadata": {"Run": 5}}, "metadata.Run", "valid string"),
+        (CHAT, {"metadata": {"x" * 65: "y"}}, f"metadata.{'x' * 65}", "at most 64"),
+        (TEXT, {"prompt": 5}, "prompt", "a valid string or a valid list"),
+        (TEXT, {"prompt": ["a", 1]}, "prompt.1", "valid string"),
+        (TEXT, {"prompt": [1, "a"]}, "prompt.1", "valid integer"),
+        (TEXT, {"prompt": [[1], ["a"]]}, "prompt.1.0", "valid integer"),
+        ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "'function_call'"),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1"}]}, "input.0.name", "missing"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0.type", "'input_text'"),
+        ("/v1/responses", {"input": 5}, "input", "a valid string or a valid list"),
+    ],
+)
+def test_of_a_union_the_branch_that_is_meant_is_named(
+    live: Live, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    answer = live.post(path, {"messages": ASK, **body} if path == CHAT else body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"type": "text", "text": 5}, "messages.0.content.0.text: "),
+        ({"type": "text", "text": "x", "citations": [1]}, "messages.0.content.0.citations: "),
+        ({"type": "tool_result", "tool_use_id": "x", "content": 5}, "messages.0.content.0.content: "),
+        ({"type": "image"}, "messages.0.content.0: "),
+    ],
+)
+def test_of_blocks_the_one_that_is_meant_is_named(live: Live, block: dict[str, Any], words: str) -> None:
+    answer = live.post("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["message"].startswith(words)
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message", "self"])
 @pytest.mark.parametrize("value", [False, []])
 def test_parameters_are_no_variables_of_the_template(live: Live, name: str, value: Any) -> None:

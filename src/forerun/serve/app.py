@@ -72,7 +72,7 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
 
     async def answer(http: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
-            error = from_validation(error.errors())
+            error = from_validation(error.errors(), error.body)
         elif isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
         assert isinstance(error, ApiError)
