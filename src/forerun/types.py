@@ -230,6 +230,7 @@ class StreamChunk:
     tokens: list[OutputToken]
     trace: StepTrace | None  # Filled where the request asked for it; None for the first token
     finish_reason: str | None
+    stop_reason: int | str | None = None  # As in `CompletionOutput`, on the last chunk of an answer
     prompt_token_ids: list[int] | None = None  # On the first chunk of an answer, like the next, where asked for
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     output: RequestOutput | None = None  # The whole result, on the last chunk of a request

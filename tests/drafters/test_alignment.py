@@ -15,7 +15,14 @@ from contract.tongues import OTHERS, WORDS, tongue
 from drafters.tongues import CORPUS, TEXT, byte_level, sentencepiece, unigram, wordpiece, words
 from forerun.drafters.draft_models.slem import SlemConfig, TextAlignment
 from forerun.drafters.draft_models.tli import Dictionary, TliConfig, TokenAlignment, intersection, require
-from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of, rendering, whole_characters
+from forerun.drafters.draft_models.token_bytes import (
+    Encoder,
+    TokenBytes,
+    opening_of,
+    rendering,
+    spelling,
+    whole_characters,
+)
 from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
 
@@ -33,6 +40,13 @@ def test_every_notation_is_bytes() -> None:
     assert pieces_of(wordpiece(), "the", "##s") == [b" the", b"s"]
     assert pieces_of(words(), "the") == [b" the"]
     assert TokenBytes(words()).of(99) == b""
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, unigram, wordpiece, words])
+def test_one_token_is_spelled_as_all_are(make: Any) -> None:
+    tokenizer = make(eos_token="<end>") if make is byte_level else make()
+    spelled, table = spelling(tokenizer), TokenBytes(tokenizer)
+    assert all(spelled(token) == table.of(token) for token in range(len(table) + 3))
 
 
 @pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)

@@ -3,7 +3,10 @@ prompts cut or continued, calls that are named. With the official client where i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
+from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
+from engine.conftest import tiny_tokenizer
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import CompletionWriter
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
@@ -73,6 +78,29 @@ class TestPromptLogprobs:
         ends = [*found.text_offset[1:], len(answer.text)]
         parts = [answer.text[at:end] for at, end in zip(found.text_offset, ends, strict=True)]
         assert all(part == token or "\ufffd" in token for part, token in zip(parts, found.tokens, strict=True))
+
+    @pytest.mark.parametrize("prompt", ["the<end> cat", "<end>the cat<pad>", [0, 1, 80, 0, 81]])
+    def test_marks_in_a_prompt_have_their_place(self, live: Live, prompt: Any) -> None:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2, "ignore_eos": True}
+        choice = live.post("/v1/completions", asked).json()["choices"][0]
+        text, found = choice["text"], choice["logprobs"]
+        said = [text[at:end] for at, end in pairwise(found["text_offset"][:-1])]
+        assert said == found["tokens"][:-2] and "<end>" in said
+
+    def test_what_the_tokenizer_adds_is_not_echoed(self) -> None:
+        tokenizer = tiny_tokenizer()
+        marks = [("<end>", 0), ("<pad>", 1)]
+        added = processors.TemplateProcessing(single="<end> $A <pad>", special_tokens=marks)
+        tokenizer.backend_tokenizer.post_processor = added
+        writer = CompletionWriter(CompletionRequest(prompt="the cat", echo=True, logprobs=0), "m", tokenizer)
+        ids = tokenizer.encode("the cat")
+        scores = [None, *({token: TokenLogprob(logprob=-1.0, rank=1)} for token in ids[1:])]
+        chunk = StreamChunk(request_id="", index=0, text="", tokens=[], trace=None, finish_reason=None)
+        opened = writer.opening(0, replace(chunk, prompt_token_ids=ids, prompt_logprobs=scores))
+        assert opened is not None and opened["text"] == "the cat"
+        first, *offsets, last = opened["logprobs"]["text_offset"]
+        parts = ["the cat"[at:end] for at, end in zip(offsets, [*offsets[1:], last], strict=True)]
+        assert parts == opened["logprobs"]["tokens"][1:-1] and (first, last) == (0, 7)
 
     def test_a_stream_says_the_same(self, client: OpenAI) -> None:
         asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "n": 2}
@@ -310,3 +338,61 @@ def test_an_answer_is_sent_back_as_it_came(templated: Live, official: OpenAI) ->
         assert again.usage is not None and reply.usage is not None
         assert again.usage.prompt_tokens > reply.usage.prompt_tokens
     assert CALL["function"]["name"] == "weather"
+
+
+class TestStopReason:
+    @pytest.mark.parametrize("chat", [True, False])
+    @pytest.mark.parametrize("kind", ["string", "id", "end", "length"])
+    def test_what_ended_each_choice(self, live: Live, chat: bool, kind: str) -> None:
+        """Whole and in the last chunk of each choice; the model's own end is none, though a client names it."""
+        tokenizer = live.session.engine.llm.tokenizer
+        assert tokenizer is not None
+        [liked], end = ids_of(live, "the")[:1], tokenizer.eos_token_id
+        more: dict[str, Any] = {
+            "string": {"stop": ["hethe", "x"], "logit_bias": {liked: 100}},
+            "id": {"stop_token_ids": [liked], "logit_bias": {liked: 100}},
+            "end": {"stop_token_ids": [end], "logit_bias": {end: 100}},
+            "length": {"logit_bias": {liked: 100}},
+        }[kind]
+        wanted = {"string": "hethe", "id": liked}.get(kind)
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        asked = {"messages": ASK} if chat else {"prompt": PROMPT}
+        asked |= {"n": 2, "max_tokens": 5, **more}
+        whole = live.post(path, asked).json()["choices"]
+        reason = "length" if kind == "length" else "stop"
+        assert [(one["finish_reason"], one["stop_reason"]) for one in whole] == [(reason, wanted)] * 2
+        lines = live.post(path, {**asked, "stream": True}).text.split("\n\n")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert all(("stop_reason" in one) == (one["finish_reason"] is not None) for one in choices)
+        assert [one["stop_reason"] for one in choices if one["finish_reason"]] == [wanted] * 2
+
+
+class TestTokenize:
+    def test_the_conversation_may_end_with_its_last_message(self, templated: Live) -> None:
+        def tokens(**more: Any) -> list[int]:
+            found: dict[str, Any] = templated.post("/tokenize", {"messages": ASK, **more}).json()
+            assert found["count"] == len(found["tokens"]) and found["token_strs"] is None
+            return list(found["tokens"])
+
+        opened, bare = tokens(), tokens(add_generation_prompt=False)
+        assert opened == tokens(add_generation_prompt=True) == bare + ids_of(templated, "\nassistant: ")
+
+    def test_strings_of_tokens(self, live: Live) -> None:
+        found = live.post("/tokenize", {"prompt": "the cat", "return_token_strs": True}).json()
+        tokenizer = live.session.engine.llm.tokenizer
+        assert tokenizer is not None and found["token_strs"] == tokenizer.convert_ids_to_tokens(found["tokens"])
+        answer = live.post("/tokenize", {"prompt": "a", "add_generation_prompt": True})
+        assert answer.status_code == 400 and "belongs to messages" in answer.json()["error"]["message"]
+
+
+def test_bytes_of_tokens_join_to_the_text(client: OpenAI) -> None:
+    """A token may be a part of a character, of which the text has nothing to show."""
+    form = {"structured_outputs": {"choice": ["the \u00e9\u65e5\U0001f389"]}}
+    asked: dict[str, Any] = {"model": NAME, "messages": ASK, "logprobs": True, "top_logprobs": 2, "extra_body": form}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    *said, end = choice.logprobs.content
+    assert any("\ufffd" in one.token for one in said) and end.token == "<end>"
+    assert bytes(byte for one in said for byte in one.bytes or []).decode() == choice.message.content
+    assert all(best.bytes == one.bytes for one in said for best in one.top_logprobs if best.logprob == one.logprob)

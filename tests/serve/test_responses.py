@@ -159,6 +159,10 @@ def test_an_earlier_response_becomes_one_message() -> None:
         ("input", {"input": []}),
         ("tools", {"tools": [{"type": "web_search"}]}),
         ("temperature", {"temperature": 3}),
+        ("text.format", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
+        ("text.format", {"text": {"format": {"type": "json_object", "schema": {"type": "object"}}}}),
+        ("text.format", {"text": {"format": {"type": "text", "strict": True}}}),
+        ("text.format", {"text": {"format": {"type": "text", "name": "x"}}}),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -95,6 +95,7 @@ def scripted(
                     tokens=new,
                     trace=None,
                     finish_reason=ends if last else None,
+                    stop_reason="?" if last and ends == "stop" else None,
                     output=whole(said) if last and index == answers - 1 else None,
                 )
 

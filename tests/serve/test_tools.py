@@ -316,6 +316,19 @@ class TestServer:
         assert call.function.name == "weather" and obeys("weather", json.loads(call.function.arguments))
         assert choice.finish_reason == "tool_calls" and choice.message.content is None and call.id.startswith("call_")
 
+    def test_a_call_that_a_stop_cut_off_is_no_reason_to_finish(self, caller: Live) -> None:
+        tokenizer = caller.session.engine.llm.tokenizer
+        assert tokenizer is not None
+        brace, end = tokenizer.encode("}")[0], tokenizer.eos_token_id
+        for more, reason in (({"stop": ['"unit']}, "stop"), ({"extra_body": {"stop_token_ids": [brace]}}, "stop")):
+            choice = ask(caller, tool_choice=NAMED, **more)
+            [call] = choice.message.tool_calls
+            assert call.function.name == "weather" and choice.finish_reason == reason
+            with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+                json.loads(call.function.arguments)
+        choice = ask(caller, tool_choice=NAMED, extra_body={"stop_token_ids": [end]})
+        assert choice.finish_reason == "tool_calls", "clients name the model's own end, too"
+
     @pytest.mark.parametrize("name", ["weather", "clock"])
     def test_a_required_call_is_the_models_choice(self, caller: Live, name: str) -> None:
         tokenizer = caller.session.engine.llm.tokenizer

@@ -558,7 +558,8 @@ def check_highest(highest: float) -> float:
     """The largest processed logit. NumericError: it is NaN or infinite; NoTokenLeftError: every token is banned."""
     if highest == -math.inf:
         raise NoTokenLeftError(
-            "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"
+            "every token is banned here; relax allowed_token_ids, bad_words, logit_bias, min_tokens (an answer whose "
+            "form is complete can only end) or the processors"
         )
     if not math.isfinite(highest):
         raise NumericError(f"the largest processed logit is {highest}; {_HINT}")

@@ -184,6 +184,7 @@ class Completion:
             tokens=tokens,
             trace=trace,
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             prompt_token_ids=self.request.prompt_tokens if first else None,
             prompt_logprobs=self.request.scored if first else None,
             error=self.row.error,

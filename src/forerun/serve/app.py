@@ -72,7 +72,7 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
 
     async def answer(http: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
-            error = from_validation(error.errors())
+            error = from_validation(error.errors(), error.body)
         elif isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
         assert isinstance(error, ApiError)
@@ -90,12 +90,15 @@ def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, http: Request) -> Response:
         jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body))
-        return await _respond(session, http, jobs, ChatWriter(body, name, session.tokenizer, chat_format))
+        predicted = jobs[0].copies_prediction
+        writer = ChatWriter(body, name, session.tokenizer, chat_format, predicted=predicted)
+        return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/completions", responses=_STREAM)
     async def complete(body: CompletionRequest, http: Request) -> Response:
         jobs = await _prepared(session, http, body, lambda: completion_jobs(session, body))
-        return await _respond(session, http, jobs, CompletionWriter(body, name, session.tokenizer))
+        writer = CompletionWriter(body, name, session.tokenizer, predicted=jobs[0].copies_prediction)
+        return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/responses", responses=_STREAM)
     async def respond(body: ResponsesRequest, http: Request) -> Response:
@@ -171,10 +174,14 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
         def answer() -> Response:
             llm = session.engine.llm
             if body.messages is not None:
-                ids = llm.chat_prompt([message.plain() for message in body.messages])["prompt_token_ids"]
+                messages = [message.plain() for message in body.messages]
+                prompt = llm.chat_prompt(messages, add_generation_prompt=body.add_generation_prompt)
+                ids = prompt["prompt_token_ids"]
             else:
                 ids = session.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-            return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len})
+            strings = session.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+            counts = {"count": len(ids), "max_model_len": llm.max_model_len}
+            return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
 
         return await _prepared(session, http, body, answer)
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
+_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
+"""Arguments of `LLM.chat_prompt`."""
 _SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that switch reasoning: Qwen's and DeepSeek's
 
 
@@ -111,10 +113,7 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
     ending = {"continue_final_message": goes_on}
     ending["add_generation_prompt"] = body.add_generation_prompt is not False and not goes_on
     marks = marks_of(settings.reasoning_parser, template)
-    try:
-        prompt = llm.chat_prompt(messages, tools or None, **ending, **_variables(body, template, marks is not None))
-    except TypeError as error:
-        raise bad_request(f"not a variable of the chat template: {error}", "chat_template_kwargs") from error
+    prompt = llm.chat_prompt(messages, tools or None, **ending, **_variables(body, template, marks is not None))
     begun = joined(body.messages[-1].content or "") if goes_on else ""
     if marks is not None and not _may_reason(marks, prompt["prompt"], begun):
         marks = None
@@ -146,7 +145,10 @@ def _may_reason(marks: Marks, prompt: str, begun: str) -> bool:
 
 def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any]:
     """What the request sets of the template's variables; `reasons`: the model does so where nothing is set."""
-    found: dict[str, Any] = {}
+    found, own = dict[str, Any](), body.chat_template_kwargs or {}
+    if reserved := [name for name in _RESERVED if name in own]:
+        message = f"{', '.join(reserved)}: not a variable of the chat template, but a parameter of the request"
+        raise bad_request(f"{message}; send it beside chat_template_kwargs", "chat_template_kwargs")
     if body.reasoning_effort is not None:
         if not _has_variable(template, "reasoning_effort"):
             raise bad_request("the chat template of this model has no such variable", "reasoning_effort")
@@ -158,7 +160,7 @@ def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any
             found[switch] = wanted
         elif wanted != reasons:
             raise bad_request(f"this model's reasoning cannot be {body.thinking.type}: it has no switch", "thinking")
-    return {**found, **(body.chat_template_kwargs or {})}
+    return {**found, **own}
 
 
 def _has_variable(template: str, name: str) -> bool:

@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from forerun.core.rules import rule_named
+from forerun.drafters.draft_models.token_bytes import spelling
 from forerun.engine.completion import Detokenizer
 from forerun.serve.chat_format import ChatFormat, reasoning_tokens
 from forerun.serve.handling import Tagged
@@ -39,15 +40,23 @@ LEAST_LOGPROB = -9999.0  # Stands for minus infinity, which JSON does not know
 
 
 class Writer(ABC):
-    """Writes the choices of a completion; the tokenizer names tokens in log-probabilities."""
+    """Writes the choices of a completion; the tokenizer names tokens in log-probabilities. `predicted`: whatever was
+    drafted is the client's prediction."""
 
     prefix: str
     kind: str
     chunk_kind: str
     one_prompt: bool  # All choices answer the same prompt, so what is said of it stands beside them; else in each
 
-    def __init__(self, body: ChatRequest | CompletionRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.body, self.tokenizer = body, tokenizer
+    def __init__(
+        self,
+        body: ChatRequest | CompletionRequest,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        predicted: bool = False,
+    ) -> None:
+        self.body, self.tokenizer, self._predicted = body, tokenizer, predicted
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
         self.wants_tokens = self.wants_logprobs or body.return_token_ids  # Something is said of each token
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # Of one token
@@ -119,6 +128,15 @@ class Writer(ABC):
         """``token_ids``, where they were asked for."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 
+    def stop_reason(self, ended: CompletionOutput | StreamChunk) -> int | str | None:
+        """The stop string or id that ended an answer; None for the model's own end, whether or not it was named."""
+        own = not self.body.ignore_eos and ended.stop_reason == self.tokenizer.eos_token_id
+        return None if own else ended.stop_reason
+
+    def last(self, chunk: StreamChunk) -> dict[str, Any]:
+        """What only the last chunk of a choice says."""
+        return {} if chunk.finish_reason is None else {"stop_reason": self.stop_reason(chunk)}
+
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         """Tokens that are reasoning; None where the model does none."""
         return None
@@ -146,7 +164,7 @@ class Writer(ABC):
             usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
         reasoning = self.reasoning(outputs)
         details = {} if reasoning is None else {"reasoning_tokens": reasoning}
-        if self.body.prediction is not None:
+        if self.body.prediction is not None and self._predicted:
             stats = _pooled(outputs)
             details["accepted_prediction_tokens"] = stats.num_accepted_draft_tokens
             details["rejected_prediction_tokens"] = stats.num_draft_tokens - stats.num_accepted_draft_tokens
@@ -174,9 +192,15 @@ class ChatWriter(Writer):
     body: ChatRequest
 
     def __init__(
-        self, body: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat
+        self,
+        body: ChatRequest,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_format: ChatFormat,
+        *,
+        predicted: bool = False,
     ) -> None:
-        super().__init__(body, model, tokenizer)
+        super().__init__(body, model, tokenizer, predicted=predicted)
         self._chat_format = chat_format
         self._readers = defaultdict[int, tuple[PieceReader, MessageWriter]](self._reading)
 
@@ -186,7 +210,8 @@ class ChatWriter(Writer):
             "index": index,
             "message": message.message(reader.whole(answer.text)),
             "logprobs": self._logprobs(answer.tokens),
-            "finish_reason": message.finish_reason(answer.finish_reason),
+            "finish_reason": self._finish_reason(message, answer),
+            "stop_reason": self.stop_reason(answer),
             **self.token_ids(answer.tokens),
         }
 
@@ -199,16 +224,27 @@ class ChatWriter(Writer):
         pieces = reader.feed(chunk.text)
         if chunk.finish_reason is not None:
             pieces += reader.close()
-        delta, reason = message.delta(pieces), message.finish_reason(chunk.finish_reason)
+        delta, reason = message.delta(pieces), self._finish_reason(message, chunk)
         if not pieces and not self.wants_tokens and reason is None:
             return None
-        logprobs, ids = self._logprobs(chunk.tokens), self.token_ids(chunk.tokens)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
+        more = {**self.last(chunk), **self.token_ids(chunk.tokens)}
+        logprobs = self._logprobs(chunk.tokens)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **more}
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         if self._chat_format.marks is None:
             return None
         return sum(reasoning_tokens(self._readers[answer.index][0], answer) for answer in _answers(outputs))
+
+    def _finish_reason(self, message: MessageWriter, ended: CompletionOutput | StreamChunk) -> str | None:
+        """The engine's reason, or that the model waits for what its calls bring: not where a stop cut them off."""
+        waits = message.calls and ended.finish_reason == "stop" and self.stop_reason(ended) is None
+        return "tool_calls" if waits else ended.finish_reason
+
+    @cached_property
+    def _bytes(self) -> Callable[[int], bytes]:
+        """Of one token."""
+        return cache(spelling(self.tokenizer))
 
     def _reading(self) -> tuple[PieceReader, MessageWriter]:
         return self._chat_format.reader(), MessageWriter(self._chat_format.new_id)
@@ -218,8 +254,7 @@ class ChatWriter(Writer):
             return None
 
         def named(token: int, value: TokenLogprob) -> dict[str, Any]:
-            text = self._name(token)
-            return {"token": text, "logprob": _finite(value), "bytes": list(text.encode("utf-8"))}
+            return {"token": self._name(token), "logprob": _finite(value), "bytes": list(self._bytes(token))}
 
         content = []
         for token in tokens:
@@ -239,7 +274,7 @@ class CompletionWriter(Writer):
         ids, prompt_logprobs = output.prompt_token_ids, output.prompt_logprobs
         echoed = self._echoed(index, ids)
         logprobs = self._logprobs(answer.tokens, len(echoed))
-        own = self._logprobs_of_prompt(ids, prompt_logprobs) if self.body.echo else None
+        own = self._logprobs_of_prompt(echoed, ids, prompt_logprobs) if self.body.echo else None
         if logprobs is not None and own is not None:
             logprobs = {name: [*own[name], *values] for name, values in logprobs.items()}
         return {
@@ -247,6 +282,7 @@ class CompletionWriter(Writer):
             "text": echoed + answer.text,
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
+            "stop_reason": self.stop_reason(answer),
             **self.token_ids(answer.tokens),
             **self.about_prompt(ids, prompt_logprobs),
         }
@@ -257,14 +293,15 @@ class CompletionWriter(Writer):
         if not echoed and not self.body.return_token_ids:
             return None
         self._sent[index] = len(echoed)
-        logprobs = self._logprobs_of_prompt(ids, chunk.prompt_logprobs) if echoed else None
+        logprobs = self._logprobs_of_prompt(echoed, ids, chunk.prompt_logprobs) if echoed else None
         opened = {"index": index, "text": echoed, "logprobs": logprobs, "finish_reason": None}
         return {**opened, **self.about_prompt(ids, None)}
 
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        logprobs, ids = self._logprobs(chunk.tokens, self._sent[index]), self.token_ids(chunk.tokens)
+        logprobs, reason = self._logprobs(chunk.tokens, self._sent[index]), chunk.finish_reason
         self._sent[index] += sum(len(token.text) for token in chunk.tokens)
-        return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason, **ids}
+        more = {**self.last(chunk), **self.token_ids(chunk.tokens)}
+        return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason, **more}
 
     def _echoed(self, index: int, ids: Sequence[int]) -> str:
         """The prompt in front of its answer: as it was sent, or what was read of it."""
@@ -275,14 +312,17 @@ class CompletionWriter(Writer):
             return prompt
         return str(self.tokenizer.decode(list(ids)))
 
-    def _logprobs_of_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any] | None:
+    def _logprobs_of_prompt(
+        self, echoed: str, ids: Sequence[int], logprobs: PromptLogprobs | None
+    ) -> dict[str, Any] | None:
         """With the likeliest in each place; without numbers where the answer ended before its prompt was read."""
-        texts, top, tokens = Detokenizer(self.tokenizer, (), skip_special=True), self.body.logprobs or 0, []
+        texts, top, tokens = Detokenizer(self.tokenizer, (), skip_special=False), self.body.logprobs or 0, []
         for token, entry in zip(ids, logprobs, strict=True) if logprobs is not None else ():
             told: dict[str, Any] = {"logprob": None if entry is None else entry[token]}
             told["top_logprobs"] = {other: value for other, value in (entry or {}).items() if value.rank <= top}
             tokens.append(OutputToken(id=token, text=texts.add(token), source=Source.TARGET, step=0, **told))
-        return self._logprobs(tokens, 0)
+        before = "".join(token.text for token in tokens).find(echoed)  # What the tokenizer puts there was not echoed
+        return self._logprobs(tokens, -max(0, before))
 
     def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
         """``logprobs`` where they were asked for; `offset`: characters of the text before the first token. Of the
@@ -299,7 +339,7 @@ class CompletionWriter(Writer):
             found["tokens"].append(self._name(token.id))
             found["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
             found["top_logprobs"].append(None if token.logprob is None else best)
-            found["text_offset"].append(offset)
+            found["text_offset"].append(max(0, offset))
             offset += len(token.text)
         return found
 
@@ -338,10 +378,6 @@ class MessageWriter:
         content = found.pop("content", None if calls else "")
         message = {"role": "assistant", "content": content, "refusal": None, **found}
         return message | ({"tool_calls": calls} if calls else {})
-
-    def finish_reason(self, reason: str | None) -> str | None:
-        """The engine's reason, or that the model waits for what its calls bring."""
-        return "tool_calls" if reason == "stop" and self.calls else reason
 
 
 def size_of(tokens: Sequence[OutputToken], prompt: PromptLogprobs | None) -> int:

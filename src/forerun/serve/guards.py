@@ -268,7 +268,7 @@ class _Request(Request):
             return self.kind.model_validate(value)
         except ValidationError as error:
             errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-            raise RequestValidationError(errors) from None
+            raise RequestValidationError(errors, body=value) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

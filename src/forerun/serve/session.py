@@ -23,7 +23,8 @@ from prometheus_client.registry import Collector
 from transformers import PreTrainedTokenizerBase
 
 from forerun import AsyncLLM, errors
-from forerun.drafters import default_length
+from forerun.drafters import AUTO, default_length
+from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.engine.llm import Speculative
 from forerun.serve import logs
 from forerun.serve.guards import CLIENT
@@ -35,6 +36,7 @@ from forerun.types import RequestOutput, SamplingParams, StreamChunk
 log = logging.getLogger(__name__)
 
 CLOSING_S = 0.2  # How long the engine's thread may take to end once the drain time is over
+PREDICTION = "prediction"  # The drafter of Predicted Outputs
 GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a chat template is tried with
 
 
@@ -118,7 +120,7 @@ class Session:
                 raise errors.CheckpointError(f"the model's chat template cannot be used: {error}") from error
         # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
         own = engine.llm.speculative
-        for name in self.settings.client_drafters:
+        for name in (*self.settings.client_drafters, PREDICTION):
             if own is None or name != own.method:
                 length = default_length(name)
                 most = None if length is None else max(length, self.settings.max_speculative_tokens)
@@ -213,17 +215,19 @@ class Session:
         return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
 
     def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
-        """What drafts for a request: the server's drafter unless the client asks for another one that it may have."""
-        if request is None:
-            return {"method": "prediction"} if predicted else None
+        """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
+        `predicted`: it brings a prediction, which `prediction` copies unless the server's own can."""
+        if request is None and not predicted:
+            return None
+        request = request or Speculation()
         if not request.enabled:
             return False
-        own, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
+        own = self.engine.llm.speculative
         name = request.drafter or (own.method if own is not None else None)
-        if name is None:
-            raise bad_request(f"the server has no drafter of its own; name one: {offered}", "speculative.drafter")
-        if name not in self.drafters():
-            raise bad_request(f"drafter {name!r} is not offered; offered: {offered}", "speculative.drafter")
+        if predicted and request.drafter is None and (own is None or not _copies_prediction(own)):
+            name = PREDICTION
+        self._check_drafter(name, predicted=predicted)
+        assert name is not None, "else it was refused"
         base: dict[str, Any] = {}
         if own is not None and name == own.method:
             base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
@@ -235,6 +239,19 @@ class Session:
             length = length or default_length(name)
         asked = {"num_speculative_tokens": length, "rule": request.rule}
         return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
+
+    def _check_drafter(self, name: str | None, *, predicted: bool) -> None:
+        own, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
+        if name is None:
+            raise bad_request(f"the server has no drafter of its own; name one: {offered}", "speculative.drafter")
+        if predicted and name == PREDICTION:
+            return
+        if name not in self.drafters():
+            raise bad_request(f"drafter {name!r} is not offered; offered: {offered}", "speculative.drafter")
+        config = own if own is not None and name == own.method else SpeculativeConfig(method=name)
+        if predicted and not _copies_prediction(config):
+            message = f"drafter {name!r} cannot use a prediction; leave out speculative.drafter to have it copied, "
+            raise bad_request(f"{message}or leave out the prediction", "speculative.drafter")
 
     def longest(self, name: str) -> int:
         """Tokens that a request may have a drafter draft in a step: never more than it was built for."""
@@ -267,6 +284,16 @@ class Session:
         return {} if adaptation is None else asdict(adaptation.stats())
 
 
+def _copies_prediction(config: SpeculativeConfig) -> bool:
+    """Whether the drafter `prediction` is the configured one, or among its members."""
+    if config.method == AUTO:
+        members: list[SpeculativeConfig | None] = [*arms_of(config)]
+    else:
+        given = config.options.get("drafters", ())
+        members = [SpeculativeConfig.parse({"method": one} if isinstance(one, str) else one) for one in given]
+    return config.method == PREDICTION or any(member and _copies_prediction(member) for member in members)
+
+
 class State(StrEnum):
     """Of a server."""
 
@@ -284,6 +311,12 @@ class Job:
     prompt: dict[str, Any]
     params: SamplingParams
     options: dict[str, Any]  # Of `AsyncLLM.stream`: who drafts, who asks, what is shared, how long it may take
+
+    @property
+    def copies_prediction(self) -> bool:
+        """Whether all that is drafted for it is the client's prediction."""
+        asked = self.options["speculative"]
+        return asked is False or (isinstance(asked, dict) and asked["method"] == PREDICTION)
 
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)

@@ -80,6 +80,19 @@ class TokenBytes:
         return {ours: theirs for ours, theirs in pairs.items() if ours not in useless and theirs not in beyond}
 
 
+def spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
+    """The bytes of a token by its id, where those of all are not needed: `TokenBytes.of`."""
+    added, bytes_of = tokenizer.added_tokens_decoder, _notation(tokenizer)
+
+    def of(token: int) -> bytes:
+        if token in added:
+            return str(added[token]).encode()
+        text: str | None = tokenizer.convert_ids_to_tokens(token)
+        return b"" if text is None else bytes_of(text)
+
+    return of
+
+
 def _useless(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Special tokens without a meaning of their own; padding that doubles as the end of text has one."""
     ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.errors import ForerunError
 
@@ -67,11 +68,12 @@ def mistake() -> ApiError:
     return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first complaint of pydantic about a body, naming the parameter."""
-    error = errors[0]
-    location = [str(part) for part in error["loc"] if part != "body"]
-    param = ".".join(location) or None
+def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
+    """The first complaint of pydantic about a body, naming the parameter. `body` tells its names from those that
+    pydantic gives to the branches of a union."""
+    found = [_Complaint.of(error, body) for error in errors]
+    [first, *others] = _of_fitting_branch(found)
+    param, error = ".".join(map(str, first.path)) or None, first.error
     if error["type"] == "extra_forbidden":
         message = f"the parameter {param!r} is not supported by this server; leave it out"
         return bad_request(message, param, "unsupported")
@@ -79,7 +81,86 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
     if error["type"] == "missing":
         return bad_request(f"the parameter {param!r} is missing" if param else "the request has no body", param)
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "literal_error":
-        message = f"only {error['ctx']['expected']} is supported"
+    message = " or ".join([first.message, *(other.message.removeprefix("Input should be ") for other in others)])
+    if error["type"] == "literal_error" and not others:
+        same = [one.error["ctx"]["expected"] for one in found if one.is_literal and one.path == first.path]
+        message = f"only {' or '.join(dict.fromkeys(same))} is supported"
     return bad_request(f"{param}: {message}" if param else message, param)
+
+
+class _Complaint(NamedTuple):
+    """One of pydantic's errors; each branch of a union has its own."""
+
+    error: Mapping[str, Any]
+    path: tuple[int | str, ...]  # Names and places in the body
+    branches: tuple[tuple[int, str], ...]  # Of unions on the way: the length of the path to it, and the branch
+
+    @classmethod
+    def of(cls, error: Mapping[str, Any], body: Any) -> _Complaint:
+        """Told apart by what the body holds; without one all are names."""
+        location = tuple(error["loc"])
+        location, value = location[1:] if location[:1] == ("body",) else location, body
+        path, branches, known = list[int | str](), list[tuple[int, str]](), body is not None
+        for place, part in enumerate(location):
+            last = place == len(location) - 1
+            if known and not _is_name(part, value, last=last, missing=error["type"] == "missing"):
+                branches.append((len(path), str(part)))
+                continue
+            path.append(part)
+            if known and not last:
+                value = value[part]
+        return cls(error, tuple(path), tuple(branches))
+
+    @property
+    def message(self) -> str:
+        if self.error["type"] in ("model_type", "dict_type"):
+            return "Input should be an object"
+        return str(self.error["msg"]).removeprefix("Value error, ")
+
+    @property
+    def is_literal(self) -> bool:
+        return bool(self.error["type"] == "literal_error")
+
+    def of_another_type(self, depth: int) -> bool:
+        """Whether a branch, the union's number `depth` on the way, takes no value of the type that is given."""
+        if len(self.branches) > depth + 1 or len(self.path) > self.branches[depth][0]:
+            return False
+        given = self.error["input"]
+        other = not isinstance(given, str if "'" in self.error["msg"] else int)
+        return other if self.is_literal else bool(self.error["type"].endswith("_type"))
+
+
+def _is_name(part: int | str, value: Any, *, last: bool, missing: bool) -> bool:
+    """Whether a part of an error's location is in the body, or missing there, and no name of a branch."""
+    if isinstance(value, list):
+        return isinstance(part, int)
+    if not isinstance(value, dict):
+        return False
+    if not last and value.get("type") == part and not isinstance(value.get(part), dict | list):
+        return False  # the branch of a union that is told by its type
+    return part in value or (last and missing)
+
+
+def _of_fitting_branch(found: Sequence[_Complaint], depth: int = 0) -> list[_Complaint]:
+    """The complaint of the branch that is meant; where the value has no branch's type, one of each."""
+    first = found[0]
+    if len(first.branches) <= depth:
+        return [first]
+    branches = defaultdict[str, list[_Complaint]](list)
+    at = first.branches[depth][0]
+    for one in found:
+        if len(one.branches) > depth and one.branches[depth][0] == at and one.path[:at] == first.path[:at]:
+            branches[one.branches[depth][1]].append(one)
+    fitting = [branch for branch in branches.values() if not any(one.of_another_type(depth) for one in branch)]
+    if not fitting:
+        distinct = {branch[0].message: branch[0] for branch in branches.values()}
+        return list(distinct.values())
+    return _of_fitting_branch(min(fitting, key=lambda branch: _distance(branch, at)), depth + 1)
+
+
+def _distance(branch: Sequence[_Complaint], at: int) -> tuple[bool, int, int]:
+    """How far a value is from a branch of a union that is `at` that place: of another kind, by how many complaints, and
+    how early in a list the first is."""
+    other = any(one.is_literal and one.path[at:] == ("type",) for one in branch)
+    places = [-place for one in branch for place in one.path[at : at + 1] if isinstance(place, int)]
+    return other, len(branch), max(places, default=0)

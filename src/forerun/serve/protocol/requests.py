@@ -89,7 +89,7 @@ class JsonSchema(Strict):
     """OpenAI's ``json_schema`` of a response format."""
 
     name: str
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None  # Always strict here
 
@@ -526,11 +526,15 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True  # Of a conversation: it ends with what opens the answer
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.messages is None and "add_generation_prompt" in self.model_fields_set:
+            raise ValueError("add_generation_prompt belongs to messages; leave it out beside prompt")
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from forerun.serve.protocol import requests
 from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral, Nothing, Strict, ToolCall, joined
@@ -86,15 +86,27 @@ class ResponseAllowed(Strict):
     tools: Annotated[list[ResponseChoice], Field(min_length=1, max_length=requests.MAX_TOOLS, fail_fast=True)]
 
 
-class TextFormat(requests.JsonSchema):
-    """``text.format``, flat."""
+class TextFormat(Strict):
+    """``text.format``: a chat's `response_format`, flat."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str = ""
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    description: str | None = None
+    strict: bool | None = None  # Always strict here
+
+    @model_validator(mode="after")
+    def _complete(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("type 'json_schema' needs a schema")
+        more = sorted(name.strip("_") for name in self.model_fields_set - {"type"})
+        if self.type != "json_schema" and more:
+            raise ValueError(f"only type 'json_schema' takes {', '.join(more)}, got type {self.type!r}")
+        return self
 
     def chat(self) -> dict[str, Any]:
         """As chat requests have it."""
-        return requests.json_of(self.schema_) if self.type == "json_schema" else {"type": self.type}
+        return {"type": self.type} if self.schema_ is None else requests.json_of(self.schema_)
 
 
 class TextOptions(Strict):
