@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main
-from forerun.errors import ArgumentError, OutOfMemoryError
+from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.manifests import TokenizerIdentity
 from forerun.training import run
-from forerun.training.data.store import write_prepared
+from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
-from forerun.training.recipe import EvaluationSettings, read_recipe
+from forerun.training.recipe import EvaluationRecipe, EvaluationSettings, read_recipe
 from forerun.training.run import load_target
-from forerun.training.trained import head_shapes
+from forerun.training.trained import TrainedHead, head_shapes, metric_names
 from forerun.types import SpeculationStats
 from training.conftest import in_two_processes, words
 from training.ttt import head, model, tokens
@@ -87,6 +87,45 @@ def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> Non
         assert [found[f"acceptance_{of}{depth}"] for depth in range(3)] == one.acceptance_per_depth
         assert one.num_plain_steps <= len(prompts), "an answer's last token needs no draft"
         assert one.num_spec_steps > 20 and one.drafted_per_depth[0] == one.num_spec_steps
+
+
+def test_a_prompt_ends_where_the_answer_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a conversation; of plain text it is the beginning. What is too long is left out, not cut in the middle."""
+    answered = [([*range(9), 20, 21], [False] * 9 + [True] * 2), ([1, 2, 3, 4, 5, 6], [False] * 3 + [True] * 3)]
+    asked, text = ([5, 6, UNWRITTEN], [False, False, True]), ([*range(10, 17)], [True] * 7)
+    identity = TokenizerIdentity(name="other", vocab_size=40, vocabulary="v", template="t")
+    data = write_prepared(tmp_path / "data", [*answered, asked, text], identity)
+    prompts = [[*range(9)], [1, 2, 3], [5, 6], [*range(10, 16)]]
+    assert run.prompts_of(data, EvaluationRecipe(prompt_tokens=6)) == prompts[1:]
+    assert "3 of 4 documents" in caplog.text
+    assert run.prompts_of(data, EvaluationRecipe(prompt_tokens=9, count=3)) == prompts[:3]
+    only = write_prepared(tmp_path / "long", answered, identity)
+    with pytest.raises(DataError, match="prompt_tokens=2; the shortest has 3 tokens"):
+        run.prompts_of(only, EvaluationRecipe(prompt_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "named"),
+    [
+        ("eagle3", ["training.best_metric=chain"], "best_metric='chain' is not .* Did you mean 'chain_t"),
+        ("layerskip", ["training.best_metric=chain_half_t2"], "Did you mean 'chain_half_t"),
+        ("distill", ["draft.start=a", "training.best_metric=acceptance_5"], "acceptance_4, "),
+    ],
+)
+def test_a_metric_that_no_evaluation_gives_is_told_of_before_anything_is_loaded(
+    kind: str, words: list[str], named: str
+) -> None:
+    places = {"target": "nowhere", "data": "nowhere", "output": "nowhere"}
+    recipe = read_recipe(kind, None, [*words, "evaluation.prompts=x"], places)
+    with pytest.raises(ArgumentError, match=named):
+        run.Run(recipe, Parallel())
+
+
+def test_evaluation_gives_the_values_that_are_known(target: Path) -> None:
+    settings, prompts = EvaluationSettings(max_tokens=12, num_speculative_tokens=2, top_k=1, nodes=1), [tokens(3)]
+    found = run.evaluate(head_shapes(head(), model(), settings), model(), prompts, settings)
+    assert found.keys() <= set(metric_names(TrainedHead.drafts_by, 2))
+    assert set(metric_names(TrainedHead.drafts_by, 1)) <= found.keys()
 
 
 def test_a_dry_run_trains_nothing(
@@ -179,6 +218,16 @@ def test_a_section_in_a_word_leaves_what_it_does_not_name(tmp_path: Path) -> Non
     assert recipe.draft.options == {"fc_norm": True, "norm_output": False}
 
 
+LEAST = {
+    **{f"evaluation.settings.{name}": 1 for name in ("num_speculative_tokens", "top_k", "nodes", "rows")},
+    **{f"evaluation.{name}": 1 for name in ("count", "prompt_tokens")},
+    **{"evaluation.settings.max_tokens": 2, "evaluation.settings.seed": 0, "draft.vocab_size": 1},
+    **{"windows.length": 2, "windows.rows": 1, "windows.min_tokens": 1},
+    **{"objective.lk_decay": 0, "objective.noise": 0},
+}
+"""Key of a recipe -> the least that it may be."""
+
+
 @pytest.mark.parametrize(
     ("word", "named"),
     [
@@ -192,6 +241,10 @@ def test_a_section_in_a_word_leaves_what_it_does_not_name(tmp_path: Path) -> Non
         ("mode=ofline", "'online' or 'offline', got 'ofline'. Did you mean 'offline'"),
         ("target_parallel=pp", "'fsdp' or 'tp'"),
         ("steps", "key=value"),
+        *((f"{key}={low - 1}", rf"{key} must be .*{low}.*, got {low - 1}") for key, low in LEAST.items()),
+        ("objective.mix=7", r"objective\.mix must be less than or equal to 1, got 7"),
+        ("training.eval_every_steps=5", "name prepared data, held out, in evaluation.prompts"),
+        ("training.best_metric=chain_t0", "name prepared data, held out, in evaluation.prompts"),
         ("windows.length=long", "windows.length"),
         ("training.steps=0", "steps"),
         ("training.steps.more=1", r"training\.steps must be a valid integer, or none, got \{'more': 1\}"),
