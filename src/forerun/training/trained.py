@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
-from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.base import Head, check_fits
 from forerun.drafters.heads.kinds import HeadKind, Role, kind_named, named
 from forerun.errors import ArgumentError, nearest
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
@@ -132,6 +132,8 @@ class TrainedHead(Trained):
                 raise ArgumentError(
                     f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}"
                 )
+            if draft.start is not None:
+                check_fits(found.config, TargetFacts.of(model.config, self.recipe.target), "draft.start")
             return found.build(torch.float32)  # type: ignore[no-any-return]
         config = kind.head.Config.for_target(kind.name, model, draft.vocab_size, draft.options)
         counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
