@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main
@@ -22,8 +23,9 @@ from forerun.training.recipe import EvaluationRecipe, EvaluationSettings, read_r
 from forerun.training.run import load_target
 from forerun.training.trained import TrainedHead, head_shapes, metric_names
 from forerun.types import SpeculationStats
+from llamas import tiny_llama
 from training.conftest import in_two_processes, words
-from training.ttt import head, model, tokens
+from training.ttt import VOCABULARY, head, model, tokens
 
 
 def test_training_makes_a_head_that_drafts_and_resumes(
@@ -194,6 +196,27 @@ def test_prompts_of_another_tokenizer_are_refused(
     write_prepared(other, [([1, 2, 3], [False, True, True])], identity)
     assert main([*words(target, prepared, tmp_path / "run", 1), f"evaluation.prompts={other}"]) == 2
     assert "was prepared with the tokenizer of 'other'" in capsys.readouterr().err
+
+
+def test_tokens_beyond_an_embedding_are_told_of_before_training(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the target, and of a draft model with the target's own tokenizer; whether they are trained on or decoded."""
+    tokenizer = TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(target))
+    for name, token in (("beyond", VOCABULARY), ("last", VOCABULARY - 1)):
+        write_prepared(tmp_path / name, [([1, token, 3], [False, True, True])], tokenizer)
+    made = words(target, prepared, tmp_path / "run", 1)
+    for word in (f"data={tmp_path / 'beyond'}", f"evaluation.prompts={tmp_path / 'beyond'}"):
+        assert main([*made, word]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"holds token id {VOCABULARY}, and the target" in said and f"has {VOCABULARY}" in said
+    small = tmp_path / "small"
+    shutil.copytree(target, small)
+    tiny_llama(VOCABULARY - 1, num_hidden_layers=2).save_pretrained(small)
+    line = ["train", "distill", "--target", str(target), "--data", str(tmp_path / "last"), "--draft", str(small)]
+    assert main([*line, "--output", str(tmp_path / "run")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"holds token id {VOCABULARY - 1}, and the draft model" in said
 
 
 def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:

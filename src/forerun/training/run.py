@@ -57,15 +57,17 @@ class Run:
         check_memory(recipe, parallel)
         self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
         self.data = PreparedData(recipe.data, tokenizer=tokenizer)
+        wanted = recipe.evaluation  # What is decoded while training
+        self.held_out = None if wanted.prompts is None else PreparedData(wanted.prompts, tokenizer=tokenizer)
+        for data in filter(None, (self.data, self.held_out)):
+            data.check_ids(text_config(self.model).vocab_size, f"the target ({recipe.target})")
+        self.prompts = [] if self.held_out is None else prompts_of(self.held_out, wanted)
         self.trained.start(self.model, tokenizer, self.data)
         self.module = self.trained.module.to(self.model.device)
         forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
         settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
         self.objective: Objective = make_objective(self.module, FrozenTarget.of(self.model), settings)
         self.batches = RunBatches(self, tokenizer)
-        wanted = recipe.evaluation  # What is decoded while training
-        self.held_out = None if wanted.prompts is None else PreparedData(wanted.prompts, tokenizer=tokenizer)
-        self.prompts = [] if self.held_out is None else prompts_of(self.held_out, wanted)
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
         """Train, take the best weights, write what is finished. The outcome, for a report."""
