@@ -23,6 +23,7 @@ from forerun.training.recipe import EvaluationRecipe, EvaluationSettings, read_r
 from forerun.training.run import load_target
 from forerun.training.trained import TrainedHead, head_shapes, metric_names
 from forerun.types import SpeculationStats
+from forerun.writing import alone
 from llamas import tiny_llama
 from training.conftest import in_two_processes, words
 from training.ttt import VOCABULARY, head, model, tokens
@@ -217,6 +218,17 @@ def test_tokens_beyond_an_embedding_are_told_of_before_training(
     assert main([*line, "--output", str(tmp_path / "run")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"holds token id {VOCABULARY - 1}, and the draft model" in said
+
+
+def test_a_second_run_into_one_output_is_refused(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [*words(target, prepared, tmp_path / "run", 1), "evaluation.prompts=null"]
+    with alone(tmp_path / "run") as first:
+        assert first and main(made) == 2
+        assert "another run is training into" in capsys.readouterr().err
+        assert main([*made, "--dry-run"]) == 0
+    assert main(made) == 0
 
 
 def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from forerun.training.objectives.base import FrozenTarget
 from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flat, to_plain
 from forerun.training.trained import hashes, rate_name, trained_by
 from forerun.types import SamplingParams, SpeculationStats
+from forerun.writing import alone
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,17 @@ class Run:
         self.batches = RunBatches(self, tokenizer)
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
-        """Train, take the best weights, write what is finished. The outcome, for a report."""
+        """Train, take the best weights, write what is finished. The outcome, for a report. ArgumentError: another
+        process trains into the same output."""
+        output, parallel = Path(self.recipe.output), self.parallel
+        with ExitStack() as stack:
+            if not parallel.on_first(lambda: stack.enter_context(alone(output))):
+                raise ArgumentError(
+                    f"another run is training into {output}: wait for it, end it, or choose another output"
+                )
+            return self._train(allow_changes=allow_changes)
+
+    def _train(self, *, allow_changes: bool) -> dict[str, Any]:
         recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
         trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
         training = Training(
