@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from forerun.writing import remove_folder, tidy, written, written_folder
+from forerun.writing import alone, remove_folder, tidy, written, written_folder
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
@@ -98,3 +100,25 @@ def test_several_may_write_the_same_at_once(tmp_path: Path, monkeypatch: pytest.
         assert (tmp_path / "one" / "name").read_text() == "second"
     assert (tmp_path / "one" / "name").read_text() == "first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "one"]
+
+
+def test_one_is_alone_in_a_folder_until_it_ends(tmp_path: Path) -> None:
+    """Within a process, and between processes, whose end by a signal counts."""
+    with alone(tmp_path / "run") as first, alone(tmp_path / "run") as second, alone(tmp_path / "other") as third:
+        assert (first, second, third) == (True, False, True)
+    code = (
+        "import pathlib, sys, time; from forerun.writing import alone\n"
+        "with alone(pathlib.Path(sys.argv[1])) as found: print(found, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "True\n"
+        with alone(tmp_path / "run") as found:
+            assert not found
+        process.kill()
+        process.wait()
+        with alone(tmp_path / "run") as found:
+            assert found
+    (tmp_path / "file").write_text("")
+    with alone(tmp_path / "file") as found:
+        assert found, "what cannot be written is told of by whoever writes"

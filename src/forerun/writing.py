@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_LOCK = ".lock"
 _PARTIAL, _OLD, _GONE = "partial", "old", "gone"
 _HIDDEN = re.compile(rf"\.(.+)\.[0-9a-f]+\.({_PARTIAL}|{_OLD}|{_GONE})")
 
@@ -54,6 +55,34 @@ def written_folder(folder: Path) -> Iterator[Path]:
         _make_durable(folder.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Whether nobody else is in such a block for `folder`; who is killed leaves it. True where a file system, or the
+    operating system, knows no locks, and where nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return True
+    return True
 
 
 def remove_folder(folder: Path) -> None:

@@ -31,7 +31,7 @@ def save_forever(snapshots: Snapshots) -> None:
 
 
 def main() -> None:
-    snapshots = Snapshots(Path(sys.argv[1]), Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
+    snapshots = Snapshots(Path(sys.argv[1]), Target(model(), rows=1, slots=32), word_tokenizer(), relative())
     say("ready")
     for _ in sys.stdin:
         child = os.fork()

@@ -146,7 +146,7 @@ def background(folder: Path, drafts: LlamaForCausalLM) -> tuple[Background, Prom
     config, ending = AdaptConfig(learning_rate=3e-3, fresh_pieces=8, round_pieces=16), threading.Event()
     buffer, throttle = ReplayBuffer(2**20), Throttle(1.0, ending)
     drafter = Prompt(Drafter(), Collector(buffer, boundaries=LAST, context=False, held_every=8), throttle)
-    snapshots = Snapshots(folder, Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
+    snapshots = Snapshots(folder, Target(model(), rows=1, slots=32), word_tokenizer(), drafts)
     made = Background(drafter, drafts, Learner(drafts, model(), config), buffer, throttle, ending, snapshots)
     return made, drafter, buffer
 

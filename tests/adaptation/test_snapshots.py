@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -16,20 +17,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from contract.harness import VARIANTS, model, relative, word_tokenizer
+from contract.harness import VARIANTS, VOCABULARY, model, relative, word_tokenizer
 from forerun.checkpoints import read_head
 from forerun.drafters.heads.kinds import KINDS
-from forerun.engine.adapting.adaptation import Snapshots, fingerprint
+from forerun.engine.adapting.adaptation import Snapshots, differing, fingerprint
 from forerun.errors import CheckpointError
 from forerun.model import Target
 from forerun.model.kernels.packing import exchange, ready
+from llamas import tiny_llama
 
 KILLS = 6
 
 
-def snapshots(folder: Path, target: LlamaForCausalLM | None = None) -> Snapshots:
+def snapshots(
+    folder: Path, target: LlamaForCausalLM | None = None, served: LlamaForCausalLM | None = None
+) -> Snapshots:
     held = Target(target or model(), rows=1, slots=32)
-    return Snapshots(folder, held, word_tokenizer(), torch.bfloat16)
+    return Snapshots(folder, held, word_tokenizer(), served or copy.deepcopy(relative()).bfloat16())
 
 
 def names(folder: Path) -> list[str]:
@@ -57,12 +61,16 @@ def test_an_ordinary_checkpoint_and_what_it_came_from(
 def test_a_head_is_kept_in_its_public_format(tmp_path: Path, kind: str) -> None:
     head = VARIANTS[kind][0].options["model"]
     held = Target(model(), rows=1, slots=32)
-    kept = Snapshots(tmp_path, held, word_tokenizer(), torch.float32, head=True)
+    if kind == "mtp":  # MiMo's reads the state before the final norm
+        head = copy.deepcopy(head)
+        head.config = replace(head.config, boundaries=(held.num_layers,))
+    kept = Snapshots(tmp_path, held, word_tokenizer(), head)
     if kind == "mtp":  # written under the names of the target's family
         kept._facts = replace(kept._facts, architectures=("MiMoForCausalLM",))
     kept.save(head, 1, {"updates": 2})
     stored, found = read_head(tmp_path / "latest", num_layers=held.num_layers), kept.resume()
     assert stored.config.kind == head.config.kind and found is not None and found.version == 1
+    assert differing(stored.config, head.config) == []
     assert all(torch.equal(value, found.state[name]) for name, value in head.state_dict().items())
     exchange(ready(head, found.state))
 
@@ -94,6 +102,47 @@ def test_another_targets_drafter_is_refused(tmp_path: Path, draft: LlamaForCausa
     snapshots(tmp_path).save(draft, 1, {})
     with pytest.raises(CheckpointError, match="another target"):
         snapshots(tmp_path, relative()).resume()
+
+
+def test_another_drafters_weights_are_refused(tmp_path: Path, draft: LlamaForCausalLM) -> None:
+    """Known by what it began with, in whatever dtype it is served; its own latest ones may be served, too."""
+    snapshots(tmp_path).save(draft, 1, {})
+    for served in (relative(), draft):
+        found = snapshots(tmp_path, served=served).resume()
+        assert found is not None and found.version == 1
+    with pytest.raises(CheckpointError, match="began with other weights; serve the drafter that it began with"):
+        snapshots(tmp_path, served=relative(0.02)).resume()
+    again = snapshots(tmp_path, served=draft)
+    again.resume()
+    again.save(relative(0.02), 2, {})
+    assert snapshots(tmp_path).resume() is not None, "what it began with is handed on"
+
+
+def older(folder: Path) -> None:
+    """As an earlier forerun wrote it."""
+    path = folder / "latest" / "adaptation.json"
+    record = json.loads(path.read_text())
+    del record["start"], record["weights"]
+    path.write_text(json.dumps(record))
+
+
+def test_of_an_older_directory_configuration_and_shapes_are_compared(tmp_path: Path, draft: LlamaForCausalLM) -> None:
+    snapshots(tmp_path / "model").save(draft, 1, {})
+    older(tmp_path / "model")
+    assert snapshots(tmp_path / "model", served=relative(0.02)).resume() is not None
+    with pytest.raises(CheckpointError, match=r"has other tensors \(.*layers.*\) than the one that is served"):
+        snapshots(tmp_path / "model", served=tiny_llama(VOCABULARY, num_hidden_layers=1)).resume()
+
+    held, head = Target(model(), rows=1, slots=32), VARIANTS["eagle3"][0].options["model"]
+    Snapshots(tmp_path / "head", held, word_tokenizer(), head).save(head, 1, {})
+    older(tmp_path / "head")
+    other = copy.deepcopy(head)
+    other.config = replace(head.config, norm_output=not head.config.norm_output)
+    with pytest.raises(CheckpointError, match=r"is configured otherwise \(norm_output\) than the one that is served"):
+        Snapshots(tmp_path / "head", held, word_tokenizer(), other).resume()
+    medusa = VARIANTS["medusa"][0].options["model"]
+    with pytest.raises(CheckpointError, match=r"is configured otherwise \(kind\)"):
+        Snapshots(tmp_path / "head", held, word_tokenizer(), medusa).resume()
 
 
 def test_a_foreign_or_broken_directory_is_refused(tmp_path: Path, draft: LlamaForCausalLM) -> None:

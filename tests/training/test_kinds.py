@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.checkpoints import FORMATS
+from forerun.checkpoints import FORMATS, HeadCheckpoint, TargetFacts, format_for, write_head
 from forerun.cli import main
 from forerun.drafters import DRAFTERS, drafter_class
 from forerun.drafters.heads.kinds import KINDS, kind_named
 from forerun.engine.config import method_of
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.training.objectives import OBJECTIVES, objective_for
-from forerun.training.recipe import make_recipe
-from forerun.training.trained import TRAINED
+from forerun.training.recipe import make_recipe, read_recipe
+from forerun.training.trained import TRAINED, TrainedHead
+from llamas import tiny_llama
 from mtp_targets import with_fresh_layers
+from training import ttt
 
 WAYS: dict[str, list[dict[str, object]]] = {
     "eagle3": [],  # `test_run` trains it at length
@@ -28,6 +30,7 @@ WAYS: dict[str, list[dict[str, object]]] = {
 SMALL = {kind: ["objective.anchors=16"] for kind in ("dflash", "dflash2", "domino", "dspark")}
 SMALL["domino"] += ["draft.options={gru_hidden_dim: 48, emb_dim: 32}"]
 """Kinds whose own sizes are far above the target's here."""
+SIZES = {"domino": {"gru_hidden_dim": 48, "emb_dim": 32}}
 
 
 def words(kind: str, target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
@@ -149,3 +152,52 @@ def test_a_target_brings_the_shape_of_its_mtp_layers(
     assert main(made) == 0
     again = [*words("mtp", whole, prepared, tmp_path / "on", 1), "evaluation.prompts=null"]
     assert main([*again, f"draft.start={json.loads(capsys.readouterr().out)['head']}"]) == 0
+
+
+WRONG = {
+    "num_hidden_layers": ("two", -1, 1.5),
+    **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads"), (0, -4, "4")),
+    "head_dim": (7, 0),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), (-1, "small")),
+    "rope_theta": (-1, 0),
+    "rope_scaling": ({"a": 1}, {"rope_type": "yarn", "factor": "much"}, 3),
+    "max_position_embeddings": (0,),
+    "hidden_act": ("nonsense", 3),
+    "boundaries": (2, [], ["2"]),
+    "sliding_window": (0, "wide"),
+    "attention_bias": ("no",),
+    **dict.fromkeys(("num_heads", "num_layers", "n_predict", "inner_dim"), (-1, "one")),
+    **dict.fromkeys(("block_size", "markov_rank", "selector_rank", "emb_dim", "gru_hidden_dim"), (-1, "one")),
+}
+"""Option of heads -> values that no kind takes."""
+FRESH = [name for name in OBJECTIVES if kind_named(name).trains == "head" and kind_named(name).in_target is None]
+
+
+@pytest.mark.parametrize("kind", FRESH)
+def test_an_option_that_no_head_can_have_is_refused_by_name(kind: str) -> None:
+    made = kind_named(kind).head.Config
+    wrong = [(name, value) for name in sorted(WRONG.keys() & set(made.option_names())) for value in WRONG[name]]
+    for name, value in wrong:
+        with pytest.raises(ArgumentError, match=rf"{name}.*"):
+            made.for_target(kind, ttt.model(), None, {name: value})
+    with pytest.raises(ArgumentError):
+        made.for_target(kind, ttt.model(), 0)
+
+
+@pytest.mark.parametrize("kind", FRESH)
+@pytest.mark.parametrize(
+    ("vocabulary", "hidden", "named"),
+    [(ttt.VOCABULARY, 64, "hidden states of size 64, the target's have 32"), (30, 32, "30 tokens, the target has 40")],
+)
+def test_a_head_of_another_target_is_not_gone_on_with(
+    kind: str, vocabulary: int, hidden: int, named: str, tmp_path: Path
+) -> None:
+    other = tiny_llama(vocabulary, num_hidden_layers=4, hidden_size=hidden)
+    made = kind_named(kind).head
+    head = made.initial(other, made.Config.for_target(kind, other, None, SIZES.get(kind)))
+    facts = TargetFacts.of(other.config, "other")
+    write_head(HeadCheckpoint.of(head), tmp_path / "head", format_for(kind_named(kind).stored_as), facts)
+    places = {"target": "here", "data": "nowhere", "output": "nowhere", "draft.start": str(tmp_path / "head")}
+    recipe = read_recipe(kind, None, [], places)
+    with pytest.raises((ArgumentError, VocabularyMismatchError), match=f"draft.start: .*{named}"):
+        TrainedHead(recipe).start(ttt.model(), None, None)

@@ -10,20 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main
-from forerun.errors import ArgumentError, OutOfMemoryError
+from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.manifests import TokenizerIdentity
 from forerun.training import run
-from forerun.training.data.store import write_prepared
+from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
-from forerun.training.recipe import EvaluationSettings, read_recipe
+from forerun.training.recipe import EvaluationRecipe, EvaluationSettings, read_recipe
 from forerun.training.run import load_target
-from forerun.training.trained import head_shapes
+from forerun.training.trained import TrainedHead, head_shapes, metric_names
 from forerun.types import SpeculationStats
+from forerun.writing import alone
+from llamas import tiny_llama
 from training.conftest import in_two_processes, words
-from training.ttt import head, model, tokens
+from training.ttt import VOCABULARY, head, model, tokens
 
 
 def test_training_makes_a_head_that_drafts_and_resumes(
@@ -87,6 +90,45 @@ def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> Non
         assert [found[f"acceptance_{of}{depth}"] for depth in range(3)] == one.acceptance_per_depth
         assert one.num_plain_steps <= len(prompts), "an answer's last token needs no draft"
         assert one.num_spec_steps > 20 and one.drafted_per_depth[0] == one.num_spec_steps
+
+
+def test_a_prompt_ends_where_the_answer_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a conversation; of plain text it is the beginning. What is too long is left out, not cut in the middle."""
+    answered = [([*range(9), 20, 21], [False] * 9 + [True] * 2), ([1, 2, 3, 4, 5, 6], [False] * 3 + [True] * 3)]
+    asked, text = ([5, 6, UNWRITTEN], [False, False, True]), ([*range(10, 17)], [True] * 7)
+    identity = TokenizerIdentity(name="other", vocab_size=40, vocabulary="v", template="t")
+    data = write_prepared(tmp_path / "data", [*answered, asked, text], identity)
+    prompts = [[*range(9)], [1, 2, 3], [5, 6], [*range(10, 16)]]
+    assert run.prompts_of(data, EvaluationRecipe(prompt_tokens=6)) == prompts[1:]
+    assert "3 of 4 documents" in caplog.text
+    assert run.prompts_of(data, EvaluationRecipe(prompt_tokens=9, count=3)) == prompts[:3]
+    only = write_prepared(tmp_path / "long", answered, identity)
+    with pytest.raises(DataError, match="prompt_tokens=2; the shortest has 3 tokens"):
+        run.prompts_of(only, EvaluationRecipe(prompt_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "named"),
+    [
+        ("eagle3", ["training.best_metric=chain"], "best_metric='chain' is not .* Did you mean 'chain_t"),
+        ("layerskip", ["training.best_metric=chain_half_t2"], "Did you mean 'chain_half_t"),
+        ("distill", ["draft.start=a", "training.best_metric=acceptance_5"], "acceptance_4, "),
+    ],
+)
+def test_a_metric_that_no_evaluation_gives_is_told_of_before_anything_is_loaded(
+    kind: str, words: list[str], named: str
+) -> None:
+    places = {"target": "nowhere", "data": "nowhere", "output": "nowhere"}
+    recipe = read_recipe(kind, None, [*words, "evaluation.prompts=x"], places)
+    with pytest.raises(ArgumentError, match=named):
+        run.Run(recipe, Parallel())
+
+
+def test_evaluation_gives_the_values_that_are_known(target: Path) -> None:
+    settings, prompts = EvaluationSettings(max_tokens=12, num_speculative_tokens=2, top_k=1, nodes=1), [tokens(3)]
+    found = run.evaluate(head_shapes(head(), model(), settings), model(), prompts, settings)
+    assert found.keys() <= set(metric_names(TrainedHead.drafts_by, 2))
+    assert set(metric_names(TrainedHead.drafts_by, 1)) <= found.keys()
 
 
 def test_a_dry_run_trains_nothing(
@@ -157,6 +199,38 @@ def test_prompts_of_another_tokenizer_are_refused(
     assert "was prepared with the tokenizer of 'other'" in capsys.readouterr().err
 
 
+def test_tokens_beyond_an_embedding_are_told_of_before_training(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the target, and of a draft model with the target's own tokenizer; whether they are trained on or decoded."""
+    tokenizer = TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(target))
+    for name, token in (("beyond", VOCABULARY), ("last", VOCABULARY - 1)):
+        write_prepared(tmp_path / name, [([1, token, 3], [False, True, True])], tokenizer)
+    made = words(target, prepared, tmp_path / "run", 1)
+    for word in (f"data={tmp_path / 'beyond'}", f"evaluation.prompts={tmp_path / 'beyond'}"):
+        assert main([*made, word]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"holds token id {VOCABULARY}, and the target" in said and f"has {VOCABULARY}" in said
+    small = tmp_path / "small"
+    shutil.copytree(target, small)
+    tiny_llama(VOCABULARY - 1, num_hidden_layers=2).save_pretrained(small)
+    line = ["train", "distill", "--target", str(target), "--data", str(tmp_path / "last"), "--draft", str(small)]
+    assert main([*line, "--output", str(tmp_path / "run")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"holds token id {VOCABULARY - 1}, and the draft model" in said
+
+
+def test_a_second_run_into_one_output_is_refused(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [*words(target, prepared, tmp_path / "run", 1), "evaluation.prompts=null"]
+    with alone(tmp_path / "run") as first:
+        assert first and main(made) == 2
+        assert "another run is training into" in capsys.readouterr().err
+        assert main([*made, "--dry-run"]) == 0
+    assert main(made) == 0
+
+
 def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("target: a\ndata: b\noutput: c\ntraining: {learning_rate: 1e-3, steps: 5}\n")
@@ -179,6 +253,16 @@ def test_a_section_in_a_word_leaves_what_it_does_not_name(tmp_path: Path) -> Non
     assert recipe.draft.options == {"fc_norm": True, "norm_output": False}
 
 
+LEAST = {
+    **{f"evaluation.settings.{name}": 1 for name in ("num_speculative_tokens", "top_k", "nodes", "rows")},
+    **{f"evaluation.{name}": 1 for name in ("count", "prompt_tokens")},
+    **{"evaluation.settings.max_tokens": 2, "evaluation.settings.seed": 0, "draft.vocab_size": 1},
+    **{"windows.length": 2, "windows.rows": 1, "windows.min_tokens": 1},
+    **{"objective.lk_decay": 0, "objective.noise": 0},
+}
+"""Key of a recipe -> the least that it may be."""
+
+
 @pytest.mark.parametrize(
     ("word", "named"),
     [
@@ -192,6 +276,10 @@ def test_a_section_in_a_word_leaves_what_it_does_not_name(tmp_path: Path) -> Non
         ("mode=ofline", "'online' or 'offline', got 'ofline'. Did you mean 'offline'"),
         ("target_parallel=pp", "'fsdp' or 'tp'"),
         ("steps", "key=value"),
+        *((f"{key}={low - 1}", rf"{key} must be .*{low}.*, got {low - 1}") for key, low in LEAST.items()),
+        ("objective.mix=7", r"objective\.mix must be less than or equal to 1, got 7"),
+        ("training.eval_every_steps=5", "name prepared data, held out, in evaluation.prompts"),
+        ("training.best_metric=chain_t0", "name prepared data, held out, in evaluation.prompts"),
         ("windows.length=long", "windows.length"),
         ("training.steps=0", "steps"),
         ("training.steps.more=1", r"training\.steps must be a valid integer, or none, got \{'more': 1\}"),

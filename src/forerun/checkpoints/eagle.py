@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.checkpoints.base import HeadCheckpoint, target_mask, with_vocabulary
 from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.eagle import default_boundaries
 from forerun.drafters.heads.latent import LatentConfig
-from forerun.drafters.heads.layers import DecoderConfig, Rotary
+from forerun.drafters.heads.layers import ROPE_KINDS, DecoderConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model.masks import FULL, SLIDING
 from forerun.types import LAST_HIDDEN
@@ -167,7 +166,6 @@ SAME_NAME = (
     "initializer_range",
 )  # fmt: skip
 """Keys of a file that `DecoderConfig` calls the same."""
-ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
 WINDOW_NOTE = (
     "sliding_window without layer_types is read as the window of every layer, which is how the head is drafted with. "
     "vLLM applies a window only where layer_types names it. Written with layer_types."
@@ -238,14 +236,13 @@ def make_head(
     """The head of a file's canonical tensors and the `fields` of its configuration, with the notes that apply.
     CheckpointError where they contradict each other or nothing knows them."""
     found = with_vocabulary(tensors, fields["vocab_size"], fields["draft_vocab_size"])
+    if fields["hidden_act"] not in ACT2FN:
+        raise CheckpointError(f"hidden_act of config.json is {fields['hidden_act']!r}; expected {', '.join(ACT2FN)}")
     fields |= {"own_embedding": "embed_tokens.weight" in found, "own_lm_head": "lm_head.weight" in found}
     try:
         config = made(qk_norm=qk_norm or "layers.0.self_attn.q_norm.weight" in found, **fields)
-        Rotary(config)
     except (ArgumentError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
-    if config.hidden_act not in ACT2FN:
-        raise CheckpointError(f"hidden_act of config.json is {config.hidden_act!r}; expected {', '.join(ACT2FN)}")
     told = tuple(note for note, applies in notes.items() if applies)
     return HeadCheckpoint(config=config, tensors=found, notes=told)
 

@@ -129,7 +129,7 @@ class RegenerateOptions:
     """Who answers, how, and where the answers go."""
 
     output: Path
-    """JSONL to append to; records that are in it already are not asked again."""
+    """JSONL to append to; records that are in it already are not asked again, under other settings they are refused."""
     target: str | None = None
     """Directory or hub id of the model that answers here. With --endpoint it only gives the tokenizer."""
     endpoint: str | None = None
@@ -190,6 +190,7 @@ def regenerate(
     sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
     tokenizer = None if asked.target is None else session.load_tokenizer(asked.target)
     how: dict[str, Any] = {"params": SamplingParams(**sampling), "variables": _variables(asked.chat_template_kwargs)}
+    how["by"] = Path(asked.model or str(asked.target)).resolve().name
     director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, **how)
     with console.progress_bar("regenerating") as update:
 

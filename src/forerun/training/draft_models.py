@@ -65,7 +65,7 @@ class TrainedModel(Trained):
                     f"{start} has {sizes[0]} token ids and no tokenizer, the target has {sizes[1]}: nobody can tell "
                     "whether they mean the same. Put the tokenizer's files beside the draft model."
                 )
-
+        data.check_ids(text_config(self.module).vocab_size, f"the draft model ({start or 'the shrunk target'})")
         if self.method == PardDrafter.name:
             mark(self.module, tokenizer, self.recipe.objective.mask_token)
 

@@ -9,14 +9,14 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError, nearest
-from forerun.training.loop.settings import STRICT, TrainSettings, complaint
+from forerun.training.loop.settings import STRICT, Count, Natural, TrainSettings, complaint
 from forerun.training.objectives import objective_for
 
 Settings = TypeVar("Settings")
@@ -26,16 +26,16 @@ Settings = TypeVar("Settings")
 class WindowSettings:
     """How documents become batches."""
 
-    length: int = 2048  # Tokens per window; shorter documents share one, longer ones are cut
-    rows: int = 1  # Windows per process and step
-    min_tokens: int = 1  # Parts of documents with fewer tokens to learn are left out
+    length: Annotated[int, Field(ge=2)] = 2048  # Tokens per window; shorter documents share one, longer ones are cut
+    rows: Natural = 1  # Windows per process and step
+    min_tokens: Natural = 1  # Parts of documents with fewer tokens to learn are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
     """What training starts from, and its size and shape."""
 
-    vocab_size: int | None = None  # Tokens that the head can propose, the most frequent of the data; None: all
+    vocab_size: Natural | None = None  # Tokens that the head can propose, the most frequent of the data; None: all
     start: str | None = None  # Directory or hub id of a head to go on from, instead of a fresh one, or a draft model
     # `option_names` of the head's kind: ``boundaries``, ...; of a draft model what the target is shrunk to.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,21 +45,21 @@ class DraftSettings:
 class EvaluationSettings:
     """How evaluation decodes."""
 
-    max_tokens: int = 64
-    num_speculative_tokens: int = 5  # Length of the chain, and depth of the tree; no more than the head drafts
-    top_k: int = 4
-    nodes: int = 32  # Of the dynamic tree, root not counted
-    seed: int = 0
-    rows: int = 4  # Prompts at once
+    max_tokens: Annotated[int, Field(ge=2)] = 64  # The first one comes without a draft
+    num_speculative_tokens: Natural = 5  # Length of the chain, and depth of the tree; no more than the head drafts
+    top_k: Natural = 4
+    nodes: Natural = 32  # Of the dynamic tree, root not counted
+    seed: Count = 0
+    rows: Natural = 4  # Prompts at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecipe:
     """What is decoded while training, and from which prompts."""
 
-    prompts: str | None = None  # Prepared data, held out, whose first documents are cut to prompts; None: no evaluation
-    count: int = 8
-    prompt_tokens: int = 128
+    prompts: str | None = None  # Prepared data, held out; None: no evaluation
+    count: Natural = 8  # Of the first documents that give a prompt, see `prompts_of`
+    prompt_tokens: Natural = 128  # Of a prompt, at most; of plain text just so many
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
@@ -86,6 +86,11 @@ class TrainRecipe(Generic[Settings]):
     def __post_init__(self) -> None:
         if (self.mode == "offline") != (self.features is not None):
             raise ArgumentError("mode=offline and features=DIRECTORY belong together: give both or neither")
+        if self.evaluation.prompts is None and (self.training.eval_every_steps or self.training.best_metric):
+            raise ArgumentError(
+                "training.eval_every_steps and training.best_metric are about an evaluation, and there is none: name "
+                "prepared data, held out, in evaluation.prompts, or leave them away"
+            )
 
 
 def read_recipe(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,14 @@ from torch.distributed.tensor import DTensor
 from forerun import demo
 from forerun.checkpoints import TargetFacts
 from forerun.drafters.heads.kinds import kind_named
-from forerun.errors import ArgumentError, OutOfMemoryError
+from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
 from forerun.model.prepare import available_bytes
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
 from forerun.training.data.on_policy import Writer
-from forerun.training.data.store import UNWRITTEN, PackedWindows, PreparedData
+from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore, describe, loaded_from
 from forerun.training.loop import checkpoint
@@ -37,9 +39,12 @@ from forerun.training.loop.trainer import Training
 from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.recipe import MAY_CHANGE, EvaluationSettings, TrainRecipe, flat, to_plain
-from forerun.training.trained import hashes, trained_by
+from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flat, to_plain
+from forerun.training.trained import hashes, rate_name, trained_by
 from forerun.types import SamplingParams, SpeculationStats
+from forerun.writing import alone
+
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -54,17 +59,30 @@ class Run:
         check_memory(recipe, parallel)
         self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
         self.data = PreparedData(recipe.data, tokenizer=tokenizer)
+        wanted = recipe.evaluation  # What is decoded while training
+        self.held_out = None if wanted.prompts is None else PreparedData(wanted.prompts, tokenizer=tokenizer)
+        for data in filter(None, (self.data, self.held_out)):
+            data.check_ids(text_config(self.model).vocab_size, f"the target ({recipe.target})")
+        self.prompts = [] if self.held_out is None else prompts_of(self.held_out, wanted)
         self.trained.start(self.model, tokenizer, self.data)
         self.module = self.trained.module.to(self.model.device)
         forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
         settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
         self.objective: Objective = make_objective(self.module, FrozenTarget.of(self.model), settings)
         self.batches = RunBatches(self, tokenizer)
-        prompts = recipe.evaluation.prompts  # What is decoded while training
-        self.prompts = None if prompts is None else PreparedData(prompts, tokenizer=tokenizer)
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
-        """Train, take the best weights, write what is finished. The outcome, for a report."""
+        """Train, take the best weights, write what is finished. The outcome, for a report. ArgumentError: another
+        process trains into the same output."""
+        output, parallel = Path(self.recipe.output), self.parallel
+        with ExitStack() as stack:
+            if not parallel.on_first(lambda: stack.enter_context(alone(output))):
+                raise ArgumentError(
+                    f"another run is training into {output}: wait for it, end it, or choose another output"
+                )
+            return self._train(allow_changes=allow_changes)
+
+    def _train(self, *, allow_changes: bool) -> dict[str, Any]:
         recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
         trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
         training = Training(
@@ -74,7 +92,7 @@ class Run:
             output,
             parallel=parallel,
             trackers=trackers,
-            evaluate=None if self.prompts is None else self.evaluate,
+            evaluate=self.evaluate if self.prompts else None,
             recipe=self.fixed(),
             allow_changes=allow_changes,
         )
@@ -87,14 +105,9 @@ class Run:
         }
 
     def evaluate(self, _step: int) -> dict[str, float]:
-        """`evaluate` of what is trained, as it is, on the beginnings of the first documents of `prompts`."""
-        wanted, source = self.recipe.evaluation, self.prompts
-        assert source is not None
-        count = min(wanted.count, len(source))
-        documents = (source.document(index)[0] for index in range(count))
-        prompts = [tokens[tokens != UNWRITTEN][: wanted.prompt_tokens].tolist() for tokens in documents]
-        target = self.trained.target(self.model)
-        return evaluate(self.trained.shapes(self.model, wanted.settings), target, prompts, wanted.settings)
+        """`evaluate` of what is trained, as it is, on `prompts`."""
+        settings, target = self.recipe.evaluation.settings, self.trained.target(self.model)
+        return evaluate(self.trained.shapes(self.model, settings), target, self.prompts, settings)
 
     def plan(self) -> dict[str, Any]:
         """Parameters, bytes, steps, and the time of a step, measured; trains nothing."""
@@ -130,8 +143,8 @@ class Run:
         values = flat(self.recipe).items()
         found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
         contents = {**hashes({"target": self.recipe.target}), "data": self.data.hash, **self.trained.contents()}
-        if self.prompts is not None:
-            contents["evaluation.prompts"] = self.prompts.hash
+        if self.held_out is not None:
+            contents["evaluation.prompts"] = self.held_out.hash
         found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
         if isinstance(self.batches.source, FeatureStore):
             stored = self.batches.source.manifest
@@ -235,6 +248,35 @@ def writer_for(run: Run) -> Writer | None:
     )
 
 
+def prompts_of(data: PreparedData, wanted: EvaluationRecipe) -> list[list[int]]:
+    """The prompts of the first documents of `data` that give one: what stands before the first counted token, whole, if
+    it is no longer than is `wanted`; the beginning of a text that counts from its first token on. DataError if none
+    does."""
+    found, shortest = list[list[int]](), 0
+    for index in range(len(data)):
+        tokens, mask = data.document(index)
+        # Cut in the middle, a conversation is none that the target is ever served.
+        length = int(mask.argmax()) or min(wanted.prompt_tokens, len(tokens))
+        if length <= wanted.prompt_tokens:
+            found.append(tokens[:length].tolist())
+        shortest = min(shortest or length, length)
+        if len(found) == wanted.count:
+            break
+    if not found:
+        raise DataError(
+            f"evaluation.prompts={data.folder}: the prompts of all {len(data):,} documents are longer than "
+            f"evaluation.prompt_tokens={wanted.prompt_tokens}; the shortest has {shortest:,} tokens: give so many, or "
+            "data with shorter prompts"
+        )
+    if len(found) < min(wanted.count, len(data)):
+        log.warning(
+            "evaluation.prompts: %d of %d documents give a prompt of at most evaluation.prompt_tokens=%d tokens, fewer "
+            "than evaluation.count=%d",
+            *(len(found), len(data), wanted.prompt_tokens, wanted.count),
+        )
+    return found
+
+
 def evaluate(
     shapes: Mapping[str, Mapping[str, Any]], model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings
 ) -> dict[str, float]:
@@ -254,8 +296,7 @@ def evaluate(
         for name, config in shapes.items():
             stats = _stats(llm, prompts, params, {**config, "adaptive": False})
             found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
-            of = "" if name == "chain" and temperature == 0 else f"{name}_t{temperature}_"
-            found |= {f"acceptance_{of}{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)}
+            found |= {rate_name(name, temperature, d): rate for d, rate in enumerate(stats.acceptance_per_depth)}
     return found
 
 

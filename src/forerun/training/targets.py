@@ -22,6 +22,7 @@ class TrainedTarget(Trained):
     """A copy of the target, which learns; the target as it was stands beside it."""
 
     folder: ClassVar[str] = "model"
+    drafts_by: ClassVar[tuple[str, ...]] = ("chain", "chain_half", "chain_three_quarters", "tree")
     module: Any
     boundaries: tuple[Boundary, ...] = ()
 

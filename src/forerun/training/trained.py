@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
-from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.base import Head, check_fits
 from forerun.drafters.heads.kinds import HeadKind, Role, kind_named, named
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, nearest
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.store import loaded_from, target_hash
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
@@ -41,6 +41,7 @@ class Trained(ABC):
     folder: ClassVar[str]  # Of the finished thing, in the output of the recipe
     beside: ClassVar[tuple[str, ...]] = ()  # What else is written there
     writes: ClassVar[bool] = False  # Whether it can write an answer alone
+    drafts_by: ClassVar[tuple[str, ...]] = ("chain", "tree")  # The keys of `shapes`
     module: nn.Module
     boundaries: tuple[Boundary, ...]  # Where the target is read, besides its last state
 
@@ -58,6 +59,12 @@ class Trained(ABC):
             )
         if writer == "target" and recipe.target_parallel != "none":
             raise ArgumentError("objective.writer=target needs the whole target on each process: target_parallel=none")
+        known = metric_names(self.drafts_by, recipe.evaluation.settings.num_speculative_tokens)
+        if (metric := recipe.training.best_metric) is not None and metric not in known:
+            raise ArgumentError(
+                f"training.best_metric={metric!r} is not among the values of evaluation: {', '.join(known)}."
+                f"{nearest(metric, known)}"
+            )
 
     @abstractmethod
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
@@ -73,7 +80,7 @@ class Trained(ABC):
 
     @abstractmethod
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
-        """``chain`` and ``tree`` -> how a copy of the module drafts for the target `model`, a speculative
+        """Each of `drafts_by` -> how a copy of the module drafts for the target `model`, a speculative
         configuration."""
 
     @abstractmethod
@@ -125,6 +132,8 @@ class TrainedHead(Trained):
                 raise ArgumentError(
                     f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}"
                 )
+            if draft.start is not None:
+                check_fits(found.config, TargetFacts.of(model.config, self.recipe.target), "draft.start")
             return found.build(torch.float32)  # type: ignore[no-any-return]
         config = kind.head.Config.for_target(kind.name, model, draft.vocab_size, draft.options)
         counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
@@ -142,6 +151,19 @@ def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[st
         "chain": {**base, "shape": (1,) * depth},
         "tree": {**base, "top_k": settings.top_k, "nodes": settings.nodes},
     }
+
+
+def rate_name(shape: str, temperature: int, depth: int) -> str:
+    """What evaluation calls the share of steps in which a shape of `Trained.shapes` got beyond a depth, from 0."""
+    of = "" if (shape, temperature) == ("chain", 0) else f"{shape}_t{temperature}_"
+    return f"acceptance_{of}{depth}"
+
+
+def metric_names(shapes: Sequence[str], depths: int) -> list[str]:
+    """The values of an evaluation of these shapes: mean acceptance lengths, and the shares of so many depths."""
+    pairs = [(shape, temperature) for temperature in (0, 1) for shape in shapes]
+    lengths = [f"{shape}_t{temperature}" for shape, temperature in pairs]
+    return [*lengths, *(rate_name(*pair, depth) for pair in pairs for depth in range(depths))]
 
 
 def branches(settings: EvaluationSettings) -> int:

@@ -81,7 +81,10 @@ def ask(work: Plan, server: Server, *, concurrency: int = 4, retries: int = 3, *
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    """Without what was asked."""
+    found = [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(line.pop("asked")["prompt"] for line in found)
+    return found
 
 
 TALK = [{"role": "system", "content": "s"}, user("a"), assistant("old"), user("b"), assistant("old"), user("c")]
@@ -195,6 +198,38 @@ def test_a_stopped_run_goes_on_where_it_was_and_repairs_a_line_cut_short(tmp_pat
     assert Counter(line["id"] for line in lines(tmp_path)) == Counter(f"in.jsonl:{n}" for n in range(1, 11))
     again = Server()
     assert ask(todo(tmp_path, records), again).resumed == 10 and not again.bodies
+
+
+def test_another_prompt_of_the_same_id_is_answered_too(tmp_path: Path) -> None:
+    """Files of one name in two folders, whose records are named by file and line, into one output."""
+    for text in ("q", "r", "q"):
+        ask(todo(tmp_path, [{"prompt": text}, {"text": text * 3}]), Server())
+    assert [line["messages"][0]["content"] for line in lines(tmp_path) if "messages" in line] == ["q", "r"]
+    assert sorted(line["text"] for line in lines(tmp_path) if "text" in line) == ["qqq and on", "rrr and on"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sampling": {"max_tokens": 9}}, "max_tokens was 1024, is 9"),
+        ({"sampling": {"temperature": 0.5, "seed": 3}}, "temperature was None, is 0.5; seed was None, is 3"),
+        ({"variables": {"thinking": True}}, r"chat_template_kwargs was None, is \{'thinking': True\}"),
+    ],
+)
+def test_what_was_answered_under_other_settings_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    records = [{"prompt": "q"}, {"prompt": "r"}]
+    ask(todo(tmp_path, records[:1]), Server())
+    with pytest.raises(ArgumentError, match=rf"in\.jsonl, line 1 under other settings: {named}\. Give the former"):
+        todo(tmp_path, records, **change)
+    ask(todo(tmp_path, [{"prompt": "s"}], **change), Server())  # another prompt need not be asked for alike
+    assert len(lines(tmp_path)) == 2
+
+
+def test_an_older_output_is_gone_on_with(tmp_path: Path) -> None:
+    """Which does not say what was asked."""
+    ask(todo(tmp_path, [{"prompt": "q"}]), Server())
+    write_lines(tmp_path / "out.jsonl", lines(tmp_path))
+    assert todo(tmp_path, [{"prompt": "q"}, {"prompt": "r"}], sampling={"max_tokens": 9}).resumed == 1
 
 
 def test_a_cut_off_answer_ends_the_conversation_and_is_marked(tmp_path: Path) -> None:

@@ -195,6 +195,18 @@ def test_arguments_of_calls_are_rendered_as_the_model_writes_them(arguments: str
     assert counted(tokenizer, encoded) == ['{"a": "é"}</s>']
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_calls_that_the_template_does_not_show_are_refused(template: str) -> None:
+    """They would count as answers that end at once; where only the last answer counts, earlier ones do not matter."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    tokenizer, called = byte_tokenizer(template), (CHAT[1], call, {"role": "tool", "content": "1"}, CHAT[2])
+    for messages in ((CHAT[1], call), called):
+        with pytest.raises(DataError, match=r"does not show the assistant's calls of tools \(tool_calls\)"):
+            Encoder(tokenizer).encode(talk(*messages))
+    last = Encoder(tokenizer, last_turn_only=True).encode(talk(*called))
+    assert counted(tokenizer, last) == ["yes</s>"]
+
+
 def test_variables_of_the_chat_template_are_handed_to_it() -> None:
     tokenizer = byte_tokenizer(THINKING)
     off = Encoder(tokenizer, variables={"enable_thinking": False}, answer_tokens=1)

@@ -112,6 +112,22 @@ def test_a_bad_line_is_named_and_the_rest_can_be_kept(tmp_path: Path) -> None:
     assert bad.count == 3 and "line 4" in bad.examples[1] and "words" in bad.examples[2]
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"text": "abc\ud800"},
+        {"prompt": "abc\ud800", "completion": "yes"},
+        {"messages": [TALK[0], {"role": "assistant", "content": "abc\ud800d"}]},
+        {"turns": ["abc\ud800"]},
+    ],
+)
+def test_half_a_surrogate_pair_is_named_and_the_rest_can_be_kept(tmp_path: Path, entry: Any) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "\U0001f600 whole"}, entry])
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: character 4 is half of a surrogate pair, U\+D800"):
+        records(path)
+    assert [record.text for record in records(path, skip=True)] == ["\U0001f600 whole"]
+
+
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\xff\xfe\n')
     with pytest.raises(DataError, match="line 2"):

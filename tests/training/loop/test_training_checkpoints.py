@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import ArgumentError, CheckpointError, OutOfMemoryError
 from forerun.training.loop import checkpoint
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trainer import TrainResult
@@ -159,6 +159,24 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path: Path) -> None:
     assert result.best == pytest.approx(0.4)
     train(Toy(), Numbers(), choice, tmp_path, evaluate=evaluate)
     assert asked == [2, 4], "a finished run does nothing"
+
+
+def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def evaluate(step: int) -> dict[str, float]:
+        asked.append(step)
+        if len(asked) == 1:
+            raise OutOfMemoryError("no room to decode")
+        return {"a": 0.5}
+
+    with pytest.raises(OutOfMemoryError):
+        train(Toy(), Numbers(), settings(steps=4), tmp_path, evaluate=evaluate)
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-4"
+    for _ in range(2):
+        result = train(Toy(), Numbers(), settings(steps=4), tmp_path, evaluate=evaluate)
+        assert (result.reason, result.best, result.best_step) == ("already_finished", 0.5, 4)
+    assert asked == [4, 4], "made up for once, and known to the checkpoint since"
 
 
 def test_a_copied_checkpoint_is_gone_on_from(tmp_path: Path) -> None:

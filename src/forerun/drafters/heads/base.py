@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
 from forerun.types import Boundary
 
 Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
@@ -70,10 +72,11 @@ class HeadConfig:
             if name not in known:
                 has = f"it has {', '.join(known)}.{nearest(name, known)}"
                 raise ArgumentError(f"a head of the kind {kind} has no option {name!r}; {has}")
+        check_types(cls, given, f"a head of the kind {kind}")
         shape = {
             "target_hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
-            "draft_vocab_size": draft_vocab_size or config.vocab_size,
+            "draft_vocab_size": config.vocab_size if draft_vocab_size is None else draft_vocab_size,
             **cls.fields_for(kind, config, given),
         }
         made = cls(**shape)
@@ -86,6 +89,55 @@ class HeadConfig:
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of this kind: `options`, and what follows from the target's configuration."""
         raise NotImplementedError
+
+
+def check_types(made: type, options: Mapping[str, Any], what: str) -> None:
+    """ArgumentError for options that are not of the types of the dataclass `made`, whose name is `what`: all of them at
+    once. What becomes a dataclass itself is a mapping here."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    strict, wrong = ConfigDict(strict=True, allow_inf_nan=False), list[str]()
+    for name, hint in typing.get_type_hints(made).items():
+        nested = any(map(is_dataclass, typing.get_args(hint)))
+        wanted: Any = Mapping[str, Any] | None if nested else hint
+        try:
+            if name in options:  # as JSON, where a list is a tuple, too
+                TypeAdapter(wanted, config=strict).validate_json(json.dumps(options[name], default=str))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].replace("Input should be", "must be")
+            wrong.append(f"{name} {said}, got {options[name]!r}")
+    if wrong:
+        raise ArgumentError(f"{what}: {'; '.join(wrong)}")
+
+
+def check_fits(config: HeadConfig, target: Fitted, what: str) -> None:
+    """Refuse a head that was made for another target than this one, in the name of `what`."""
+    if config.target_hidden_size != target.hidden_size:
+        sizes = f"{config.target_hidden_size}, the target's have {target.hidden_size}"
+        raise ArgumentError(f"{what}: the head reads hidden states of size {sizes}; it is another model's")
+    if config.vocab_size != target.vocab_size:
+        sizes = f"{config.vocab_size} tokens, the target has {target.vocab_size}"
+        raise VocabularyMismatchError(f"{what}: the head's vocabulary has {sizes}; it is another model's")
+    if config.obstacle is not None:
+        raise ArgumentError(f"{what}: {config.obstacle}")
+    if (deepest := max(config.boundaries)) > target.num_layers:
+        raise ArgumentError(f"{what}: the head reads boundary {deepest}, the target has {target.num_layers} layers")
+
+
+class Fitted(Protocol):
+    """What a head must fit of its target."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the states that it reads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of its output head."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
 
 
 class Head(nn.Module):

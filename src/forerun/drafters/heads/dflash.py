@@ -24,6 +24,8 @@ class DFlashConfig(DecoderConfig):
 
     FROM_TARGET: ClassVar[frozenset[str]] = HeadConfig.FROM_TARGET - {"boundaries"} | {"hidden_size"}
 
+    LEAST: ClassVar[Mapping[str, int]] = {**DecoderConfig.LEAST, "block_size": 2}
+
     mask_token_id: int  # Stands for what is not known yet; one of the target's tokens that no text holds
     block_size: int = 16  # Tokens of a block, the root's place included
     sample_from_anchor: bool = False
@@ -43,8 +45,6 @@ class DFlashConfig(DecoderConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def problem(self) -> str | None:
-        if self.block_size < 2:
-            return f"block_size must be at least 2, got {self.block_size}"
         if not 0 <= self.mask_token_id < self.vocab_size:
             return f"mask_token_id must be one of the target's {self.vocab_size} tokens, got {self.mask_token_id}"
         if any(boundary < 0 for boundary in self.boundaries):

@@ -17,12 +17,12 @@ from forerun.core.tree import TokenTree
 from forerun.devices import constant, rows_of
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape
-from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.base import Head, check_fits
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
 from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Limits, TreeOptions
-from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.errors import ArgumentError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
 
@@ -267,13 +267,4 @@ def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:
     config, target, name = head.config, setup.target, kind.name
     if config.kind != kind.stored_as:
         raise ArgumentError(f"{name}: the checkpoint holds a head for the method {config.kind!r}; use that method")
-    if config.target_hidden_size != target.hidden_size:
-        sizes = f"{config.target_hidden_size}, the target's have {target.hidden_size}"
-        raise ArgumentError(f"{name}: the head reads hidden states of size {sizes}; it is another model's")
-    if config.vocab_size != target.vocab_size:
-        sizes = f"{config.vocab_size} tokens, the target has {target.vocab_size}"
-        raise VocabularyMismatchError(f"{name}: the head's vocabulary has {sizes}; it is another model's")
-    if config.obstacle is not None:
-        raise ArgumentError(f"{name}: {config.obstacle}")
-    if (deepest := max(config.boundaries)) > target.num_layers:
-        raise ArgumentError(f"{name}: the head reads boundary {deepest}, the target has {target.num_layers} layers")
+    check_fits(config, target, name)

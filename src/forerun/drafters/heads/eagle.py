@@ -89,10 +89,10 @@ class EagleConfig(DecoderConfig):
             found |= {"generation": 1, "boundaries": (LAST_HIDDEN,), "own_lm_head": False}
         elif options.get("use_aux_hidden_state") is False:
             found["boundaries"] = (LAST_HIDDEN,)
-        elif not options.get("boundaries"):
+        elif "boundaries" not in options:
             found["boundaries"] = default_boundaries(config.num_hidden_layers)
         given: dict[str, Any] = {
-            name: tuple(options[name]) for name in ("boundaries", "full_layers") if options.get(name)
+            name: tuple(options[name]) for name in ("boundaries", "full_layers") if name in options
         }
         if options.get("latent"):
             latent = LatentConfig.of(options["latent"])

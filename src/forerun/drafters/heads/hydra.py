@@ -27,6 +27,8 @@ class HydraConfig(DecoderConfig):
 
     FROM_TARGET: ClassVar[frozenset[str]] = HeadConfig.FROM_TARGET | {"hidden_size", "own_embedding", "own_lm_head"}
 
+    LEAST: ClassVar[Mapping[str, int]] = {**DecoderConfig.LEAST, "num_hidden_layers": 0}
+
     num_hidden_layers: int = 1  # Of the prefix: 1 is Hydra++, 0 Hydra
     num_heads: int = 4  # Tokens drafted beyond the target's own, each by an output head of its own
     num_layers: int = 4  # Residual blocks before each output head; those after the first share their weights

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from forerun.drafters.heads.base import Angles, Attend
+from forerun.drafters.heads.base import Angles, Attend, check_types
 from forerun.drafters.heads.layers import DecoderConfig, HeadAttention, RMSNorm, rotate
 from forerun.errors import ArgumentError
 
@@ -40,6 +40,7 @@ class LatentConfig:
         wrong = sorted(options.keys() - set(known)) + sorted(set(known[:4]) - options.keys())
         if wrong:
             raise ArgumentError(f"draft head: latent has {', '.join(known)}; see {', '.join(wrong)}")
+        check_types(cls, options, "draft head: latent")
         return cls(**options)
 
     def problem(self, config: DecoderConfig) -> str | None:

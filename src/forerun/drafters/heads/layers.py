@@ -7,22 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from forerun.drafters.heads.base import Angles, Attend, AttendingHead, HeadConfig
 from forerun.errors import ArgumentError
 from forerun.model.layers import base_of
 
+ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig(HeadConfig):
     """Configuration of a head that is made of decoder layers, called as in transformers."""
+
+    LEAST: ClassVar[Mapping[str, int]] = {
+        **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), 1),
+        **dict.fromkeys(("head_dim", "num_hidden_layers", "max_position_embeddings"), 1),
+        **dict.fromkeys(("rms_norm_eps", "initializer_range"), 0),
+    }
+    """Field -> the least that it may be."""
 
     hidden_size: int
     intermediate_size: int
@@ -45,7 +55,12 @@ class DecoderConfig(HeadConfig):
     initializer_range: float = 0.02  # Standard deviation of fresh weights
 
     def __post_init__(self) -> None:
-        if problem := self.problem():
+        low = (
+            f"{name} must be at least {least}, got {getattr(self, name)}"
+            for name, least in self.LEAST.items()
+            if getattr(self, name) < least
+        )
+        if problem := next(low, None) or self.problem():
             raise ArgumentError(f"{self.kind} head: {problem}")
 
     @property
@@ -70,6 +85,8 @@ class DecoderConfig(HeadConfig):
 
     def problem(self) -> str | None:
         """What contradicts itself; None: nothing."""
+        if wrong := self._unknown():
+            return wrong
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             return f"draft_vocab_size must be in 1..{self.vocab_size}, the target's; got {self.draft_vocab_size}"
         if self.num_attention_heads % self.num_key_value_heads:
@@ -90,6 +107,22 @@ class DecoderConfig(HeadConfig):
             )
         if not self.own_lm_head and self.reduced_vocabulary:
             return "a reduced draft vocabulary needs its own lm_head"
+        return None
+
+    def _unknown(self) -> str | None:
+        """An activation or an embedding of positions that nothing can compute."""
+        if not self.rope_theta > 0:
+            return f"rope_theta must be above 0, got {self.rope_theta}"
+        if self.rotary_dim % 2:
+            return f"head_dim must be even, pairs of its dimensions are rotated; got {self.rotary_dim}"
+        if self.hidden_act not in ACT2FN:
+            return f"hidden_act must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}"
+        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in ROPE_KINDS:
+            return f"rope_scaling must have a rope_type of {', '.join(ROPE_KINDS)}, got {dict(self.rope_scaling)}"
+        try:
+            Rotary(self)
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            return f"rope_scaling is {self.rope_scaling}, of which no embedding can be made: {error}"
         return None
 
     @classmethod

@@ -17,19 +17,19 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.drafters.base import Drafter
-from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.base import Head, HeadConfig
 from forerun.engine.adapting import AdaptationStats, AdaptConfig
 from forerun.engine.adapting.drafter import AdaptedDrafter
-from forerun.engine.adapting.learning import HELD_PIECES, LEAST_HELD, Learner, Throttle, Trial
+from forerun.engine.adapting.learning import HELD_PIECES, LEAST_HELD, Learner, Throttle, Trial, check_plain
 from forerun.engine.adapting.replay import Collector, ReplayBuffer
 from forerun.errors import CheckpointError, ForerunError
 from forerun.manifests import TokenizerIdentity
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 RECORD, LATEST = "adaptation.json", "latest"
 KEEP = 2
 _EMBEDDINGS = 64
+_NUMBERS = 4096
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -65,15 +66,14 @@ class Adaptation:
 
     def around(self, drafter: Drafter) -> Drafter:
         """The drafter, adapted if it can be and none was before; starts nothing yet. ForerunError: the directory
-        belongs to another target, or the weights cannot be trained."""
+        belongs to another target or drafter, or the weights cannot be trained."""
         model = drafter.trainable
         if model is None or self.drafter is not None:
             return drafter
         config, snapshots = self._config, None
+        check_plain(model)
         if config.directory is not None:
-            head = isinstance(model, Head)
-            dtype = model.weight.dtype if head else model.dtype
-            snapshots = Snapshots(config.directory, self._target, self._tokenizer, dtype, head=head)
+            snapshots = Snapshots(config.directory, self._target, self._tokenizer, model)
         kept = snapshots.resume() if snapshots is not None else None
         if kept is not None:
             exchange(ready(model, kept.state))
@@ -277,8 +277,8 @@ class Snapshots:
     Args:
         target: whose distributions it learns; a checkpoint for another one is refused.
         tokenizer: saved with every checkpoint, so that it can be drafted with as it stands.
-        dtype: of the weights on disk: that of the drafter as it was loaded.
-        head: whether the drafter is a head, and not a causal LM.
+        served: the head or causal LM as it was loaded, whose dtype the weights have on disk; what another one has
+            learned is refused.
     """
 
     def __init__(
@@ -286,11 +286,11 @@ class Snapshots:
         directory: Path,
         target: Target,
         tokenizer: PreTrainedTokenizerBase | None,
-        dtype: torch.dtype,
-        *,
-        head: bool = False,
+        served: Any,
     ) -> None:
-        self.directory, self._tokenizer, self._dtype, self._head = directory, tokenizer, dtype, head
+        self.directory, self._tokenizer, self._served = directory, tokenizer, served
+        self._dtype: torch.dtype = served.weight.dtype if isinstance(served, Head) else served.dtype
+        self._own = self._start = digest(served)
         self._facts = TargetFacts.of(target.model.config, target.name_or_path)
         self._target = fingerprint(target)
         self._described: dict[str, Any] = {"target": self._target, "target_name": Path(target.name_or_path).name}
@@ -299,7 +299,7 @@ class Snapshots:
 
     def resume(self) -> Snapshot | None:
         """The newest checkpoint that serves, or None; removes what an earlier process left half-written.
-        CheckpointError: it adapts a drafter to another target, or cannot be read."""
+        CheckpointError: it adapts a drafter to another target, or another drafter, or cannot be read."""
         tidy(self.directory)
         link = self.directory / LATEST
         path = link.resolve() if link.is_symlink() and link.is_dir() else checkpoint.latest(self.directory)
@@ -311,7 +311,15 @@ class Snapshots:
                 f"{path} holds a drafter that was adapted to another target ({record.get('target_name')}); "
                 "give another directory, or remove this one"
             )
-        return Snapshot(path=path, version=int(record["version"]), state=self._weights(path))
+        self._start = record.get("start", self._own)  # an older forerun did not record it
+        if self._own not in (self._start, record.get("weights")):
+            self._refuse(path, "began with other weights")
+        state = self._weights(path)
+        shapes = [{name: value.shape for name, value in one.items()} for one in (self._served.state_dict(), state)]
+        if shapes[0] != shapes[1]:
+            name = min(name for name in shapes[0].keys() | shapes[1] if shapes[0].get(name) != shapes[1].get(name))
+            self._refuse(path, f"has other tensors ({name}) than the one that is served")
+        return Snapshot(path=path, version=int(record["version"]), state=state)
 
     def save(self, twin: Any, version: int, facts: Mapping[str, Any]) -> Path:
         """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it. A CheckpointError
@@ -325,7 +333,8 @@ class Snapshots:
                 write_head(HeadCheckpoint.of(stored), fresh, format_for(stored.config.kind), self._facts)
             else:
                 save_model(stored, self._tokenizer, fresh)
-            record = {"version": version, **self._described, **facts}
+            origin = {"start": self._start, "weights": digest(stored)}
+            record = {"version": version, **self._described, **origin, **facts}
             (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         self._link(path)
         checkpoint.rotate(self.directory, KEEP)
@@ -348,14 +357,22 @@ class Snapshots:
 
         module: Any
         try:
-            if self._head:
+            if isinstance(self._served, Head):
                 module = read_head(path, num_layers=self._facts.num_layers).build(torch.float32)
             else:
                 module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         except Exception as error:
             raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); remove it") from error
+        if isinstance(module, Head) and (differs := differing(module.config, self._served.config)):
+            self._refuse(path, f"is configured otherwise ({', '.join(differs)}) than the one that is served")
         state: dict[str, Tensor] = module.state_dict()
         return state
+
+    def _refuse(self, path: Path, why: str) -> NoReturn:
+        raise CheckpointError(
+            f"{path} holds what another drafter has learned, which {why}; serve the drafter that it began with, or "
+            f"{path} itself, or give another directory"
+        )
 
     def _link(self, path: Path | None) -> None:
         link = self.directory / LATEST
@@ -381,6 +398,24 @@ def fingerprint(target: Target) -> str:
     for weight in (*vectors, target.model.get_input_embeddings().weight[:_EMBEDDINGS]):
         found.update(weight.detach().float().cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+def digest(module: Any) -> str:
+    """sha256 of some numbers of each weight, evenly spread, as bfloat16, whatever dtype and layout they are held in."""
+    found = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        flat = value.detach().flatten()
+        some = flat[:: max(1, len(flat) // _NUMBERS)].to("cpu", torch.bfloat16)
+        found.update(name.encode() + some.view(torch.int16).numpy().tobytes())
+    return found.hexdigest()
+
+
+def differing(one: HeadConfig, other: HeadConfig) -> list[str]:
+    """The fields in which two heads of one shape draft differently; of two kinds, that."""
+    if type(one) is not type(other) or one.kind != other.kind:
+        return ["kind"]
+    names = [field.name for field in fields(one) if field.name not in ("extra", "initializer_range")]
+    return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -254,14 +254,8 @@ class Learner:
 
 def plain_twin(served: Any, state: dict[str, Tensor] | None = None) -> Any:
     """A float32 module of plain ones on the same device, with the weights of `served`, a head or a causal LM, or those
-    of `state`. UnsupportedModelError: quantised, spread over devices, or with an adapter: there are no plain weights to
-    train."""
-    spread = len(set((getattr(served, "hf_device_map", None) or {}).values())) > 1
-    if is_quantised(served) or getattr(served, "peft_config", None) or spread or getattr(served, "_tp_size", None):
-        raise UnsupportedModelError(
-            "this drafter is quantised, spread over devices or has an adapter, so that there are no plain weights "
-            "to train; serve a plain checkpoint of it, or leave adaptation off"
-        )
+    of `state`; errors as `check_plain`."""
+    check_plain(served)
     config = copy.deepcopy(served.config)
     device = served.weight.device if isinstance(served, Head) else served.device
     if getattr(config, "_attn_implementation", None) == FOLDED:
@@ -270,3 +264,14 @@ def plain_twin(served: Any, state: dict[str, Tensor] | None = None) -> Any:
         twin = type(served)(config).to(dtype=torch.float32, device=device)
     twin.load_state_dict(served.state_dict() if state is None else state)
     return twin.train(False)
+
+
+def check_plain(served: Any) -> None:
+    """UnsupportedModelError for a drafter that is quantised, spread over devices, or has an adapter: there are no plain
+    weights to train."""
+    spread = len(set((getattr(served, "hf_device_map", None) or {}).values())) > 1
+    if is_quantised(served) or getattr(served, "peft_config", None) or spread or getattr(served, "_tp_size", None):
+        raise UnsupportedModelError(
+            "this drafter is quantised, spread over devices or has an adapter, so that there are no plain weights "
+            "to train; serve a plain checkpoint of it, or leave adaptation off"
+        )

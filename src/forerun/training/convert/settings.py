@@ -159,8 +159,8 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
     if shape["max_position_embeddings"] is not None:
         options["max_position_embeddings"] = shape["max_position_embeddings"]
     third = shape["use_aux_hidden_state"]
-    if third:
-        options["boundaries"] = _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)
+    if third and (given := _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)):
+        options["boundaries"] = given
     return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
 

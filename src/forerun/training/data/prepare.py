@@ -179,9 +179,22 @@ class Encoder:
                 "--answer-tokens leaves room for one that is written while a head trains)"
             )
         messages = record.messages[: turns[-1] + 1]
+        self._check_calls(messages, turns[-1:] if self.last_turn_only else turns, record)
         if record.truncated:
             return self._encode_cut(messages, turns, record)
         return self._masked(messages, turns[-1:] if self.last_turn_only else turns, record)
+
+    def _check_calls(self, messages: Sequence[Message], turns: Sequence[int], record: Record) -> None:
+        """Refuse calls of tools that the chat template leaves out: they would be learned as answers that end at
+        once."""
+        if not any(messages[turn].get("tool_calls") for turn in turns):
+            return
+        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        if self._rendered(bare, record, tokenize=False) == self._rendered(messages, record, tokenize=False):
+            raise DataError(
+                "the chat template does not show the assistant's calls of tools (tool_calls), so that they would be "
+                "learned as empty answers; use a target whose template does, or leave such conversations out"
+            )
 
     def _encode_cut(self, messages: Sequence[Message], turns: Sequence[int], record: Record) -> Encoded:
         """Of a last answer that a limit cut off there is what was written behind its prompt, and no end of its turn."""

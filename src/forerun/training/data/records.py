@@ -91,6 +91,7 @@ def _usable(
         found, where = True, f"{source}, {name}" if name else source
         try:
             record = _record(value, where, f"{short}:{number}" if name else short)
+            _check_characters(record)
             made = make(record)
         except DataError as error:
             bad.report(f"{where}: {error}")
@@ -185,6 +186,18 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise DataError(f"'prompt_tokens' must be a whole number of tokens, at least 0, got {count!r}")
     return Record(**common, text=text, prompt_tokens=count)
+
+
+def _check_characters(record: Record) -> None:
+    """DataError for halves of surrogate pairs, which JSON can say (``\\ud800``) and which are no characters."""
+    for text in (record.text, *(message["content"] for message in record.messages)):
+        try:
+            str(text).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"character {error.start + 1} is half of a surrogate pair, U+{ord(str(text)[error.start]):X}, which "
+                "stands for no character; whoever wrote the file cut a text in the middle of one"
+            ) from error
 
 
 def _conversation(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:

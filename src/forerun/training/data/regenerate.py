@@ -48,7 +48,8 @@ class Plan:
     ) -> None:
         """Read the input, data of any kind that `forerun data prepare` reads, and see what an earlier run has finished.
         `limit` takes only the first records; `output` is JSONL to append to; `tell` is called after each record.
-        DataError if the input cannot be used, or the output is no earlier run's; ArgumentError if they are one file."""
+        DataError if the input cannot be used, or the output is no earlier run's; ArgumentError if they are one file, or
+        if a record was answered under other settings."""
         if limit is not None and limit < 1:
             raise ArgumentError(f"limit must be at least 1, got {limit}")
         if path.resolve() == output.resolve():
@@ -59,9 +60,10 @@ class Plan:
             seen[record.id] += 1
             count = seen[record.id]
             records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
-        finished = _finished_ids(output)
+        finished = _finished(output)
         self.director, self.output, self.tell = director, output, tell
-        self.records = [record for record in records if record.id not in finished]  # Each with an id of its own
+        # Each with an id of its own in this input.
+        self.records = [record for record in records if not self._answered(record, finished.get(record.id, ()))]
         self.total = len(records)  # Those of earlier runs included
         self.skipped, self.complaints = bad.count, bad.examples
         self.written = self.answers = 0
@@ -80,10 +82,24 @@ class Plan:
         counts = ("total", "resumed", "written", "answers", "failed", "skipped")
         return {"output": str(self.output), **{name: getattr(self, name) for name in counts}}
 
+    def _answered(self, record: Record, lines: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether one of the earlier lines with the record's id is its own: not that of another prompt."""
+        now = self.director.asked(record)
+        own = [asked for asked in lines if asked.get("prompt", now["prompt"]) == now["prompt"]]
+        # An older forerun did not write down what was asked.
+        if not own or any(not asked or asked == now for asked in own):
+            return bool(own)
+        changed = [name for name in {**own[0], **now} if own[0].get(name) != now.get(name)]
+        shown = "; ".join(f"{name} was {own[0].get(name)!r}, is {now.get(name)!r}" for name in changed)
+        raise ArgumentError(
+            f"{self.output} has an answer to {record.where} under other settings: {shown}. Give the former values, or "
+            "another --output"
+        )
+
     def finish(self, record: Record, line: dict[str, Any] | Exception, write: Write) -> None:
         """Write the line of a record, or count that it could not be answered."""
         if isinstance(line, dict):
-            write(line)
+            write({**line, "asked": self.director.asked(record)})
             self.written += 1
         else:
             self.failed += 1
@@ -209,9 +225,10 @@ def _appended(path: Path) -> Iterator[Write]:
         yield write
 
 
-def _finished_ids(path: Path) -> set[str]:
-    """The ids of the whole lines of an earlier run's output, if any; DataError if the file is something else."""
-    found: set[str] = set()
+def _finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
+    """Of the whole lines of an earlier run's output, if any: id -> what was asked, an empty mapping where that is not
+    written down; DataError if the file is something else."""
+    found, alike = dict[str, list[Mapping[str, Any]]](), dict[str, Mapping[str, Any]]()
     if not path.exists():
         return found
     with path.open("rb") as lines:
@@ -219,11 +236,13 @@ def _finished_ids(path: Path) -> set[str]:
             if not line.endswith(b"\n"):
                 break
             try:
-                found.add(str(json.loads(line)["id"]))
-            except (ValueError, KeyError, TypeError) as error:
+                record = json.loads(line)
+                name, asked = str(record["id"]), dict(record.get("asked", {}))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"{path}, line {number} is no record of an earlier run; choose another --output"
                 ) from error
+            found.setdefault(name, []).append(alike.setdefault(json.dumps(asked, sort_keys=True), asked))
     return found
 
 
@@ -324,6 +343,7 @@ class Director:
     prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
     params: SamplingParams = SAMPLING  # Its seed is mixed with a record's id and turn: a resumed run asks the same
     variables: Mapping[str, Any] = field(default_factory=dict)  # Of the chat template
+    by: str = ""  # The name of the target, for `asked`
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not self.params.max_tokens:
@@ -331,6 +351,17 @@ class Director:
             raise ArgumentError(f"prompt_tokens and max_tokens must be at least 1, got {given}")
         if self.tokenizer is not None:
             check_variables(self.tokenizer, self.variables)
+
+    def asked(self, record: Record) -> dict[str, Any]:
+        """What decides the answers to a record, for its line: a digest of what it says, and the settings."""
+        said = json.dumps([record.messages, record.tools, record.text], sort_keys=True, default=str)
+        found: dict[str, Any] = {"prompt": hashlib.sha256(said.encode()).hexdigest()[:16], "by": self.by}
+        found |= {name: getattr(self.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+        if record.messages:
+            found["chat_template_kwargs"] = dict(self.variables)
+        else:
+            found["prompt_tokens"] = self.prompt_tokens
+        return {name: value for name, value in found.items() if value not in (None, "", {})}
 
     def script(self, record: Record) -> Script:
         """The questions of one record; advancing it raises DataError where nothing can be answered."""

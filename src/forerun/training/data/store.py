@@ -79,6 +79,15 @@ class PreparedData:
                 "the target answer before: forerun data regenerate"
             )
 
+    def check_ids(self, vocab_size: int, what: str) -> None:
+        """ArgumentError where `what`, which knows so many tokens, has no embedding for one of these."""
+        largest = int(self.tokens.max(initial=0))
+        if largest >= vocab_size:
+            raise ArgumentError(
+                f"{self.folder} holds token id {largest}, and {what} has {vocab_size}: the data's tokenizer "
+                f"({self.tokenizer.name!r}) is not its own, or its embedding lacks the tokens that were added to it"
+            )
+
     @property
     def tokenizer(self) -> TokenizerIdentity:
         return TokenizerIdentity(**self.manifest["tokenizer"])

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from forerun.errors import CheckpointError
 from forerun.training.loop.distributed import Parallel, shard_like
-from forerun.writing import remove_folder, written_folder
+from forerun.writing import remove_folder, written, written_folder
 
 FORMAT = 1
 MODEL, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.safetensors", "random.json", "state.json"
@@ -80,6 +80,20 @@ def save(
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
     folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
     return parallel.on_first(lambda: _write(folder, tensors, {RANDOM: states, STATE: record}))
+
+
+def save_progress(folder: Path, progress: Progress) -> None:
+    """Let the checkpoint in `folder` say what an evaluation since then has found; CheckpointError if the disk
+    refuses."""
+    path = folder / STATE
+    try:
+        record = json.loads(path.read_text(encoding="utf-8")) | {"progress": asdict(progress)}
+        with written(path) as fresh:
+            fresh.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error}. Make room, then start the same command again: it evaluates again."
+        ) from error
 
 
 def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:

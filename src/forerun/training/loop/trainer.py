@@ -127,11 +127,11 @@ class Training:
                 over = self.progress.step >= self.total
                 if over and self.window.tokens:
                     self._log_window()
+                if reason or save_due:  # before an evaluation, which may fail
+                    self._save()
                 due = over or _due(self.progress.step, self.settings.eval_every_steps)
                 if due and reason != "interrupted" and self.evaluate and self.progress.evaluated != self.progress.step:
                     self._evaluate(self.evaluate)
-                if reason or save_due:
-                    self._save()
                 if reason:
                     break
                 self._step()
@@ -220,6 +220,12 @@ class Training:
         )
 
     def _evaluate(self, evaluate: Evaluate) -> None:
+        """Evaluate, keep the weights if they are the best, and let the checkpoint of this step, if any, know."""
+        self._judge(evaluate)
+        if (path := self.saved) is not None and self.saved_step == self.progress.step:
+            self.parallel.on_first(lambda: checkpoint.save_progress(path, self.progress))
+
+    def _judge(self, evaluate: Evaluate) -> None:
         step = self.progress.step
         self.module.eval()
         try:

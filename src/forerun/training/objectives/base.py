@@ -103,8 +103,8 @@ class DistanceSettings(ObjectiveSettings):
     """How far a head is from the target's distribution."""
 
     divergence: Divergence = Divergence.CROSS_ENTROPY
-    lk_decay: float = 3.0
-    mix: float = 0.1
+    lk_decay: Annotated[float, Field(ge=0)] = 3.0
+    mix: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
 
 
