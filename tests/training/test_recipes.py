@@ -19,7 +19,7 @@ from training.data.conftest import CHAT, byte_tokenizer, write_lines
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes" / "eagle3").glob("*.yaml"))
-SHORT = ("training.steps=2", "evaluation.count=1", "evaluation.prompt_tokens=8", "evaluation.settings={max_tokens: 4}")
+SHORT = ("training.steps=2", "evaluation.count=1", "evaluation.prompt_tokens=32", "evaluation.settings={max_tokens: 4}")
 """As little training as there can be."""
 SHORTER = ("training.optimizer=adamw", "windows.rows=1", "objective.steps=1")
 """For the shipped target, whose matrices take Muon ten seconds a step where bfloat16 is slow."""
