@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -279,14 +280,49 @@ def test_prompts_may_be_text_ids_or_dicts(plain: LLM) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
+@pytest.mark.parametrize("made", [np.array, torch.tensor, tuple, lambda ids: list(map(np.int64, ids))])
+def test_token_ids_may_be_an_array(plain: LLM, made: Any) -> None:
+    both, drafted = [5, 9, 12], {"method": "prediction"}
+    expected = ids(plain, both, GREEDY)[0]
+    forms = [made(both), [made(both)], {"prompt_token_ids": made(both)}, {"prompt": made(both)}]
+    assert [ids(plain, form, GREEDY) for form in forms] == [[expected]] * 4
+    if made in (np.array, torch.tensor):
+        assert ids(plain, made([both, both]), GREEDY) == [expected] * 2
+    assert ids(plain, {"prompt": both, "prediction": made(both)}, GREEDY, speculative=drafted) == [expected]
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("", "empty"), ([5] * 300, "300 tokens"), ([9999], "9999"), ({"text": "x"}, "prompt_token_ids")],
+    [
+        ("", "empty"),
+        ([5] * 300, "300 tokens"),
+        ([9999], "9999"),
+        ({"text": "x"}, "prompt_token_ids"),
+        (b"abc", "bytes"),
+        (None, "NoneType"),
+        ({"a", "b"}, "set"),
+        ([b"abc"], "integers, got b'abc'"),
+        ([1.7, 2.2], r"integers, got 1\.7"),
+        ([[1.7, 2.2]], r"integers, got \[1\.7, 2\.2\]"),
+        (torch.tensor([1.0, 2.0]), r"integers, got 1\.0"),
+        ([["a", "b"]], "integers, got"),
+        ({"prompt": None}, "integers, got None"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids must be token ids"),
+        ({"prompt": "a", "prediction": [1.5]}, "prediction must be token ids"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
+        ({"promt": "a"}, "Did you mean 'prompt'"),
+    ],
 )
 def test_a_bad_prompt_is_named(plain: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         plain.generate(prompt, GREEDY)
     assert not plain.engine.busy
+
+
+@pytest.mark.parametrize("params", [[GREEDY], [GREEDY, None], {"max_tokens": 3}, "greedy"])
+def test_bad_parameters_are_named(plain: LLM, params: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"sampling.param"):
+        plain.generate(PROMPTS[:2], params)
 
 
 @pytest.mark.parametrize(
