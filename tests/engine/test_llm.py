@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -413,3 +416,54 @@ def test_a_rule_that_would_not_be_lossless_or_does_not_fit_the_drafter_is_refuse
     tree = {"model": str(draft_checkpoint), "shape": [2, 2], "draw": "iid", "rule": "block"}
     with pytest.raises(ArgumentError, match=r"'block' verifies chains, drafter 'draft_model' as configured"):
         ngram.generate(PROMPTS[1], SamplingParams(temperature=0.7, seed=1), speculative=tree)
+
+
+def test_threads_may_share_an_engine(ngram: LLM) -> None:
+    """Each gets its own answers, whoever steps; what fails or is left early is no other thread's."""
+    alone = ids(ngram, PROMPTS, GREEDY)
+
+    def boom(_tokens: Any, _logits: Any) -> Any:
+        raise RuntimeError("boom")
+
+    def work(index: int) -> list[list[int]]:
+        found = list[list[int]]()
+        for _ in range(4):
+            found += ids(ngram, PROMPTS[index], GREEDY)
+            with pytest.raises(ForerunError, match="boom"):
+                ngram.generate(PROMPTS[index], SamplingParams(logits_processors=[boom]))
+            next(ngram.stream(PROMPTS[index], GREEDY))
+            found.append([token.id for chunk in ngram.stream(PROMPTS[index], GREEDY) for token in chunk.tokens])
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [[each] * 8 for each in alone]
+    assert not ngram.engine.busy and not ngram._inbox
+
+
+def test_a_thread_joins_the_batch_of_another(ngram: LLM) -> None:
+    """It does not wait until the other has its answers."""
+    chunks, ended = ngram.stream(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True)), threading.Event()
+
+    def work() -> None:
+        ids(ngram, PROMPTS[1], GREEDY)
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    left = [chunk.output for chunk in chunks if not ended.is_set()]
+    thread.join()
+    assert left[-1] is None, "the short answer came first"
+
+
+def test_a_stream_dropped_within_a_step_ends_after_it(ngram: LLM) -> None:
+    """Python may collect it there."""
+    streams = [ngram.stream(PROMPTS[1], GREEDY)]
+    next(streams[0])
+
+    def drop(_tokens: Any, logits: Any) -> Any:
+        streams.clear()
+        return logits
+
+    [answer] = ngram.generate(PROMPTS[0], replace(GREEDY, logits_processors=[drop]))
+    assert answer.outputs[0].token_ids == ids(ngram, PROMPTS[0], GREEDY)[0]
+    assert not ngram.engine.busy and not ngram._inbox
