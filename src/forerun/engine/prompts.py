@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -28,7 +28,7 @@ from forerun.core.sampling import Sampler, check_token_ids, request_seed
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
-from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, nearest
 from forerun.params import token_ids
 from forerun.types import SamplingParams
 
@@ -388,6 +388,19 @@ class Lane(Enum):
         return cls.LARGE if size >= LARGE else cls.SMALL
 
 
+class OneThread(ThreadPoolExecutor):
+    """A thread; an EngineError for what comes after its end."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(max_workers=1, thread_name_prefix=name)
+
+    def submit(self, task: Callable[..., T], /, *arguments: Any, **keywords: Any) -> Future[T]:
+        try:
+            return super().submit(task, *arguments, **keywords)
+        except RuntimeError:
+            raise EngineError(CLOSED) from None
+
+
 class Lanes:
     """A thread for each lane.
 
@@ -400,12 +413,10 @@ class Lanes:
     def __init__(self, name: str) -> None:
         self._closed = False
         self._turns = WeakValueDictionary[tuple[asyncio.AbstractEventLoop, Lane, str], asyncio.Lock]()
-        self._threads = {
-            lane: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-{lane.value}") for lane in Lane
-        }
+        self._threads = {lane: OneThread(f"{name}-{lane.value}") for lane in Lane}
 
     async def run(self, lane: Lane, task: Callable[[], T], *, client: str | None = None) -> T:
-        """What `task` returns or raises; RuntimeError: closed. A cancelled task that has begun runs to its end.
+        """What `task` returns or raises; EngineError: closed. A cancelled task that has begun runs to its end.
         `client`: whose it is; None: one that nobody else is."""
         if client is None or lane is Lane.SMALL:
             return await self._run(lane, task)
@@ -425,7 +436,7 @@ class Lanes:
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if self._closed and (waiting is None or not waiting.cancelling()):
-                raise RuntimeError("the engine was closed") from None
+                raise EngineError(CLOSED) from None
             raise
         finally:
             del done  # whose error names this frame
