@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,3 +62,32 @@ def test_numbers_that_leave_float32_are_refused(changes: dict[str, Any], message
 
 def test_a_bias_may_ban() -> None:
     assert SamplingParams(logit_bias={3: -math.inf}).logit_bias == {3: -math.inf}
+
+
+WHOLE = ("n", "top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({name: value}, f"{name} must be an integer, got") for name in (*WHOLE, "min_tokens") for value in (2.0, 2.5, "2")]
+    + [({name: "0"}, f"{name} must be a number, got '0'") for name in ("temperature", "top_p", "presence_penalty")]
+    + [({name: value}, f"{name} must be token ids") for name in ("stop_token_ids", "allowed_token_ids")
+       for value in (5, "5", ["5"], [1.5], b"ab", {5: 1})]
+    + [({name: value}, f"{name} must be a list of strings") for name in ("stop", "bad_words")
+       for value in (5, [5], b"x")]
+    + [({"bad_words": "from"}, "bad_words must be a list of strings, got 'from'")]
+    + [({"logit_bias": value}, "logit_bias must") for value in ([5], {"5": 1.0}, {1.5: 1.0}, {5: "1"})],
+)  # fmt: skip
+def test_values_of_another_type_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        SamplingParams(**changes)
+
+
+def test_numbers_and_ids_may_be_of_numpy_or_torch() -> None:
+    for name in WHOLE:
+        value = getattr(SamplingParams(**{name: np.int64(3)}), name)
+        assert value == 3 and type(value) is int
+    assert SamplingParams(temperature=np.float32(0.5), stop="a").temperature == 0.5  # type: ignore[arg-type]
+    for made in (np.array, torch.tensor):
+        params = SamplingParams(stop_token_ids=made([5, 6]), allowed_token_ids=made([7]))
+        assert params.stop_token_ids == [5, 6] and params.allowed_token_ids == [7]

@@ -9,6 +9,8 @@ from typing import Protocol
 UNSERVED = "No option of forerun changes that; transformers' own generate runs such a model."
 """What to do about a model whose kind is refused."""
 
+CLOSED = "the engine was closed and takes no more requests; make a new one"
+
 
 class ForerunError(Exception):
     """The root of all errors meant for a user."""
@@ -59,8 +61,8 @@ class RequestError(ForerunError):
         return own
 
 
-class EngineError(RuntimeError):
-    """A step failed, which ends every running request; its cause is the error. Nothing that the caller did."""
+class EngineError(ForerunError, RuntimeError):
+    """A step failed, which ends every running request, and its cause is the error; or the engine was closed."""
 
 
 class SlowReaderError(ForerunError):

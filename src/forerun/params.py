@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any
 
@@ -69,6 +71,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name, value in _typed(self).items():
+            object.__setattr__(self, name, value)
         _check_sampling(self)
         if self.temperature is not None and self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
@@ -88,6 +92,56 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def token_ids(name: str, given: Any) -> list[int]:
+    """A list, array or tensor of integers as a list of Python's own; an ArgumentError for anything else."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping):
+        try:
+            return list(map(operator.index, given))
+        except TypeError:
+            pass
+    raise ArgumentError(f"{name} must be token ids, a list or array of integers, got {_shown(given)}")
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60} ({type(value).__name__})"
+
+
+_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _typed(params: SamplingParams) -> dict[str, Any]:
+    """Integers and token ids as Python's own, where they are NumPy's or torch's. ArgumentError: something is of another
+    type than it must be."""
+    own = dict[str, Any]()
+    for name in (*_WHOLE, *_REAL):
+        value, whole = getattr(params, name), name in _WHOLE
+        if value is None:
+            continue
+        if not isinstance(value, Real) or (whole and not isinstance(value, Integral)):
+            raise ArgumentError(f"{name} must be {'an integer' if whole else 'a number'}, got {_shown(value)}")
+        own[name] = operator.index(getattr(params, name)) if whole else value
+    for name in ("allowed_token_ids", "stop_token_ids"):
+        value = getattr(params, name)
+        ids = None if value is None else token_ids(name, value)
+        if not isinstance(value, Sequence):
+            own[name] = ids
+    for name in ("stop", "bad_words"):
+        value = getattr(params, name)
+        if value is not None and not (isinstance(value, str) and name == "stop") and not _are_strings(value):
+            raise ArgumentError(f"{name} must be a list of strings, got {_shown(value)}")
+    bias = params.logit_bias
+    if bias is not None and not (isinstance(bias, Mapping) and all(isinstance(one, Real) for one in bias.values())):
+        raise ArgumentError(f"logit_bias must map token ids to numbers, got {_shown(bias)}")
+    token_ids("logit_bias", list(bias or ()))
+    return own
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
 
 
 _BOUNDS: dict[str, tuple[float, float, str]] = {

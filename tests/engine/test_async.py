@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.engine import async_llm
-from forerun.errors import ArgumentError, EngineError, SlowReaderError
+from forerun.errors import ArgumentError, EngineError, ForerunError, SlowReaderError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["the cat sat", "the dog and the dog", "mat", "on the log the cat"]
@@ -189,3 +190,47 @@ def test_an_engine_outlives_the_loops_that_it_was_asked_from(checkpoint: Path) -
     answers = asyncio.run(asyncio.wait_for(llm.generate(PROMPTS[1], GREEDY), timeout=60))
     assert len(answers[0].outputs[0].token_ids) == 20
     asyncio.run(llm.close())
+
+
+def test_several_loops_at_once(checkpoint: Path) -> None:
+    """Also beside one that has stopped in the middle of an answer."""
+    llm, stopped = AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3), asyncio.new_event_loop()
+    left = llm.stream(PROMPTS[0], SamplingParams(max_tokens=150, ignore_eos=True))
+    stopped.run_until_complete(anext(left))
+
+    def answers(prompt: str) -> list[list[int]]:
+        async def ask() -> list[list[int]]:
+            return [(await llm.generate(prompt, GREEDY))[0].outputs[0].token_ids for _ in range(4)]
+
+        return asyncio.run(asyncio.wait_for(ask(), timeout=60))
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        found = list(threads.map(answers, PROMPTS))
+    alone = LLM(str(checkpoint), dtype="float32").generate(PROMPTS, GREEDY)
+    assert found == [[output.outputs[0].token_ids] * 4 for output in alone]
+    stopped.run_until_complete(left.aclose())  # type: ignore[attr-defined]
+    stopped.run_until_complete(llm.close())
+    stopped.close()
+
+
+@pytest.mark.parametrize("step", ["prepared", "queue", None])
+async def test_a_closed_engine_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, step: str | None) -> None:
+    """To whoever is being answered, waits to be, or asks afterwards."""
+    llm = AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=2)
+    if step is not None:
+        whole = getattr(llm.llm, step)
+        monkeypatch.setattr(llm.llm, step, lambda *given, **named: (time.sleep(0.2), whole(*given, **named))[1])
+    long = SamplingParams(max_tokens=180, ignore_eos=True)
+    tasks = [asyncio.create_task(llm.generate(prompt, long)) for prompt in PROMPTS]
+    await asyncio.sleep(0.1)
+    await llm.close()
+    found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    for ask in (
+        llm.generate(PROMPTS[0]),
+        anext(llm.stream(PROMPTS[0])),
+        asyncio.to_thread(llm.offer, {"method": "ngram"}),
+    ):
+        found += await asyncio.gather(ask, return_exceptions=True)
+    assert [type(error) for error in found] == [EngineError] * 7 and issubclass(EngineError, ForerunError)
+    assert all("the engine was closed" in str(error) for error in found)
+    await llm.close()

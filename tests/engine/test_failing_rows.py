@@ -232,6 +232,16 @@ async def test_the_other_prompts_of_a_call_end_with_the_one_that_fails(checkpoin
         assert [answer.finish_reason for answer in answers] == ["abort"] * 3 + ["length"]
 
 
+def test_and_without_asyncio(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
+    bad = replace(GREEDY, logits_processors=[raising(RuntimeError("boom"), 12)])
+    with pytest.raises(RequestError, match="RuntimeError: boom"):
+        llm.generate(PROMPTS, [GREEDY, bad, GREEDY])
+    assert not llm.engine.busy
+    with pytest.raises(RequestError, match="RuntimeError: boom"):
+        list(llm.stream(PROMPTS[0], bad))
+
+
 async def test_a_grammar_that_ends_before_it_may(checkpoint: Path) -> None:
     """Behind its last letter the grammar allows the end alone, which `min_tokens` forbids."""
     form = StructuredOutputs(regex="(the|cat)")

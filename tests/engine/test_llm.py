@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -279,14 +283,49 @@ def test_prompts_may_be_text_ids_or_dicts(plain: LLM) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
+@pytest.mark.parametrize("made", [np.array, torch.tensor, tuple, lambda ids: list(map(np.int64, ids))])
+def test_token_ids_may_be_an_array(plain: LLM, made: Any) -> None:
+    both, drafted = [5, 9, 12], {"method": "prediction"}
+    expected = ids(plain, both, GREEDY)[0]
+    forms = [made(both), [made(both)], {"prompt_token_ids": made(both)}, {"prompt": made(both)}]
+    assert [ids(plain, form, GREEDY) for form in forms] == [[expected]] * 4
+    if made in (np.array, torch.tensor):
+        assert ids(plain, made([both, both]), GREEDY) == [expected] * 2
+    assert ids(plain, {"prompt": both, "prediction": made(both)}, GREEDY, speculative=drafted) == [expected]
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("", "empty"), ([5] * 300, "300 tokens"), ([9999], "9999"), ({"text": "x"}, "prompt_token_ids")],
+    [
+        ("", "empty"),
+        ([5] * 300, "300 tokens"),
+        ([9999], "9999"),
+        ({"text": "x"}, "prompt_token_ids"),
+        (b"abc", "bytes"),
+        (None, "NoneType"),
+        ({"a", "b"}, "set"),
+        ([b"abc"], "integers, got b'abc'"),
+        ([1.7, 2.2], r"integers, got 1\.7"),
+        ([[1.7, 2.2]], r"integers, got \[1\.7, 2\.2\]"),
+        (torch.tensor([1.0, 2.0]), r"integers, got 1\.0"),
+        ([["a", "b"]], "integers, got"),
+        ({"prompt": None}, "integers, got None"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids must be token ids"),
+        ({"prompt": "a", "prediction": [1.5]}, "prediction must be token ids"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
+        ({"promt": "a"}, "Did you mean 'prompt'"),
+    ],
 )
 def test_a_bad_prompt_is_named(plain: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         plain.generate(prompt, GREEDY)
     assert not plain.engine.busy
+
+
+@pytest.mark.parametrize("params", [[GREEDY], [GREEDY, None], {"max_tokens": 3}, "greedy"])
+def test_bad_parameters_are_named(plain: LLM, params: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"sampling.param"):
+        plain.generate(PROMPTS[:2], params)
 
 
 @pytest.mark.parametrize(
@@ -377,3 +416,54 @@ def test_a_rule_that_would_not_be_lossless_or_does_not_fit_the_drafter_is_refuse
     tree = {"model": str(draft_checkpoint), "shape": [2, 2], "draw": "iid", "rule": "block"}
     with pytest.raises(ArgumentError, match=r"'block' verifies chains, drafter 'draft_model' as configured"):
         ngram.generate(PROMPTS[1], SamplingParams(temperature=0.7, seed=1), speculative=tree)
+
+
+def test_threads_may_share_an_engine(ngram: LLM) -> None:
+    """Each gets its own answers, whoever steps; what fails or is left early is no other thread's."""
+    alone = ids(ngram, PROMPTS, GREEDY)
+
+    def boom(_tokens: Any, _logits: Any) -> Any:
+        raise RuntimeError("boom")
+
+    def work(index: int) -> list[list[int]]:
+        found = list[list[int]]()
+        for _ in range(4):
+            found += ids(ngram, PROMPTS[index], GREEDY)
+            with pytest.raises(ForerunError, match="boom"):
+                ngram.generate(PROMPTS[index], SamplingParams(logits_processors=[boom]))
+            next(ngram.stream(PROMPTS[index], GREEDY))
+            found.append([token.id for chunk in ngram.stream(PROMPTS[index], GREEDY) for token in chunk.tokens])
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [[each] * 8 for each in alone]
+    assert not ngram.engine.busy and not ngram._inbox
+
+
+def test_a_thread_joins_the_batch_of_another(ngram: LLM) -> None:
+    """It does not wait until the other has its answers."""
+    chunks, ended = ngram.stream(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True)), threading.Event()
+
+    def work() -> None:
+        ids(ngram, PROMPTS[1], GREEDY)
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    left = [chunk.output for chunk in chunks if not ended.is_set()]
+    thread.join()
+    assert left[-1] is None, "the short answer came first"
+
+
+def test_a_stream_dropped_within_a_step_ends_after_it(ngram: LLM) -> None:
+    """Python may collect it there."""
+    streams = [ngram.stream(PROMPTS[1], GREEDY)]
+    next(streams[0])
+
+    def drop(_tokens: Any, logits: Any) -> Any:
+        streams.clear()
+        return logits
+
+    [answer] = ngram.generate(PROMPTS[0], replace(GREEDY, logits_processors=[drop]))
+    assert answer.outputs[0].token_ids == ids(ngram, PROMPTS[0], GREEDY)[0]
+    assert not ngram.engine.busy and not ngram._inbox

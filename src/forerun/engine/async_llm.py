@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from forerun.engine.completion import Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM, Speculative
-from forerun.engine.prompts import Lanes, Prompt, paired
-from forerun.errors import EngineError, RequestError, SlowReaderError
+from forerun.engine.prompts import Lanes, OneThread, Prompt, paired
+from forerun.errors import CLOSED, EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 T = TypeVar("T")
+_Item = StreamChunk | Exception  # An error ends the request
 
 _LOOK_S = 0.2  # How often the worker looks whether the event loop that it waits for is still there
 
 
 class AsyncLLM:
-    """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
+    """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch, also those of
+    several event loops.
 
     Use as ``async with AsyncLLM(...) as llm`` or call `close` at the end.
     """
@@ -42,8 +46,7 @@ class AsyncLLM:
             self._worker.shutdown(wait=False, cancel_futures=True)
             raise
         self._lanes = Lanes("forerun-prepare")
-        self._queues: dict[str, _Inbox] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None  # Where the requests are waited for
+        self._inboxes: dict[str, _Inbox] = {}
         self._handover = _Handover()
         self._stepping = self._closed = False
 
@@ -105,7 +108,7 @@ class AsyncLLM:
                 is aborted and the stream ends with an error. None keeps them all.
 
         Raises:
-            EngineError: a step failed, for all requests.
+            EngineError: a step failed, or the engine was closed, for all requests.
             NumericError, RequestError: this request's numbers, or something else of it, failed; the others go on.
             SlowReaderError: more than `max_unread` x `n` chunks were waiting.
         """
@@ -113,13 +116,12 @@ class AsyncLLM:
         number = self.llm.next_number()
         options: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
         work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **options))
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         request = await self._lanes.run(self.llm.lane(prompt, params), work, client=client)
         request.queued_at = arrived
         request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
-        submitted = self._loop.run_in_executor(
-            self._worker, partial(_raisable, partial(self._submit, request, max_unread))
-        )
+        inbox = _Inbox(loop, None if max_unread is None else max_unread * request.params.n)
+        submitted = loop.run_in_executor(self._worker, partial(_raisable, partial(self._submit, request, inbox)))
         try:
             request_id = await asyncio.shield(submitted)
         except asyncio.CancelledError:
@@ -129,11 +131,10 @@ class AsyncLLM:
             # Else an error would hold this frame, and the frame the error: with them the prompt would stay, until
             # Python looks for such circles.
             del submitted
-        queue = self._queues[request_id]
         try:
             while True:
-                item = await queue.get()
-                if isinstance(item, BaseException):
+                item = await inbox.get()
+                if isinstance(item, Exception):
                     try:
                         raise item
                     finally:
@@ -149,24 +150,34 @@ class AsyncLLM:
         self._worker.submit(self.llm.engine.drafting.ensure, SpeculativeConfig.parse(speculative)).result()
 
     async def close(self) -> None:
-        """Finish the step in progress and stop the worker; running requests end with an error."""
+        """Finish the step in progress and stop the worker; running requests, and all that come later, end with an
+        EngineError."""
         self._closed = True
         self._lanes.close()
-        self._fail(self._queues, RuntimeError("the engine was closed"))
+        for inbox in list(self._inboxes.values()):
+            with suppress(RuntimeError):  # its loop was closed: nobody waits
+                inbox.loop.call_soon_threadsafe(inbox.put_nowait, EngineError(CLOSED))
         await asyncio.to_thread(self._worker.shutdown)
         if self.llm.adaptation is not None:
             await asyncio.to_thread(self.llm.adaptation.close)
 
-    def _submit(self, request: Request, max_unread: int | None) -> str:
-        """In the worker. The request's queue is there before any step can answer: one thing is done after the other."""
+    def _submit(self, request: Request, inbox: _Inbox) -> str:
+        """In the worker. The request's inbox is there before any step can answer: one thing is done after the other."""
         request_id = self.llm.queue(request)
-        self._queues[request_id] = _Inbox(None if max_unread is None else max_unread * request.params.n)
+        self._inboxes[request_id] = inbox
+        if self._closed:  # maybe before that
+            self._release(request_id)
+            raise EngineError(CLOSED)
         self._go_on()
         return request_id
 
     def _release(self, request_id: str) -> None:
-        del self._queues[request_id]
-        self._worker.submit(self.llm.abort, request_id)
+        del self._inboxes[request_id]
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        with suppress(EngineError):  # closed: nothing runs
+            self._worker.submit(self.llm.abort, request_id)
 
     def _abandon(self, submitted: asyncio.Future[str]) -> None:
         """Nobody waits any longer for a request that has just been queued."""
@@ -187,46 +198,44 @@ class AsyncLLM:
         except BaseException as error:  # nobody looks at what the worker raises: all would wait for ever
             failure = EngineError(f"a step of the engine failed: {error}")
             failure.__cause__ = error
-            self._hand_over(partial(self._fail, dict(self._queues), failure))
+            self._hand_over((request_id, failure) for request_id in list(self._inboxes))
             return
-        if chunks:
-            self._hand_over(partial(self._deliver, chunks))
+        self._hand_over((chunk.request_id, chunk.error or chunk) for chunk in chunks)
         if self.llm.engine.busy and not self._closed:
             self._go_on()
 
-    def _hand_over(self, task: Callable[[], None]) -> None:
-        assert self._loop is not None, "a request came from a loop"
-        self._handover.give(self._loop, task)
+    def _hand_over(self, items: Iterable[tuple[str, _Item]]) -> None:
+        """In the worker: each, with its request's id, to the loop in which it is waited for."""
+        loops = defaultdict[asyncio.AbstractEventLoop, list[tuple[str, _Item]]](list)
+        for request_id, item in items:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None:
+                loops[inbox.loop].append((request_id, item))
+        for loop, own in loops.items():
+            self._handover.give(loop, partial(self._deliver, own))
 
-    def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
-        """In the loop: hand each chunk to whoever waits for it."""
-        for chunk in chunks:
-            queue = self._queues.get(chunk.request_id)
-            if queue is not None and chunk.error is not None:
-                queue.put_nowait(chunk.error)
-            elif queue is not None and not queue.deliver(chunk):
-                self._worker.submit(self.llm.abort, chunk.request_id)
-
-    @staticmethod
-    def _fail(queues: Mapping[str, _Inbox], error: BaseException) -> None:
-        for queue in list(queues.values()):
-            queue.put_nowait(error)
+    def _deliver(self, items: Iterable[tuple[str, _Item]]) -> None:
+        """In the loop: hand each item to whoever waits for it."""
+        for request_id, item in items:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None and not inbox.deliver(item):
+                self._abort(request_id)
 
 
-class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
-    """Chunks that wait for their reader."""
+class _Inbox(asyncio.Queue[_Item]):
+    """Chunks that wait for their reader in an event loop."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, most: int | None) -> None:
         super().__init__()
-        self._most, self._cut = most, False
+        self.loop, self._most, self._cut = loop, most, False
 
-    def deliver(self, chunk: StreamChunk) -> bool:
+    def deliver(self, item: _Item) -> bool:
         """Put it in; False where the reader has fallen too far behind: an error then replaces the chunks, and what is
         still on its way is dropped."""
         if self._cut:
             return True
-        if self._most is None or self.qsize() < self._most:
-            self.put_nowait(chunk)
+        if self._most is None or self.qsize() < self._most or isinstance(item, Exception):
+            self.put_nowait(item)
             return True
         while not self.empty():
             self.get_nowait()
@@ -236,7 +245,7 @@ class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
 
 
 class _Handover:
-    """From a thread to an event loop, one task at a time: the thread is never more than one ahead, so a reader in the
+    """From a thread to event loops, one task at a time: the thread is never more than one ahead, so a reader in the
     loop who keeps up never finds the chunks of many steps at once."""
 
     def __init__(self) -> None:
@@ -245,10 +254,10 @@ class _Handover:
         self._done.set()
 
     def give(self, loop: asyncio.AbstractEventLoop, task: Callable[[], None]) -> None:
-        """Have the loop do the task, once it has done the one before; nothing happens if it has been closed."""
-        while not self._done.wait(_LOOK_S):
-            if self._loop is not None and self._loop.is_closed():
-                break  # and will never do it
+        """Have the loop do the task, once the one before is done, in whichever loop; one that has stopped is not waited
+        for, and nothing happens if it has been closed."""
+        while self._loop is not None and self._loop.is_running() and not self._done.wait(_LOOK_S):
+            pass
         self._loop = loop
         self._done.clear()
         try:
@@ -263,11 +272,11 @@ class _Handover:
             self._done.set()
 
 
-class _Worker(ThreadPoolExecutor):
-    """One thread, which knows for how long it has been at what it does."""
+class _Worker(OneThread):
+    """Knows for how long it has been at what it does."""
 
     def __init__(self) -> None:
-        super().__init__(max_workers=1, thread_name_prefix="forerun-engine")
+        super().__init__("forerun-engine")
         self._began: float | None = None
 
     @property

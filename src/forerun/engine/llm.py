@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from forerun.demo import resolve
@@ -53,7 +55,7 @@ _LOADING = (
 
 
 class LLM:
-    """A language model that answers speculatively.
+    """A language model that answers speculatively. Threads may share it: their requests run together.
 
     Args:
         model: a checkpoint directory, a hub id, ``"demo"``, or a loaded transformers model (left as it is).
@@ -158,7 +160,9 @@ class LLM:
         self.engine = Engine(self.target, DrafterPool(setup, nodes=most), scheduling, check=check)
         self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
         self._numbers = itertools.count()
-        self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)
+        self._inbox: dict[str, deque[StreamChunk]] = {}
+        self._line, self._turn = Lock(), Lock()  # Who waits for the engine next; who has it
+        self._ending = deque[str]()  # Requests to end: whoever has the engine does so
 
     def generate(
         self,
@@ -279,7 +283,8 @@ class LLM:
             self.next_number(), prompt, sampling_params, speculative=speculative, trace=trace, timeout_s=timeout_s
         )
         request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
-        return self.queue(request)
+        with self._alone():
+            return self.queue(request)
 
     def next_number(self) -> int:
         """Of a new request."""
@@ -295,8 +300,8 @@ class LLM:
         trace: bool = False,
         timeout_s: float | None = None,
     ) -> Request:
-        """A request for `queue`: all that it costs before the model sees it. The one method for any thread, beside a
-        step; raises as `submit`."""
+        """A request for `queue`: all that it costs before the model sees it. For any thread, beside a step; raises as
+        `submit`."""
         if timeout_s is not None and timeout_s <= 0:
             raise ArgumentError(f"timeout_s must be above 0, got {timeout_s}")
         request = self._reader.request(number, prompt, sampling_params, self._config(speculative), trace)
@@ -308,7 +313,7 @@ class LLM:
         return self._reader.lane(prompt, sampling_params)
 
     def queue(self, request: Request) -> str:
-        """Queue a request and return its id; raises as `submit`."""
+        """Queue a request and return its id; raises as `submit`. For whoever steps the engine."""
         drafter = self.engine.drafting.ensure(request.speculative)
         for answer in request.answers:
             answer.drafter = drafter
@@ -316,9 +321,32 @@ class LLM:
         return request.id
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its rows; unknown ids are ignored."""
-        self.engine.abort(request_id)
-        self._inbox.pop(request_id, None)
+        """End a request and free its rows; unknown ids are ignored. Waits for nothing: a step that runs, in this thread
+        or another, ends first, and then the request."""
+        self._ending.append(request_id)
+        self._end()
+
+    def _end(self) -> None:
+        """Whoever has the engine comes by here when it gives it back."""
+        while self._ending and self._turn.acquire(blocking=False):
+            try:
+                while self._ending:
+                    request_id = self._ending.popleft()
+                    self.engine.abort(request_id)
+                    self._inbox.pop(request_id, None)
+            finally:
+                self._turn.release()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """With the engine to itself. Threads take turns: who has just had it stands in line behind who waits."""
+        with self._line:
+            self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+            self._end()
 
     def _adapt(self, config: AdaptConfig | None, key: str | None) -> Adaptation | None:
         if config is None or key is None:
@@ -342,13 +370,12 @@ class LLM:
         return chunks
 
     def _received(self, request_id: str) -> Iterator[Any]:
-        inbox = self._inbox[request_id]
+        inbox = self._inbox.setdefault(request_id, deque())
         try:
             yield None
             while True:
                 while not inbox:
-                    for chunk in self.engine.step():
-                        self._inbox[chunk.request_id].append(chunk)
+                    self._step(inbox)
                 chunk = inbox.popleft()
                 if chunk.error is not None:
                     raise chunk.error
@@ -357,6 +384,12 @@ class LLM:
                     return
         finally:
             self.abort(request_id)
+
+    def _step(self, inbox: deque[StreamChunk]) -> None:
+        """For the reader of `inbox`; nothing where another thread's step has filled it."""
+        with self._alone():
+            for chunk in () if inbox else self.engine.step():
+                self._inbox.setdefault(chunk.request_id, deque()).append(chunk)
 
     def _wait(self, request_id: str) -> RequestOutput:
         for chunk in self._chunks(request_id):

@@ -15,10 +15,11 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -27,7 +28,8 @@ from forerun.core.sampling import Sampler, check_token_ids, request_seed
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, nearest
+from forerun.params import token_ids
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,7 +39,9 @@ T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a ``"prediction"`` of
-the answer, text or token ids, for the drafter of that name."""
+the answer, text or token ids, for the drafter of that name. Ids may be an array or tensor of one dimension."""
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prediction")
 
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -134,7 +138,7 @@ class PromptReader:
         if given is None:
             return []
         ids = self.encode("prediction", given, add_special_tokens=False) if isinstance(given, str) else given
-        return self._fitting("prediction", ids)
+        return self._fitting("prediction", token_ids("the prediction", ids))
 
     def encode(self, name: str, text: str, *, add_special_tokens: bool = True, whole: bool = True) -> list[int]:
         """Token ids of a text; one that cannot fit is refused before it costs anything, if it is to fit as a `whole`.
@@ -159,12 +163,11 @@ class PromptReader:
             "or raise max_model_len if the model allows it"
         )
 
-    def _fitting(self, name: str, ids: Sequence[int], *, room: int = 1) -> list[int]:
+    def _fitting(self, name: str, ids: list[int], *, room: int = 1) -> list[int]:
         if len(ids) + room > self.context:
             raise self._too_long(name, f"{len(ids)} tokens")
-        found = [int(token) for token in ids]
-        check_token_ids(f"the {name}", found, self.vocab_size)
-        return found
+        check_token_ids(f"the {name}", ids, self.vocab_size)
+        return ids
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Fill what is None from the generation configuration, else with the neutral value; check token ids."""
@@ -205,14 +208,21 @@ class PromptReader:
         ids.add(getattr(self.tokenizer, "eos_token_id", None))
         return frozenset(int(token) for token in ids if token is not None)
 
-    def _read(self, prompt: Prompt, *, whole: bool) -> tuple[str | None, Sequence[int]]:
+    def _read(self, prompt: Prompt, *, whole: bool) -> tuple[str | None, list[int]]:
+        given: Any = prompt
         if isinstance(prompt, Mapping):
+            if unknown := [name for name in prompt if name not in _PROMPT_KEYS]:
+                keys = ", ".join(map(repr, _PROMPT_KEYS))
+                hint = nearest(str(unknown[0]), _PROMPT_KEYS) or " Leave it out."
+                raise ArgumentError(f"a prompt dict may hold {keys}, got {unknown[0]!r}.{hint}")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), prompt["prompt_token_ids"]
+                return prompt.get("prompt"), token_ids("prompt_token_ids", prompt["prompt_token_ids"])
             if "prompt" not in prompt:
                 raise ArgumentError(f"a prompt dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-        given: Any = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
-        return (given, self.encode("prompt", given, whole=whole)) if isinstance(given, str) else (None, given)
+            given = prompt["prompt"]
+        if isinstance(given, str):
+            return given, self.encode("prompt", given, whole=whole)
+        return None, token_ids("a prompt that is no text", given)
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         if not words:
@@ -228,11 +238,16 @@ def paired(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Each prompt with its parameters, one or many of both; a list of ints is one prompt of token ids. ArgumentError:
-    there are not as many parameters as prompts."""
-    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    many: list[Any] = [prompts] if one else list(prompts)
+    neither, or there are not as many parameters as prompts."""
+    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(given, str | Mapping | Sequence) or isinstance(given, bytes | bytearray):
+        raise ArgumentError(f"prompts must be text, token ids, a dict, or a list of these, got {type(given).__name__}")
+    one = isinstance(given, str | Mapping) or (len(given) > 0 and isinstance(given[0], Integral))
+    many: list[Any] = [given] if one else list(given)
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(many)
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise ArgumentError("sampling_params must be a SamplingParams, or a list of them, one for each prompt")
     if len(params) != len(many):
         raise ArgumentError(f"{len(params)} sampling parameters for {len(many)} prompts; give one, or one for each")
     return list(zip(many, params, strict=True))
@@ -373,6 +388,19 @@ class Lane(Enum):
         return cls.LARGE if size >= LARGE else cls.SMALL
 
 
+class OneThread(ThreadPoolExecutor):
+    """A thread; an EngineError for what comes after its end."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(max_workers=1, thread_name_prefix=name)
+
+    def submit(self, task: Callable[..., T], /, *arguments: Any, **keywords: Any) -> Future[T]:
+        try:
+            return super().submit(task, *arguments, **keywords)
+        except RuntimeError:
+            raise EngineError(CLOSED) from None
+
+
 class Lanes:
     """A thread for each lane.
 
@@ -385,12 +413,10 @@ class Lanes:
     def __init__(self, name: str) -> None:
         self._closed = False
         self._turns = WeakValueDictionary[tuple[asyncio.AbstractEventLoop, Lane, str], asyncio.Lock]()
-        self._threads = {
-            lane: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-{lane.value}") for lane in Lane
-        }
+        self._threads = {lane: OneThread(f"{name}-{lane.value}") for lane in Lane}
 
     async def run(self, lane: Lane, task: Callable[[], T], *, client: str | None = None) -> T:
-        """What `task` returns or raises; RuntimeError: closed. A cancelled task that has begun runs to its end.
+        """What `task` returns or raises; EngineError: closed. A cancelled task that has begun runs to its end.
         `client`: whose it is; None: one that nobody else is."""
         if client is None or lane is Lane.SMALL:
             return await self._run(lane, task)
@@ -410,7 +436,7 @@ class Lanes:
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if self._closed and (waiting is None or not waiting.cancelling()):
-                raise RuntimeError("the engine was closed") from None
+                raise EngineError(CLOSED) from None
             raise
         finally:
             del done  # whose error names this frame

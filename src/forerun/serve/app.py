@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from forerun.engine.async_llm import all_or_none, whole_output
-from forerun.errors import ForerunError
+from forerun.errors import EngineError, ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer, size_of
@@ -268,7 +268,7 @@ async def _prepared(session: Session, http: Request, body: Any, make: Callable[[
     def checked() -> T:
         try:
             return make()
-        except ApiError:
+        except (ApiError, EngineError):
             raise
         except ValidationError as error:
             raise from_validation(error.errors()) from None

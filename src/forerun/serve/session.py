@@ -177,8 +177,10 @@ class Session:
                             record.finished(chunk.output)
                     begun = True
                     yield self._told(chunk)
-        except (errors.NumericError, errors.RequestError):
+        except (errors.NumericError, errors.RequestError, errors.EngineError) as error:
             reason = "error"
+            if isinstance(error, errors.EngineError) and self.state is State.DRAINING:
+                raise ApiError(503, "the server was stopped", code=self.state.value) from error
             raise
         except (errors.ForerunError, ValueError) as error:
             if begun:
@@ -187,10 +189,8 @@ class Session:
                 reason = None
                 self.metrics.count("forerun:answers_refused", job.params.n)
             raise refusal(error) from error
-        except Exception as error:
+        except Exception:
             reason = "error"
-            if self.state is State.DRAINING:
-                raise ApiError(503, "the server was stopped", code=self.state.value) from error
             raise
         finally:
             if reason is not None:
