@@ -212,11 +212,33 @@ def test_given_acceptance_on_measured_passes(forerun: Forerun, checkpoint: Path,
         (["demo", "--alpha", "0.7", "--prompts", "x", "--drafter", "ngram"], "not both"),
         (["demo", "--text", "chat", "--choose-draft", "demo-draft"], "give --prompts FILE"),
         ([], "what is accepted?"),
+        (["--alpha", "0.8", "--tree-nodes", "9"], "give --rank-acceptance"),
+        (["--alpha", "0.8", "--tp", "8"], "--tp is for a target that is not here"),
+        (["--alpha", "0.8", "--bandwidth", "900"], "--params 70e9"),
+        (["--alpha", "0.8", "--draft-params", "1e9"], "--params 70e9"),
+        (["--alpha", "0.8", "--experts", "8"], "--params 70e9"),
+        (["--alpha", "0.8", "--dtype", "int4"], "--dtype needs the target's size"),
+        (["--alpha", "0.8", "--params", "8e9", "--device", "h100", "--heads", "32"], "--kv-heads"),
+        (["--alpha", "0.8", "--compile"], "--compile needs a MODEL"),
+        (["--alpha", "0.8", "--rule", "block"], "give --prompts"),
+        (["demo", "--alpha", "0.8", "--kv-heads", "8"], "--params 70e9, and no MODEL"),
+        (["demo", "--alpha", "0.8", "--draft-params", "1e9"], "for a MODEL give --draft-cost"),
+        (["demo", "--alpha", "0.8", "--drafter", "ngram"], "give --prompts"),
+        (["demo", "--prompts", "x", "--drafter", "ngram", "--draft-cost", "0.1"], "measured on the prompts"),
+        (["demo", "--prompts", "x", "--drafter", "ngram", "--context", "99"], "measured on the prompts"),
     ],
 )
 def test_bad_input(forerun: Forerun, arguments: list[str], message: str) -> None:
     ran = forerun("plan", *arguments)
     assert ran.code == 2 and message in ran.err and ran.out == ""
+
+
+def test_what_changes_nothing_is_noted(forerun: Forerun) -> None:
+    for given in (("--alpha", 0.8), ("--acceptance", "0.8,0.7"), ("--rank-acceptance", "0.8,0.1")):
+        notes = record(forerun("plan", *given, "-t", 1, "--context", 99, "--json"))["assumptions"]
+        assert any("at this temperature" in note for note in notes) and any(
+            "context change nothing" in n for n in notes
+        )
 
 
 def test_calibrate(

@@ -137,6 +137,7 @@ class PlanOptions(ForecastOptions):
             )
         if self.given and (self.prompts is not None or self.choose_draft):
             raise ArgumentError("acceptance is given (--alpha ...) or measured (--prompts ...), not both")
+        self._check_effect(model)
         if self.measuring and self.prompts is None:
             raise ArgumentError(
                 "acceptance is measured on prompts of yours: give --prompts FILE (one a line), or --alpha without"
@@ -144,7 +145,37 @@ class PlanOptions(ForecastOptions):
         if self.measuring and not self.choose_draft and not self.speculation.config():
             raise ArgumentError("whose acceptance? Give --drafter NAME or --choose-draft MODEL ... (forerun drafters)")
 
+    def _check_effect(self, model: str | None) -> None:
+        """Raise ArgumentError for an option that would change nothing."""
+        if model is not None:
+            _refuse(self, ("draft_params",), "needs a roofline (--params); for a MODEL give --draft-cost")
+        if self.params is None:
+            _refuse(self, _ROOFLINE, "is for a target that is not here: give its size, --params 70e9, and no MODEL")
+        if model is None:
+            _refuse(self.loading, ("max_model_len", "compile", "reproducible"), "needs a MODEL")
+            if self.params is None:
+                _refuse(self.loading, ("device", "dtype"), "needs the target's size (--params 70e9), or a MODEL")
+        if self.measuring:
+            _refuse(self, ("draft_cost", "context"), "is measured on the prompts: leave it out")
+            return
+        _refuse(self.speculation, _DRAFTER, "is of acceptance that is measured: give --prompts and no other acceptance")
+        if self.rank_acceptance is None:
+            _refuse(self, ("tree_nodes",), "is of a tree: give --rank-acceptance, or measure it (--prompts)")
 
+
+def _refuse(options: Any, names: Sequence[str], reason: str) -> None:
+    """ArgumentError: one of these options has another value than its default."""
+    defaults = type(options)()
+    given = next((name for name in names if getattr(options, name) != getattr(defaults, name)), None)
+    if given is not None:
+        raise ArgumentError(f"--{given.replace('_', '-')} {reason}")
+
+
+_ROOFLINE = (
+    *("active_params", "experts", "experts_per_token", "layers", "kv_heads", "head_dim", "heads"),
+    *("draft_params", "tp", "tflops", "bandwidth"),
+)
+_DRAFTER = ("drafter", "drafter_model", "speculative_config", "drafter_option", "rule", "adaptive")
 OPTIONS = PlanOptions()
 
 
@@ -189,15 +220,17 @@ def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
 def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
     """Acceptance by depth, and what was assumed for it."""
     length = max(16, asked.k or 0)
+    described = asked.given and (asked.text is not None or asked.temperature is not None)
+    note = "acceptance is taken as measured on this text and at this temperature; neither changes it"
+    notes = [note] if described else []
     if asked.acceptance is not None:
-        return theory.survival_of(numbers(asked.acceptance, "--acceptance", float)), []
+        return theory.survival_of(numbers(asked.acceptance, "--acceptance", float)), notes
     if asked.alpha is not None:
-        note = "--alpha is taken as measured on this text and at this temperature; neither changes it"
-        described = asked.text is not None or asked.temperature is not None
-        return theory.geometric(asked.alpha, length), [note] if described else []
+        return theory.geometric(asked.alpha, length), notes
     if asked.ranks is not None:
         theory.check_ranks(asked.ranks)
-        return theory.survival_of([line[0] for line in asked.ranks]), ["the chain drafts the first rank of each depth"]
+        chain = "the chain drafts the first rank of each depth"
+        return theory.survival_of([line[0] for line in asked.ranks]), [*notes, chain]
     assert asked.text is not None
     alpha, notes = assumptions.assumed_alpha(asked.text, asked.temperature or 0.0)
     return theory.geometric(alpha, length), notes
@@ -206,12 +239,9 @@ def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
 def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
     """What passes cost, and what was assumed for it."""
     if asked.params is None:
-        described = (asked.loading.device, asked.active_params, asked.layers, asked.tflops)
-        if any(value is not None for value in described) or asked.draft_params is not None:
-            raise ArgumentError("a roofline needs the target's size: --params 70e9")
         notes = ["verification counts as free, v(n) = 1; --params and --device, or a MODEL, say what it costs"]
-        if asked.batch > 1:
-            notes.append("where verification is free the batch changes nothing")
+        if asked.batch > 1 or asked.context:
+            notes.append("where verification is free batch and context change nothing")
         return FreeVerification(), notes
     shape = {name: getattr(asked, name) for name in ("params", "active_params", "experts", "experts_per_token")}
     line = _roofline(asked, Size(**shape))
@@ -235,7 +265,7 @@ def _roofline(asked: PlanOptions, size: Size) -> Roofline:
     kv, shape = None, {name: getattr(asked, name) for name in ("layers", "kv_heads", "head_dim")}
     if None not in shape.values():
         kv = KeyValues(**shape, heads=asked.heads)
-    elif any(value is not None for value in shape.values()):
+    elif asked.heads is not None or any(value is not None for value in shape.values()):
         raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
     dtype = assumptions.dtype_named(asked.loading.dtype)
     return Roofline(device=_device(asked), size=size, dtype=dtype, tp=asked.tp, kv=kv)
@@ -279,8 +309,6 @@ def on_model(asked: PlanOptions, model: str) -> Shown:
         cost = load_or_measure(llm.target, rows=(1,), tell=tell)
         if asked.measuring:
             return _measured(asked, llm, cost, tell)
-    if asked.draft_params is not None:
-        raise ArgumentError("--draft-params needs a roofline (--params); for a MODEL give --draft-cost")
     return _with_costs(asked, cost, _batch_note(asked))
 
 
