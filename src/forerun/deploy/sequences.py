@@ -155,10 +155,10 @@ class Sequences:
             return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
         try:
             found = self._recognised(table, lengths)
-            begun = found.work[ROW, found.new].tolist()
+            begun = {int(found.work[ROW, index]): int(lengths[index]) for index in found.new}
             if gone := [place for place in found.gone if place not in begun]:
                 self._lookup.truncate(gone, [0] * len(gone))
-            for place, length in zip(begun, lengths[found.new].tolist(), strict=True):
+            for place, length in begun.items():
                 self._lookup.begin(place, _prompt(length))
             found.work[NODES] = found.work[DEPTH] = most
             return self._lookup.chains(self._known.tokens, found.work)
