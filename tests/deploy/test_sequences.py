@@ -409,6 +409,15 @@ def test_a_draft_model_for_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
         module.ForerunDraft({"method": "eagle3", "model": "x"})
 
 
+@pytest.mark.parametrize("asked", ["chains", "trees"])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_what_is_cleared_is_forgotten_however_it_was_asked(method: str, asked: str) -> None:
+    made = Sequences({"method": method, "adaptive": False}, vocab_size=50, rows=2, slots=50, nodes=4)
+    getattr(made, asked)(np.array([[1, 2, 1, 2]], np.int32), np.array([4], np.int32), np.array([3]))
+    made.clear()
+    assert not made._rows and not made.drafters[0].drafter._texts  # type: ignore[attr-defined]
+
+
 def test_llama_cpp_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.delitem(sys.modules, "forerun.deploy.llama_cpp", raising=False)

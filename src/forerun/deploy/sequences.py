@@ -218,7 +218,7 @@ class Sequences:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self.chains(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
+        self.trees(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
 
     def _drafted(self, rows: list[Row], limits: list[int]) -> list[TokenTree]:
         if self._policy is None:
