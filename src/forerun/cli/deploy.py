@@ -97,8 +97,9 @@ def deploy(
     where: dict[str, Any] = {"tp": tp, "pp": pp, "nodes": nodes, "head_address": head_address, "port": port, "out": out}
     forecast = _forecast(forecasting, speculation, tp, notes)
     with console.telling("reading"):
-        config = SpeculativeConfig.parse(speculation.config())
-        where |= {"adaptive": (speculation.config() or {}).get("adaptive") is True, "force": force}
+        given = speculation.config() or {}
+        config = SpeculativeConfig.parse(given or None)
+        where |= {"adaptive": given.get("adaptive") is True, "force": force}
         asked = Asked(model=str(resolve(model)), config=config, version=version, forecast=forecast, **where)
         made = chosen.deployment(asked, notes)
     made = dataclasses.replace(made, notes=(*made.notes, *notes))

@@ -344,7 +344,7 @@ class Engine(ABC):
             self._check_models(asked, draft)
         if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
             return Examined()
-        if not (_here(draft.model) and _here(asked.model)):
+        if not (here(draft.model) and here(asked.model)):
             doctor = f"forerun doctor {draft.model} --target {asked.model}"
             return Examined(notes=(f"the {draft.method} head was not looked at; `{doctor}` does",))
         found, seen = _findings(asked.model, draft)
@@ -362,7 +362,7 @@ class Engine(ABC):
     def _check_models(self, asked: Asked, draft: Draft) -> None:
         """CheckpointError: the target brings no MTP layers, or the draft model another vocabulary; as far as their
         files are on this machine."""
-        if not _here(asked.model):
+        if not here(asked.model):
             return
         target = _stated(asked.model)
         if draft.method == "mtp":
@@ -373,7 +373,7 @@ class Engine(ABC):
                     f"{asked.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft with "
                     "another method; to go on nevertheless: --force"
                 )
-        elif draft.method in ("draft_model", "pard") and self.apart is not None and _here(draft.model or ""):
+        elif draft.method in ("draft_model", "pard") and self.apart is not None and here(draft.model or ""):
             ours, theirs = (one.get("vocab_size") for one in (_stated(str(draft.model)), target))
             if ours and theirs and abs(ours - theirs) > self.apart:
                 allowed = f"at most {self.apart} tokens larger or smaller" if self.apart else "of the same size"
@@ -418,7 +418,8 @@ def same_place(one: str, other: str) -> bool:
     return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
-def _here(name: str) -> bool:
+def here(name: str) -> bool:
+    """Whether a model or head is a directory on this machine."""
     return bool(name) and Path(name).expanduser().is_dir()
 
 

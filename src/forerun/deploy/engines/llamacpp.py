@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import engines_for
 from forerun.checkpoints.gguf import SCRIPT, conversion
-from forerun.deploy.launch import Asked, Command, Deployment, Engine, Examined, Way
+from forerun.deploy.launch import Asked, Command, Deployment, Engine, Examined, Way, here
 from forerun.drafters.heads.kinds import KINDS
 from forerun.errors import ArgumentError
 
@@ -82,7 +82,7 @@ class LlamaCpp(Engine):
         if way.name == "ngram-simple":
             return words
         if draft.model is not None:
-            if draft.method in KINDS and _here(draft.model) and not _here(asked.model):
+            if draft.method in KINDS and here(draft.model) and not here(asked.model):
                 raise ArgumentError(
                     f"llama.cpp's converter reads layers of the target for a head: name the target's directory instead "
                     f"of {asked.model}, or the GGUF file of a head that is converted"
@@ -92,17 +92,13 @@ class LlamaCpp(Engine):
         return [*words, "--spec-draft-n-max", str(k)]
 
 
-def _here(model: str) -> bool:
-    return Path(model).expanduser().is_dir()
-
-
 def _is_file(model: str) -> bool:
     return model.endswith(".gguf")
 
 
 def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
     """What llama.cpp opens: a file, or a hub id of GGUF files; a directory is converted `before`."""
-    if not _here(model):
+    if not here(model):
         return model
     folder = Path(model).expanduser().resolve()
     launch = examined.launch if examined is not None else None
