@@ -277,3 +277,25 @@ def test_what_has_become_improbable_is_not_drafted() -> None:
         for size in range(len(ASKED) + 1, len(tokens) + 1):
             made.extend(context(tokens[:size], 1, prompt=len(ASKED)))
     assert propose(made, tokens).size < before
+
+
+@pytest.mark.parametrize("match", ["last", "first", "most_frequent"])
+@pytest.mark.parametrize("seed", range(10))
+def test_how_many_tokens_a_step_brings_does_not_matter_to_ngram(seed: int, match: str) -> None:
+    """A change at the end of many tokens does not hide where these were copied from."""
+    rng = random.Random(seed)
+    old = [rng.randrange(100, 130) for _ in range(60)]
+    new = [token if rng.random() < 0.9 else rng.randrange(200, 205) for token in old if rng.random() < 0.95]
+    states = []
+    for most in (1, 3, 60):
+        made, tokens = METHODS["ngram"](match=match), [*old, 90]
+        made.extend(context(tokens, len(tokens), prompt=len(tokens)))
+        while len(tokens) <= len(old) + len(new):
+            propose(made, tokens)
+            done = len(tokens) - len(old) - 1
+            fresh = new[done : done + rng.randint(1, most)]
+            tokens += fresh
+            made.extend(context(tokens, len(fresh), prompt=len(old) + 1))
+        propose(made, tokens)
+        states.append(made.batch.followers.places[0].tolist())
+    assert states[0] == states[1] == states[2]

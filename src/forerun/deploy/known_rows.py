@@ -44,7 +44,7 @@ class KnownRows:
         work = np.zeros((WORK, rows), np.int64)
         gone, new = _recognise(tuple(known), self._running, table, lengths, work)
         if gone < 0:
-            self._known = known = self._widened(max(-gone, 2 * known.held.shape[1]))
+            self._known = known = self._widened(2 * -gone)
             gone, new = _recognise(tuple(known), self._running, table, lengths, work)
         self._running = rows
         lost, begun = known.changes

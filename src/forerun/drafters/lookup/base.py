@@ -27,8 +27,8 @@ from forerun.drafters.lookup.compiled.batch import (
     address,
     whereabouts,
 )
-from forerun.drafters.lookup.compiled.drafts import NODE_COLUMNS, NODE_PARENT, NONE, Draft, Ints
-from forerun.drafters.lookup.compiled.following import FOLLOWER, PLACE, REPLACEMENT_COLUMNS, REPLACEMENTS, Followers
+from forerun.drafters.lookup.compiled.drafts import NODE_COLUMNS, NODE_PARENT, Draft, Ints
+from forerun.drafters.lookup.compiled.following import FOLLOWER, NOWHERE, REPLACEMENT_COLUMNS, REPLACEMENTS, Followers
 from forerun.types import Budget
 
 A = TypeVar("A", bound=NDArray[Any])
@@ -61,13 +61,14 @@ class LookupDrafter(Drafter, Generic[D]):
 
     def __init__(self, domains: PerDomain[D], setup: DrafterSetup | None, *, columns: int, nodes: int) -> None:
         """`columns` of the batch's rows; at most so many `nodes` of a draft."""
+        rows = setup.rows if setup is not None else 0
         followers = Followers(
-            np.zeros((0, FOLLOWER), np.int32), np.zeros((0, REPLACEMENTS, REPLACEMENT_COLUMNS), np.int32)
+            np.zeros((rows, FOLLOWER), np.int32), np.zeros((rows, REPLACEMENTS, REPLACEMENT_COLUMNS), np.int32)
         )
         self.batch = Batch(
-            rows=np.zeros((0, columns), np.int64),
-            nodes=np.zeros((0, 1 + nodes, NODE_COLUMNS), np.int32),
-            confidence=np.zeros((0, 1 + nodes)),
+            rows=np.zeros((rows, columns), np.int64),
+            nodes=np.zeros((rows, 1 + nodes, NODE_COLUMNS), np.int32),
+            confidence=np.zeros((rows, 1 + nodes)),
             followers=followers,
             spare=Draft.of(nodes),
             vocabulary=setup.target.vocab_size if setup is not None else 2**31 - 1,
@@ -142,8 +143,7 @@ class LookupDrafter(Drafter, Generic[D]):
         self._point(row, self._domain[row])
 
     def _follow_nothing(self, row: int) -> None:
-        place = self.batch.followers.places[row]
-        place[:], place[PLACE] = 0, NONE
+        self.batch.followers.places[row] = NOWHERE
 
     def _locate(self, row: int) -> None:
         text = self._texts[row]

@@ -19,8 +19,7 @@ class Follower:
     arrays."""
 
     def __init__(self) -> None:
-        self._place = np.zeros(following.FOLLOWER, np.int32)
-        self._place[following.PLACE] = NONE
+        self._place = following.NOWHERE.copy()
         replacements = np.empty((following.REPLACEMENTS, following.REPLACEMENT_COLUMNS), np.int32)
         self._all = following.Following(self._place, replacements)
 
@@ -56,7 +55,8 @@ class Follower:
 
     def read(self, source: Ints, text: Ints, first: int, last: int, *, same: bool = False) -> None:
         """The text gained the tokens ``first:last``; tokens are read in their order. `same`: it is its own source."""
-        following.read(self._all, source, text, first, last, same)
+        while first < last:
+            first = following.read(self._all, source, text, first, last, same)
 
     def draft(self, source: Ints, counts: Floats, made: Draft, *, same: bool = False) -> tuple[int, float]:
         """`following.draft` of all that comes next, however improbable."""

@@ -45,8 +45,12 @@ REPLACEMENT_COLUMNS = _NEW + _LONGEST
 REPLACEMENTS = 64  # Most that are remembered, by the first token of what is replaced; then the oldest goes
 
 
+NOWHERE = np.zeros(FOLLOWER, np.int32)  # A follower's `place` at the start
+NOWHERE[PLACE] = NONE
+
+
 class Following(NamedTuple):
-    """A follower's state; all zeros, PLACE apart, at the start."""
+    """A follower's state."""
 
     place: Ints  # (FOLLOWER,)
     replacements: Ints  # (REPLACEMENTS, REPLACEMENT_COLUMNS)
@@ -146,16 +150,15 @@ def _part(follower: Following, source: Ints, text: Ints, at: int, end: int) -> N
 
 
 @compiled
-def read(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> None:
-    """The text gained the tokens ``first:last``; `same`: the text is its own source."""
+def read(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> int:
+    """The text gained the tokens ``first:last``, one at least; `same`: the text is its own source. They are read up to
+    one behind which the place is unknown or a guess: the index of the next one."""
     place, replacements = follower.place, follower.replacements
-    for at in range(first, last):
-        if place[PLACE] == NONE:
-            return
+    for at in range(first, last if place[PLACE] != NONE else first):
         token, end = text[at], at if same else len(source)
         if place[DUE] > 0 and place[FOLLOWER - place[DUE]] != token:
             place[PLACE], place[DUE] = place[UNDONE], 0
-        again = NONE if place[DUE] > 0 else _replacement(follower, source, place[PLACE], end)
+        again = _replacement(follower, source, place[PLACE], end) if place[DUE] == 0 < place[KNOWN] else NONE
         if place[DUE] > 0:
             place[DUE] -= 1
         elif again != NONE and replacements[again, _NEW] == token:
@@ -168,10 +171,14 @@ def read(follower: Following, source: Ints, text: Ints, first: int, last: int, s
         else:
             _part(follower, source, text, at, end)
             _settle(follower, source, text, at)
+            if place[FOUND] == 0:
+                return at + 1
             continue
         place[MATCHED] = place[MATCHED] + 1 if place[FOUND] else 1
         place[FOUND], place[TRUST] = 1, min(_TRUST, place[TRUST] + 1)
-        _settle(follower, source, text, at)
+        if place[MISSED] > 0:
+            _settle(follower, source, text, at)
+    return last if place[PLACE] != NONE else first + 1
 
 
 @compiled
@@ -186,7 +193,7 @@ def _ahead(follower: Following, source: Ints, found: Ints, same: bool) -> int:
         if size < len(found):
             found[size], size = place[FOLLOWER - place[DUE] + due], size + 1
     while size < len(found) and at < len(source) + (size if same else 0):
-        again = _replacement(follower, source, at, len(source))
+        again = _replacement(follower, source, at, len(source)) if place[KNOWN] > 0 else NONE
         if again == NONE:
             token = source[at] if at < len(source) else found[at - len(source)]
             found[size], size, at = token, size + 1, at + 1

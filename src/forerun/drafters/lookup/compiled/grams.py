@@ -189,15 +189,34 @@ def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) 
 
 
 @compiled
-def _read(batch: Batch, row: int, new: Ints) -> None:
-    """A row's text, which has room for that, goes on."""
+def _place(text: Ints, choice: Choice) -> int:
+    """Where a draft begins for the longest n-gram that is looked for; NONE: nowhere."""
+    wanted = 1 if choice.match != MOST_FREQUENT else _SCANNED
+    found, met = np.empty((1, wanted), np.int32), np.zeros(1, np.int32)
+    longest = choice.longest
+    _find(text, Choice(choice.match, choice.hits, 1, choice.length, longest, longest, choice.least, True), found, met)
+    places = found[0, : min(met[0], wanted) if met[0] >= choice.hits else 0]
+    if choice.match == MOST_FREQUENT:
+        places = places[: _order_by_votes(text, places, choice.length)]
+    return places[0] if len(places) else NONE
+
+
+@compiled
+def _read(batch: Batch, row: int, new: Ints, choice: Choice) -> None:
+    """A row's text, which has room for that, goes on. Its place is looked for behind every token of its answer, behind
+    the last one by `_draft`: how many a step brings does not matter."""
     size = batch.rows[row, READ]
     learn_draft(batch, row, new)
     batch.rows[row, READ] = size + len(new)
-    text = text_of(batch, row)
+    text, follower = text_of(batch, row), follower_of(batch.followers, row)
     text[size:] = new
-    first = max(size, batch.rows[row, PROMPT])
-    following.read(follower_of(batch.followers, row), text, text, first, len(text), True)
+    at = max(size, batch.rows[row, PROMPT])
+    while choice.follows and at < len(text):
+        at = following.read(follower, text, text, at, len(text), True)
+        if follower.place[FOUND] == 0 and at < len(text):
+            place = _place(text[:at], choice)
+            if place != NONE:
+                following.start(follower.place, place, choice.longest)
 
 
 @compiled
@@ -232,7 +251,7 @@ def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> 
         return ready
     for index in range(work.shape[1]):
         if work[START, index] < work[END, index]:
-            _read(batch, work[ROW, index], tokens[work[START, index] : work[END, index]])
+            _read(batch, work[ROW, index], tokens[work[START, index] : work[END, index]], choice)
     for index in range(work.shape[1]):
         length, chains[index, 0] = min(choice.length, work[NODES, index], work[DEPTH, index]), 1
         if length > 0:
