@@ -35,7 +35,7 @@ def propose(made: NgramDrafter, tokens: Sequence[int], budget: Budget = ROOMY) -
 
 def fed(tokens: Sequence[int], **options: Any) -> NgramDrafter:
     made = drafter(**options)
-    made.extend(context(tokens, len(tokens)))
+    made.extend(context(tokens, len(tokens), prompt=len(tokens)))
     return made
 
 

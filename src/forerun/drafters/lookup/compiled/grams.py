@@ -144,6 +144,13 @@ def _order_by_votes(text: Ints, places: Ints, length: int) -> int:
 
 
 @compiled
+def _preferred(text: Ints, choice: Choice, length: int, found: Ints, met: int) -> Ints:
+    """Of one n-gram's places as `_find` left them, those to copy `length` tokens from, in their order."""
+    places = found[: min(met, len(found)) if met >= choice.hits else 0]
+    return places[: _order_by_votes(text, places, length)] if choice.match == MOST_FREQUENT else places
+
+
+@compiled
 def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) -> tuple[int, float, int]:
     """Fill `made` with a trie of continuations of `length` tokens, as many nodes as there is room for: those of the
     longest n-gram that ended earlier first. How many nodes, the root included, the sum of their survival, and the place
@@ -156,11 +163,8 @@ def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) 
     _find(text, choice, found, met)
     seen, known = np.empty(sizes * wanted, np.int32), 0
     for matched in range(choice.longest, choice.shortest - 1, -1):
-        count = met[matched - choice.shortest]
-        places = found[matched - choice.shortest, : min(count, wanted) if count >= choice.hits else 0]
-        if choice.match == MOST_FREQUENT:
-            places = places[: _order_by_votes(text, places, length)]
-        for place in places:
+        which = matched - choice.shortest
+        for place in _preferred(text, choice, length, found[which], met[which]):
             if branches == choice.branches or size == len(nodes):
                 return size, expected, first
             if (seen[:known] == place).any():
@@ -190,14 +194,11 @@ def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) 
 
 @compiled
 def _place(text: Ints, choice: Choice) -> int:
-    """Where a draft begins for the longest n-gram that is looked for; NONE: nowhere."""
-    wanted = 1 if choice.match != MOST_FREQUENT else _SCANNED
-    found, met = np.empty((1, wanted), np.int32), np.zeros(1, np.int32)
-    longest = choice.longest
-    _find(text, Choice(choice.match, choice.hits, 1, choice.length, longest, longest, choice.least, True), found, met)
-    places = found[0, : min(met[0], wanted) if met[0] >= choice.hits else 0]
-    if choice.match == MOST_FREQUENT:
-        places = places[: _order_by_votes(text, places, choice.length)]
+    """Where the longest n-gram that is looked for goes on; NONE: it has not occurred before."""
+    only = Choice(choice.match, choice.hits, 1, choice.length, choice.longest, choice.longest, choice.least, True)
+    found, met = np.empty((1, 1 if choice.match != MOST_FREQUENT else _SCANNED), np.int32), np.zeros(1, np.int32)
+    _find(text, only, found, met)
+    places = _preferred(text, choice, choice.length, found[0], met[0])
     return places[0] if len(places) else NONE
 
 
