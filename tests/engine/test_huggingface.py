@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,15 @@ def test_a_prompt_that_is_more_than_token_ids_is_refused(model: Any, batch: Any)
         model.generate(**batch, position_ids=shifted, max_new_tokens=4, custom_generate=loop)
     same = model.generate(**batch, position_ids=own.clamp(min=0), max_new_tokens=4, custom_generate=loop)
     assert same.tolist() == model.generate(**batch, max_new_tokens=4, do_sample=False).tolist()
+
+
+def test_threads_may_share_a_loop(model: Any, batch: Any) -> None:
+    loop = forerun.hf("ngram", num_speculative_tokens=3)
+
+    def answer(size: int) -> Any:
+        return model.generate(**batch, max_new_tokens=size, do_sample=False, custom_generate=loop).tolist()
+
+    sizes = [12, 30, 7, 21] * 3
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(answer, sizes))
+    assert together == [model.generate(**batch, max_new_tokens=size, do_sample=False).tolist() for size in sizes]

@@ -7,6 +7,7 @@ applied at every node of the tree, so whatever it knows (temperature, n-gram ban
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,10 +41,11 @@ def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> Huggi
 
 
 class HuggingFaceGenerate:
-    """Callable with the signature of transformers' own decoding loops. Keeps one engine per model."""
+    """Callable with the signature of transformers' own decoding loops. Keeps one engine per model; threads take
+    turns."""
 
     def __init__(self, speculative_config: dict[str, Any], streamer: Any = None) -> None:
-        self._config, self._streamer = speculative_config, streamer
+        self._config, self._streamer, self._turn = speculative_config, streamer, Lock()
         self._engines: WeakKeyDictionary[Any, LLM] = WeakKeyDictionary()
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
@@ -53,6 +55,12 @@ class HuggingFaceGenerate:
         mask = keywords.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)
+        with self._turn:
+            return self._generated(model, input_ids, mask, generation_config, keywords)
+
+    def _generated(
+        self, model: Any, input_ids: Tensor, mask: Tensor, generation_config: Any, keywords: Mapping[str, Any]
+    ) -> Any:
         prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
         llm = self._engine(model, len(prompts), generation_config.max_length)
         streamer, processors = self._streamer, keywords.get("logits_processor") or []
