@@ -137,8 +137,8 @@ class Lab:
             self._forerun(llm, target, chosen)
         self._vllm(arms)
 
-    def _answers(self, llm: LLM, speculative: Any) -> list[Answer]:
-        return answers(llm, self.prompts, self.tokens, speculative)
+    def _answers(self, llm: LLM, speculative: Any, salt: str | None = None) -> list[Answer]:
+        return answers(llm, self.prompts, self.tokens, speculative, salt)
 
     def _forerun(self, llm: LLM, target: str, arms: Mapping[str, Arm]) -> None:
         """Our answers with each drafter that vLLM does not refuse."""
@@ -147,7 +147,7 @@ class Lab:
             if arm.plain:
                 row.ours = self.plain[target]
             elif not arm.refused:
-                row.ours = self._answers(llm, self._speculative(name, arm))
+                row.ours = self._answers(llm, self._speculative(name, arm), name)  # No arm knows another's answers
 
     def _speculative(self, name: str, arm: Arm) -> dict[str, Any]:
         """What forerun is told: a chain as vLLM drafts it, the same at every step."""

@@ -55,7 +55,7 @@ def made(kind: str, work: Path, *, target: str, steps: int, rate: float, options
     if steps:
         settings = [f"training.steps={steps}", f"training.learning_rate={rate}", *TRAINING]
         settings += [f"draft.options={json.dumps(dict(options))}"] if options else []
-        source = _trained(kind, work / "runs" / name, base, settings)
+        source = _trained(kind, work / "runs" / f"{name}-{steps}", base, settings)
     elif kind == "eagle3":
         source = SHIPPED
     elif kind == "mtp":

@@ -262,11 +262,14 @@ def _count(answers: Sequence[Answer], index: int, name: str) -> int:
     return sum(length > index for answer in answers for length in getattr(answer, name))
 
 
-def answers(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, speculative: Any) -> list[Answer]:
-    """Ours, greedy: `tokens` of each, and what became of every draft."""
+def answers(
+    llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, speculative: Any, salt: str | None = None
+) -> list[Answer]:
+    """Ours, greedy: `tokens` of each, and what became of every draft; by nothing learned under another `salt`."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return [_answer(one.outputs[0]) for one in llm.generate(requests, params, speculative=speculative, trace=True)]
+    outputs = llm.generate(requests, params, speculative=speculative, trace=True, cache_salt=salt)
+    return [_answer(one.outputs[0]) for one in outputs]
 
 
 def last_lines(logs: Iterable[Path], count: int = 12) -> str:
