@@ -48,7 +48,7 @@ ARMS: dict[str, Arm] = {
     "eagle": Arm(kind="eagle", steps=20),
     "peagle": Arm(kind="peagle", steps=24, options={"num_hidden_layers": 2}, forerun=CHAIN),
     "dflash": Arm(
-        kind="dflash", steps=240, rate=2e-3, options={"num_hidden_layers": 2, "block_size": 6}, forerun=CHAIN
+        kind="dflash", steps=120, rate=2e-3, options={"num_hidden_layers": 2, "block_size": 6}, forerun=CHAIN
     ),
     "medusa": Arm(kind="medusa", steps=20, forerun=CHAIN, doctor="up to 0.32, with model runner V1"),
     # vLLM puts zeros in the place of a text's first embedding: a step in many accepts another number.
