@@ -55,8 +55,7 @@ class Follower:
 
     def read(self, source: Ints, text: Ints, first: int, last: int, *, same: bool = False) -> None:
         """The text gained the tokens ``first:last``; tokens are read in their order. `same`: it is its own source."""
-        while first < last:
-            first = following.read(self._all, source, text, first, last, same)
+        following.read(self._all, source, text, first, last, same)
 
     def draft(self, source: Ints, counts: Floats, made: Draft, *, same: bool = False) -> tuple[int, float]:
         """`following.draft` of all that comes next, however improbable."""

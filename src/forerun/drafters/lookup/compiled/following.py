@@ -108,9 +108,9 @@ def _replacement(follower: Following, source: Ints, at: int, end: int) -> int:
 
 @compiled
 def _settle(follower: Following, source: Ints, text: Ints, at: int) -> None:
-    """Behind a change that has ended: remember what replaced what."""
+    """In a change: where it has ended, remember what replaced what."""
     place, replacements = follower.place, follower.replacements
-    if place[MISSED] == 0 or place[MATCHED] < _AGREED:
+    if place[MATCHED] < _AGREED:
         return
     first, began = place[PARTED], place[BEGAN]
     old, new = place[PLACE] - place[MATCHED] - first, at + 1 - place[MATCHED] - began
@@ -150,9 +150,8 @@ def _part(follower: Following, source: Ints, text: Ints, at: int, end: int) -> N
 
 
 @compiled
-def read(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> int:
-    """The text gained the tokens ``first:last``, one at least; `same`: the text is its own source. They are read up to
-    one behind which the place is unknown or a guess: the index of the next one."""
+def advance(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> int:
+    """`read`, one token at least, until the place is unknown or a guess behind one: the index of the next one."""
     place, replacements = follower.place, follower.replacements
     for at in range(first, last if place[PLACE] != NONE else first):
         token, end = text[at], at if same else len(source)
@@ -179,6 +178,13 @@ def read(follower: Following, source: Ints, text: Ints, first: int, last: int, s
         if place[MISSED] > 0:
             _settle(follower, source, text, at)
     return last if place[PLACE] != NONE else first + 1
+
+
+@compiled
+def read(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> None:
+    """The text gained the tokens ``first:last``; `same`: the text is its own source."""
+    while first < last:
+        first = advance(follower, source, text, first, last, same)
 
 
 @compiled

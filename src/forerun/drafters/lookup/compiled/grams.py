@@ -213,7 +213,7 @@ def _read(batch: Batch, row: int, new: Ints, choice: Choice) -> None:
     text[size:] = new
     at = max(size, batch.rows[row, PROMPT])
     while choice.follows and at < len(text):
-        at = following.read(follower, text, text, at, len(text), True)
+        at = following.advance(follower, text, text, at, len(text), True)
         if follower.place[FOUND] == 0 and at < len(text):
             place = _place(text[:at], choice)
             if place != NONE:

@@ -124,8 +124,7 @@ def _follow(batch: Batch, row: int, text: Arrays, known: int) -> None:
     follower = follower_of(batch.followers, row)
     place, source = follower.place, _source(batch, row, follower.place)
     first, size, same = max(known, batch.rows[row, PROMPT]), text.head[SIZE], batch.rows[row, FOLLOWED] == 0
-    while first < size:
-        first = following.read(follower, source.tokens[: source.head[SIZE]], text.tokens[:size], first, size, same)
+    following.read(follower, source.tokens[: source.head[SIZE]], text.tokens[:size], first, size, same)
     if place[FOUND]:
         return
     followed, matched, end = 0, _FOLLOWED - 1, 0
