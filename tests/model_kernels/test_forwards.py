@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.core.tree import TokenTree
 from forerun.model import Target
 from forerun.model.kernels import forwards, packing
-from forerun.model.kernels.accelerate import accelerate
+from forerun.model.kernels.accelerate import accelerate, undone
 from forerun.model.kernels.forwards import AttentionForward, GatedForward, NormForward
 from model_kernels.conftest import COMMON
 
@@ -28,6 +30,9 @@ def small(family: str, **options: Any) -> Any:
         for weight in model.parameters():
             weight.copy_(torch.randn_like(weight) * (0.1 if weight.dim() > 1 else 0.3) + (weight.dim() == 1))
     return model
+
+
+IDS = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
 
 
 def kinds(model: nn.Module) -> set[type]:
@@ -56,10 +61,76 @@ def test_other_kinds_keep_their_own() -> None:
     """Gemma's norm multiplies by 1 + weight, its MLP has another activation, its attention a soft cap."""
     model = small("gemma2", sliding_window=8, query_pre_attn_scalar=16)
     packing.pack(model)
-    assert forwards.install(model) == 0
+    assert forwards.install(model, IDS) == 0
     model = small("llama", head_dim=16)
     assert accelerate(model).folded_attention
     assert kinds(model) == {NormForward, GatedForward}
+
+
+@pytest.mark.parametrize("outlier", [1.0, 40.0, 1700.0])
+def test_a_norm_that_adds_one_to_its_weight(outlier: float, caplog: pytest.LogCaptureFixture) -> None:
+    """However large some of its weights are: the kernel that forgets the 1 + differs in the others."""
+    model = small("gemma2", sliding_window=8, query_pre_attn_scalar=16)
+    norms = [module for module in model.modules() if NormForward.suits(module)]
+    assert len(norms) == 9
+    for norm in norms:
+        norm.weight.data[::16] = outlier
+    with caplog.at_level(logging.DEBUG):
+        assert forwards.install(model, IDS) == 0
+    assert "model.layers.1.input_layernorm (Gemma2RMSNorm) keeps its forward: the faster one differs by" in caplog.text
+
+
+def _swap_heads(made: Any) -> None:
+    made.joint = copy.copy(made.joint)
+    apply, (queries, keys, _) = made.joint.apply, made.joint.sizes
+
+    def swapped(states: torch.Tensor) -> torch.Tensor:
+        result = apply(states)
+        result[..., queries : queries + keys] = result[..., queries : queries + keys].roll(32, -1)
+        return result
+
+    made.joint.apply = swapped
+
+
+def _swap_halves(made: Any) -> None:
+    made.joint = copy.copy(made.joint)
+    apply = made.joint.apply
+    made.joint.apply = lambda states: torch.cat(apply(states).chunk(2, -1)[::-1], -1)
+
+
+WRONG: dict[str, tuple[type, Any]] = {
+    "epsilon x 100": (NormForward, lambda made: setattr(made, "epsilon", 100 * made.epsilon)),
+    "a KV head swapped": (AttentionForward, _swap_heads),
+    "no head norm": (AttentionForward, lambda made: setattr(made, "heads", replace(made.heads, query_norm=None))),
+    "gate and up swapped": (GatedForward, _swap_halves),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_forward_with_a_fault_is_put_back(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fault in turn, on a model whose other modules are replaced all the same."""
+    kind, damage = WRONG[fault]
+    made, right = kind.__init__, {NormForward, GatedForward, AttentionForward} - {kind}
+
+    def damaged(self: Any, module: Any) -> None:
+        made(self, module)
+        damage(self)
+
+    monkeypatch.setattr(kind, "__init__", damaged)
+    model = small("qwen3")
+    accelerate(model, ids=IDS[0].tolist())
+    assert kinds(model) == right
+
+
+def test_what_was_replaced_is_put_back() -> None:
+    model = small("qwen3")
+    plain = copy.deepcopy(model)
+    assert list(undone(model)) == []
+    accelerate(model)
+    assert len(list(undone(model))) == 3
+    assert not kinds(model) and model.config._attn_implementation == "sdpa"
+    with torch.inference_mode():
+        assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
 
 
 def test_a_module_that_answers_otherwise_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

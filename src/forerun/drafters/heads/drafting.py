@@ -259,7 +259,7 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
 def repack(head: Head) -> None:
     """Make a head's modules faster in place: what drafts with it only, is not trained."""
     packing.pack(head)
-    forwards.install(head)
+    forwards.install(head, None)
 
 
 def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:

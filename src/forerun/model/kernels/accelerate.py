@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,13 @@ from forerun.caching import cache_root
 from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.attention import COMPILED, NAME
 from forerun.model.kernels.packing import Packing
-from forerun.model.layers import base_of, cache_argument
+from forerun.model.layers import base_of, cache_argument, device_of
 from forerun.model.padding import Pass, running
+from forerun.model.sample import drawn
 
 log = logging.getLogger(__name__)
+
+COMPARED = 48  # Tokens on which replaced modules are compared with their own forwards
 
 
 class _PassThrough:
@@ -148,16 +152,36 @@ class Acceleration:
         return found or "nothing to accelerate on this device and dtype"
 
 
-def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
+def accelerate(model: Any, *, compile: bool = False, ids: Sequence[int] = ()) -> Acceleration:
     """Make the passes of a causal LM in evaluation mode cheaper, in place. With `compile` the first pass with one token
-    and the first with more take up to a minute each, in later processes seconds; compiled passes round differently."""
+    and the first with more take up to a minute each, in later processes seconds; compiled passes round differently.
+    `ids` is text on which replaced modules are compared with their own forwards; empty: what the model draws."""
     packed = packing.pack(model)
     folded = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
     if folded:
         attention.install(model)
     compiled = compile and compile_forward(model)
-    count = forwards.install(model) if folded and not compiled else 0
+    count = 0
+    if folded and not compiled:
+        text = list(ids) or drawn(model, COMPARED)
+        count = forwards.install(model, torch.tensor([text[:COMPARED]], device=device_of(model.get_input_embeddings())))
     return Acceleration(packing=packed, folded_attention=folded, forwards=count, compiled=compiled)
+
+
+def undone(model: Any) -> Iterator[str]:
+    """Undo `accelerate` piece by piece, the last first; yields the name of each piece that was there, once it is taken
+    out. A compiled forward goes first, packed weights last."""
+    base: Any = base_of(model)
+    if isinstance(base.__dict__.get("forward"), CompiledForward):
+        del base.forward
+        yield "the compiled forward"
+    if forwards.remove(model):
+        yield "our kernels for norms, MLPs and attention"
+    if attention.installed(model):
+        model.set_attn_implementation("sdpa")
+        yield "folded attention"
+    if packing.unpack(model):
+        yield "packed linear layers"
 
 
 def folds(model: Any, base: Any) -> bool:

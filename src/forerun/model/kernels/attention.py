@@ -9,6 +9,8 @@ copies there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,6 +127,17 @@ def suits(model: Any) -> bool:
 def installed(model: Any) -> bool:
     """Whether `model` uses `fold_attention`."""
     return getattr(model.config, "_attn_implementation", None) == NAME
+
+
+@contextmanager
+def unfolded(module: Any) -> Iterator[None]:
+    """While open, an attention module of a model that uses `fold_attention` runs transformers' ``sdpa``."""
+    config = module.config
+    config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = NAME
 
 
 def install(model: Any) -> None:

@@ -1,43 +1,51 @@
 """Faster forwards for the norms, gated MLPs and attentions of a packed model: the same modules, fewer operations.
 
 Only `forward` of a module is replaced, on the object; where a pass is not what the kernels take (gradients, another
-cache, a compiler that traces) the module's own runs. A module gets one if it answers random states as before. The
-operations are those of its device, see `fused`.
+cache, a compiler that traces) the module's own runs. A module gets one if it answers the states of a plain pass as
+before, see `acceptance`. The operations are those of its device, see `fused`.
 """
 
 from __future__ import annotations
 
-import logging
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from forerun.model.cache import SlotCache
-from forerun.model.kernels import attention, fused
+from forerun.model.kernels import acceptance, attention, fused
 from forerun.model.kernels.native import HeadNorm, Heads
 from forerun.model.kernels.packing import PackedLinear, PackedWeight
 from forerun.model.layers import cache_argument
 
-log = logging.getLogger(__name__)
-
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Classes of transformers that do nothing but project, perhaps normalise heads, rotate, attend and project."""
-_ROUNDING = 2.0**-6  # Relative difference that two orders of summation may make in bf16
+SMALL = 1e-3  # States are tried at this scale too, where a norm's epsilon counts
 
 
 class _Forward:
-    """Stands where a module's own forward stood."""
+    """A `Replacement`: stands where a module's own forward stood."""
 
     def __init__(self, module: nn.Module, weight: Tensor) -> None:
         self.module = module
         self.plain = module.forward
-        self.device = weight.device
+        self.device, self.dtype = weight.device, weight.dtype
+        self.width = 0  # Of its states, where it can be tried on nothing but states
+
+    def random_states(self) -> Tensor:
+        """Return states (1, 24, width) of a normal distribution, always the same."""
+        states = torch.randn(1, 24, self.width, generator=torch.Generator().manual_seed(0))
+        return states.to(self.device, self.dtype)
 
     @property
     def ops(self) -> Any:
         """The operations of the module's device."""
         return fused(self.device)
+
+    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return what `forward`, this or the module's own, makes of states (.., size)."""
+        return [forward(states.contiguous(), **kwargs)]
 
 
 class NormForward(_Forward):
@@ -45,7 +53,7 @@ class NormForward(_Forward):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, module.weight)
-        self.epsilon = _epsilon(module)
+        self.epsilon, self.width = _epsilon(module), module.weight.shape[0]
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
@@ -66,10 +74,8 @@ class NormForward(_Forward):
         )
         return result
 
-    def answers(self, forward: Any) -> list[Tensor]:
-        """What `forward` makes of random states: this and the module's own have to agree."""
-        weight: Any = self.module.weight
-        return [forward(_random(weight, 1, 3, weight.shape[0]) * scale) for scale in (1.0, 1e-3)]
+    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        return [forward((states * scale).contiguous(), **kwargs) for scale in (1.0, SMALL)]
 
 
 class _JointForward(_Forward):
@@ -105,6 +111,10 @@ class GatedForward(_JointForward):
 
     PARTS = ("gate_proj", "up_proj")
 
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.width = self.joint.in_features
+
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
         joint, activation = cls.joint_of(module), getattr(module, "act_fn", None) or getattr(module, "activation", None)
@@ -123,9 +133,6 @@ class GatedForward(_JointForward):
             down: Any = self.module._modules["down_proj"]
             mixed = down(self.ops.silu_and_mul(self.joint.apply(states)))
         return mixed
-
-    def answers(self, forward: Any) -> list[Tensor]:
-        return [forward(_random(self.joint.packed, 1, 3, self.joint.in_features))]
 
 
 class AttentionForward(_JointForward):
@@ -195,49 +202,52 @@ class AttentionForward(_JointForward):
             and all(part.shape == angle and part.dtype == states.dtype and part.is_contiguous() for part in angles)
         )
 
-    def answers(self, forward: Any) -> list[Tensor]:
-        """A pass over two prompts, and what it writes to the cache; scores near one, so that rotations show."""
+    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        """What attention makes of causal rows on a cache of its own, and the keys and values that it writes there. The
+        module's own forward attends as it did before attention was folded."""
         module: Any = self.module
-        batch, count = 2, 3
-        cache, device = SlotCache(batch, count), self.joint.packed.device
-        cache.begin(range(batch), torch.arange(count, device=device).expand(batch, -1), count)
-        states = _random(self.joint.packed, batch, count, self.joint.in_features)
-        queries, keys, _ = torch.split(self.joint.apply(states).float(), self.joint.sizes, dim=-1)
-        turns = 6 * torch.rand(batch, count, self.heads.depth // 2, generator=_generator()).repeat(1, 1, 2)
+        batch, count = states.shape[:2]
+        cache = SlotCache(batch, count)
+        cache.begin(range(batch), torch.arange(count, device=states.device).expand(batch, -1), count)
         mask = torch.full((count, count), torch.finfo(states.dtype).min).triu(1).to(states)
-        attended = forward(
-            hidden_states=states / (queries.std() * keys.std()).sqrt().to(states.dtype),
-            position_embeddings=(turns.cos().to(states), turns.sin().to(states)),
-            attention_mask=mask.expand(batch, 1, -1, -1),
-            **{self.cache_argument: cache},
-        )[0]
+        angles = [part.expand(batch, -1, -1).contiguous() for part in kwargs["position_embeddings"]]
+        with attention.unfolded(module) if forward is self.plain else nullcontext():
+            attended = forward(
+                hidden_states=states.contiguous(),
+                position_embeddings=tuple(angles),
+                attention_mask=mask.expand(batch, 1, -1, -1),
+                **{self.cache_argument: cache},
+            )[0]
         return [attended, *(part for row in range(batch) for part in cache.read(module.layer_idx, row, count))]
 
 
 KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormForward, GatedForward, AttentionForward)
 
 
-@torch.inference_mode()
-def install(model: nn.Module) -> int:
-    """Give every module of `model` that suits a faster forward; how many got one."""
-    return sum(_install(module) for module in list(model.modules()))
+def install(model: nn.Module, ids: Tensor | None) -> int:
+    """Give every module of `model` that suits and answers as before a faster forward; how many got one.
+
+    Args:
+        ids: (B, N) tokens, text of the model's own kind, over which the modules are compared. None: `model` takes no
+            tokens (a head); norms and MLPs are compared on random states, and no attention gets one.
+    """
+    kinds = ((module, next((kind for kind in KINDS if kind.suits(module)), None)) for module in model.modules())
+    made = [kind(module) for module, kind in kinds if kind is not None and "forward" not in module.__dict__]
+    if ids is not None:
+        found = acceptance.accepted(model, made, ids)
+    else:
+        found = acceptance.accepted_alone([(each, each.random_states()) for each in made if each.width])
+    for replacement in found:
+        replacement.module.forward = replacement
+    return len(found)
 
 
-def _install(module: nn.Module) -> bool:
-    kind = next((kind for kind in KINDS if kind.suits(module)), None)
-    if kind is None or "forward" in module.__dict__:
-        return False
-    made = kind(module)
-    if not all(map(_alike, made.answers(made), made.answers(made.plain))):
-        log.debug("%s keeps its forward: the faster one differs", type(module).__name__)
-        return False
-    module.forward = made
-    return True
-
-
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    limit = _ROUNDING * float(expected.abs().max())
-    return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
+def remove(model: nn.Module) -> int:
+    """Undo `install`; how many modules have their own forward again."""
+    replaced = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), KINDS)]
+    for module in replaced:
+        del module.forward
+    return len(replaced)
 
 
 def _epsilon(module: Any) -> float:
@@ -249,11 +259,3 @@ def _takes(weight: Tensor, size: int = 0) -> bool:
     """Whether its device has operations for states of its dtype, of so many values."""
     ops = fused(weight.device)
     return ops is not None and ops.ready(weight.device) and weight.dtype in ops.DTYPES and size % ops.LANES == 0
-
-
-def _random(like: Tensor, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=_generator()).to(like.device, like.dtype)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)

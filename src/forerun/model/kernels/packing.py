@@ -12,7 +12,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -243,6 +243,27 @@ def pack(model: nn.Module) -> Packing:
                 setattr(parent, name, PackedLinear(child))
                 layers += 1
     return Packing(layers=layers, fused=fused)
+
+
+@torch.no_grad()
+def unpack(model: nn.Module) -> int:
+    """Undo `pack`: plain linear layers with the same weights, tied ones tied again; how many."""
+    found = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if isinstance(child, PackedLinear)
+    ]
+    for parent, name, packed in found:
+        plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
+        plain.weight = nn.Parameter(packed.weight.clone(), requires_grad=False)
+        if packed.bias is not None:
+            plain.bias = nn.Parameter(packed.bias.clone(), requires_grad=False)
+        setattr(parent, name, plain)
+    tie: Any = getattr(model, "tie_weights", None)
+    if found and tie is not None:
+        tie()
+    return len(found)
 
 
 def packed_bytes(model: nn.Module) -> int:

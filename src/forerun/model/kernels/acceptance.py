@@ -1,0 +1,140 @@
+"""Whether a faster forward may stand where a module's own stood: element by element, on states that the model makes.
+
+The unit of a value is what rounding moves it by: one in its last place, or, where a sum cancels, as much as the
+module's own answer moves when every entry of its input is rounded up or down by one in its last place. A forward that
+is right up to its order of summation stays within a few units of every value, however small that value is beside the
+others of its tensor; one that forgets a term misses the small values by hundreds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+UNITS, UNITS_FLOAT32 = 8, 256
+"""Most units by which a value may differ. In 16 bits sums are kept in float32 and rounded once or twice: 1.3 was seen.
+In float32 sums of thousands of terms themselves round in another order."""
+
+
+class Replacement(Protocol):
+    """A forward that may stand where a module's own stood. Any object with these four can be tried."""
+
+    module: nn.Module
+    plain: Callable[..., Any]  # The module's own forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what `plain` computes."""
+        ...
+
+    def answers(self, forward: Callable[..., Any], states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return all that `forward`, this or the module's own, makes of `states` (.., size): outputs, and what it
+        writes elsewhere. `kwargs` is what else the model handed the module."""
+        ...
+
+
+@torch.inference_mode()
+def accepted(model: nn.Module, replacements: Sequence[Replacement], ids: Tensor) -> list[Replacement]:
+    """Run a plain pass over `ids` (B, N) and try each replacement on what reaches its module there. Returns those that
+    answer as the module; the others are named at debug level. The model is left as it was."""
+    names = {module: name for name, module in model.named_modules()}
+    passed = dict[int, bool]()
+
+    def trying(index: int, replacement: Replacement) -> Any:
+        def try_it(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states, others = _states_of(args, kwargs)
+            if index in passed and not passed[index]:
+                return
+            wrong = difference(replacement, states, others)
+            passed[index] = wrong is None
+            if wrong is not None:
+                log.debug("%s (%s) keeps its forward: %s", names.get(module, "?"), type(module).__name__, wrong)
+
+        return try_it
+
+    handles = [
+        each.module.register_forward_pre_hook(trying(index, each), with_kwargs=True)
+        for index, each in enumerate(replacements)
+    ]
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [each for index, each in enumerate(replacements) if passed.get(index, False)]
+
+
+@torch.inference_mode()
+def accepted_alone(replacements: Sequence[tuple[Replacement, Tensor]]) -> list[Replacement]:
+    """As `accepted`, for modules of which no pass over tokens is at hand (a head's), each with states to try it on."""
+    found = list[Replacement]()
+    for each, states in replacements:
+        wrong = difference(each, states, {})
+        if wrong is None:
+            found.append(each)
+        else:
+            log.debug("%s keeps its forward: %s", type(each.module).__name__, wrong)
+    return found
+
+
+def difference(replacement: Replacement, states: Tensor, kwargs: dict[str, Any]) -> str | None:
+    """In words, by how much the replacement's answer to these states is wrong; None: it is right."""
+    expected = replacement.answers(replacement.plain, states, kwargs)
+    moved = replacement.answers(replacement.plain, nudged(states), kwargs)
+    try:
+        found = replacement.answers(replacement, states, kwargs)
+    except Exception as error:  # whatever a kernel cannot take, the module's own forward can
+        return f"the faster one fails: {type(error).__name__}: {error}"
+    worst = max(map(units, found, expected, moved), default=math.inf)
+    most = most_units(states.dtype)
+    return None if worst <= most else f"the faster one differs by {worst:.3g} units of rounding, {most} are allowed"
+
+
+def most_units(dtype: torch.dtype) -> int:
+    """Units by which a value of this dtype may differ."""
+    return UNITS if dtype.itemsize < 4 else UNITS_FLOAT32
+
+
+def units(found: Tensor, expected: Tensor, moved: Tensor) -> float:
+    """Largest difference of a value (.., C) from the expected one, in units of that value; infinite where one alone is
+    not finite. `moved` is the expected one with inputs that were `nudged`."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    width = expected.shape[-1] if expected.dim() else 1
+    ours, theirs, other = (each.reshape(-1, width).double() for each in (found, expected, moved))
+    unit = last_place(expected.reshape(-1, width)).double()
+    # Rounding hides many a movement, so that single ones say little: a token's share times a channel's, as geometric
+    # means, which no single outlier moves. e^(0.635) undoes the mean of the logarithm of a normal variable's square.
+    logs = ((other - theirs).square() + (unit / 4).square()).log()
+    share = (logs.mean(0, keepdim=True) + logs.mean(1, keepdim=True) - logs.mean()).div(2).add(0.635).exp()
+    differs = (ours - theirs).abs() / torch.maximum(unit, share)
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    return float(torch.where(same, 0.0, differs).nan_to_num(nan=math.inf).max())
+
+
+def last_place(values: Tensor) -> Tensor:
+    """One unit in the last place of each value, of the smallest normal one at least."""
+    limits = torch.finfo(values.dtype)
+    exponent = values.double().abs().clamp(min=limits.smallest_normal).log2().floor()
+    return torch.exp2(exponent) * limits.eps
+
+
+def nudged(states: Tensor) -> Tensor:
+    """The states with every entry one unit in its last place higher or lower, by a fixed draw."""
+    draw = torch.rand(states.shape, generator=torch.Generator().manual_seed(0)).to(states.device)
+    step = torch.where(draw < 0.5, -1.0, 1.0) * last_place(states)
+    return (states.double() + step).to(states.dtype)
+
+
+def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """The states that a module is called with, and the other keywords."""
+    if args:
+        return args[0], kwargs
+    name = next(key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())
+    return kwargs[name], {key: value for key, value in kwargs.items() if key != name}

@@ -1,0 +1,67 @@
+"""Tokens on which a model is tried at load: a paragraph through its own tokenizer, else what it draws itself.
+
+A trained model's logits on text are what it was made for; on made-up ids they are mostly noise, and so would be
+whatever is concluded from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forerun.model.layers import device_of
+from forerun.model.support import refusing, text_config
+
+ROUNDS = 8
+TEXT = """The lighthouse at Carrow Point was built in 1871, after three ships had been lost on the reef in a single \
+winter. Its keeper, a former carpenter named Thomas Reed, wrote down the weather four times a day for 31 years. \
+"Wind from the south-west, 6; rain since noon; two sails seen," says a typical line. When the station was automated in \
+1964, his books were found in a cupboard under the stairs. They are used today by people who study how storms change: \
+the mean of the first 10 years, 14.2 gales a year, can be compared with 17.8 for the last 10.
+
+def mean(values):
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+
+Question: Why were the keeper's books useful to scientists? Answer: Because they recorded the weather at one place, in \
+the same way, over a long time. La tour est encore debout; on peut la visiter en \u00e9t\u00e9, de 10 h \u00e0 17 h."""
+
+
+def sample(model: Any, tokenizer: Any, count: int) -> list[int]:
+    """Return `count` token ids: those of a built-in text, repeated where it is shorter, behind the token that begins
+    texts. Without a tokenizer, or with one of another vocabulary, the model draws them."""
+    vocabulary = text_config(model).vocab_size
+    ids = [] if tokenizer is None else _encoded(tokenizer)
+    if len(ids) < 2 or max(ids) >= vocabulary:
+        return drawn(model, count)
+    return (ids + ids[1:] * (count // (len(ids) - 1) + 1))[:count]
+
+
+def _encoded(tokenizer: Any) -> list[int]:
+    """The text as the model was trained to read it: as an answer in its chat format, or behind its first token."""
+    begins = getattr(tokenizer, "bos_token_id", None)
+    ids = list(tokenizer(TEXT).input_ids)
+    return ids if begins is None or ids[:1] == [begins] else [begins, *ids]
+
+
+@torch.inference_mode()
+def drawn(model: Any, count: int) -> list[int]:
+    """Return token ids that the model draws from its own distribution, always the same, without a cache: all positions
+    at once, again and again, each from what was drawn before it the last time; the first `ROUNDS` are exact draws."""
+    config, device = text_config(model), device_of(model.get_input_embeddings())
+    coins = torch.Generator().manual_seed(0)
+    begins = getattr(config, "bos_token_id", None)
+    ids = torch.randint(config.vocab_size, (1, count), generator=coins)
+    ids[0, 0] = begins if isinstance(begins, int) and 0 <= begins < config.vocab_size else 0
+    luck = (
+        -torch.empty(count - 1, config.vocab_size).exponential_(generator=coins).log()
+    )  # Gumbel: the largest sum wins
+    for _ in range(ROUNDS):
+        with refusing(model, plainly=True):
+            logits = model(input_ids=ids.to(device), use_cache=False).logits[0, :-1, : config.vocab_size]
+        ids[0, 1:] = (logits.float().cpu().nan_to_num(nan=0.0) + luck).argmax(-1)
+    found: list[int] = ids[0].tolist()
+    return found
