@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +36,13 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     known = torch.ops.mkldnn
     return bool(known._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else known._is_mkldnn_fp16_supported())
+
+
+def trim_heap() -> None:
+    """Give back to the system what was freed here, which glibc would keep."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

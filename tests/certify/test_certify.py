@@ -12,7 +12,8 @@ from forerun import LLM
 from forerun.certify import checks, reference
 from forerun.certify.checks import Plan, certify
 from forerun.certify.enumeration import Drawing, World, check_rule
-from forerun.cli import main
+from forerun.cli import main, session
+from forerun.cli.options import LoadOptions
 from forerun.core.probs import NodeProbs
 from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
@@ -129,3 +130,19 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert found["passed"] is True and all({"name", "passed"} <= set(check) for check in found["checks"])
     assert main([*common, *sizes, "--rule", "typical"]) == 1
     assert "not certified" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("asked", "slots"), [((), 192 + 24 + 1), (("--max-model-len", "200"), 200)])
+def test_rows_are_as_long_as_prompts_and_answers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...], slots: int
+) -> None:
+    """32 rows of the whole context are gigabytes that nobody uses."""
+    loaded = []
+
+    def load(_model: str, options: LoadOptions, *_: object, **_more: object) -> None:
+        loaded.append(options.max_model_len)
+        raise ArgumentError("that is enough")
+
+    monkeypatch.setattr(session, "load", load)
+    main(["certify", str(checkpoint), "--drafter", "ngram", "--max-tokens", "24", *asked])
+    assert loaded == [slots]

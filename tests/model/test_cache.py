@@ -170,11 +170,11 @@ def test_neighbours_are_not_touched(target: Target) -> None:
 
 def test_out_of_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_args: object, **_kwargs: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        raise OSError(12, "Cannot allocate memory")
 
     cache = SlotCache(64, 2**17)
     cache.begin([0], torch.tensor([[0]]), 1)
-    monkeypatch.setattr(cache_module.torch, "zeros", full)
+    monkeypatch.setattr(cache_module.mmap, "mmap", full)
     with pytest.raises(OutOfMemoryError, match=r"32768 MiB more.*64 rows x 131072 slots.*Lower rows or slots"):
         cache.update(torch.ones(1, 8, 1, 128), torch.ones(1, 8, 1, 128), 0)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
 
 import huggingface_hub
+import psutil
 import pytest
 import torch
 
@@ -22,6 +28,57 @@ def test_the_cache_takes_what_the_plan_says(name: str) -> None:
     target = Target.load(make(name), rows=3, slots=21, self_check=False)
     target.prefill([0], [random_tokens(5, 0)])
     assert target.cache.nbytes() == cache_bytes_per_token(target.config, 4) * 3 * 22
+
+
+def test_memory_follows_use() -> None:
+    """Of a cache of gigabytes what sequences reach is in memory, whoever wrote, moved, copied or cleared it."""
+    script = """
+        import psutil, torch
+        from forerun.model import Target
+        from model.families import make, random_tokens
+        own = psutil.Process()
+        used = lambda: own.memory_info().rss / 2**20
+        target = Target.load(make("llama"), rows=64, slots=2**17)  # the trial reserves the layers
+        target.prefill([3], [random_tokens(8, 0)])  # what a first pass takes besides
+        whole, before = target.cache.nbytes() / 2**20, used()
+        seen = lambda: round(used() - before)
+        target.prefill([5], [random_tokens(8, 0)])
+        target.copy_row(5, 6, 8)
+        target.clear(5)
+        few = seen()
+        token = target.cache.nbytes() / 64 / 2**17
+        for start in range(0, 64):
+            for stores in target.cache._stores.values():
+                for store in stores:
+                    store[start, :2048] += 1.0
+        print(round(whole), few, seen(), round(64 * 2048 * token / 2**20))
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", dedent(script)],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    whole, few, many, expected = map(int, found.stdout.split())
+    assert whole > 4096, "or it would not show"
+    assert few < 64, "a few tokens took as much as"
+    assert 0.9 * expected < many < 1.5 * expected + 64
+
+
+def test_what_caches_may_still_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(available=2**40)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(prepare, "_container_room", lambda: 2**62)
+    target = Target.load(make("llama"), rows=4, slots=1023)
+    before, whole = available_bytes(torch.device("cpu")), target.cache.nbytes()
+    target.prefill([1], [random_tokens(512, 0)])
+    assert available_bytes(torch.device("cpu")) - before == pytest.approx(whole / 8, rel=0.01), "these are taken now"
+    target.truncate([1], [0])
+    target.clear(1)
+    assert target.cache.untouched_bytes() == pytest.approx(whole * 7 / 8, rel=0.01), "zeros are written, not given back"
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(None, 4), (torch.bfloat16, 2)])

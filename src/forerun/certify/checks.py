@@ -82,6 +82,12 @@ class Plan:
     least: float = 0.01  # Least probability of a cell
     seed: int = 20_260_101
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        sampled = self.sample_prompt_tokens + self.sample_tokens
+        return max(self.prompt_tokens + self.max_tokens, sampled) + 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:

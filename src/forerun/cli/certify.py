@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,8 +62,10 @@ def certify(
     from forerun.certify.checks import certify as examine
     from forerun.cli import session
 
-    llm = session.load(model, loading, config, max_num_seqs=_ROWS)
     plan = Plan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=tuple(temperature))
+    if loading.max_model_len is None:  # So many rows as long as the context could take all memory
+        loading = replace(loading, max_model_len=min(plan.longest, session.context_of(model)))
+    llm = session.load(model, loading, config, max_num_seqs=_ROWS)
     with console.telling("certifying") as tell:
         report = examine(llm, texts, plan, tell)
     if json:

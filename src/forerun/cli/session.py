@@ -118,6 +118,16 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return loaded
 
 
+def context_of(model: str) -> int:
+    """The tokens of a model's context, by its configuration; errors as `load`."""
+    quiet_libraries()
+    from forerun.demo import resolve
+    from forerun.model.load import LoadOptions, read_config
+    from forerun.model.support import most_positions
+
+    return most_positions(read_config(resolve(model), LoadOptions()).get_text_config(decoder=True))
+
+
 def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, **more: Any) -> LLM:
     """The model behind the Python API, with a spinner on stderr while it loads. An unknown rule is refused first."""
     with console.telling(f"loading {model}"):

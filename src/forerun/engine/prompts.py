@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import ctypes
 import inspect
 import json
 import re
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from forerun.core.row import Row
 from forerun.core.sampling import Sampler, check_token_ids, request_seed
+from forerun.devices import trim_heap
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
@@ -451,9 +450,7 @@ class Lanes:
 def _rest(took: list[float]) -> None:
     """For as long as the work before took; then give back its memory, which glibc would keep for the thread."""
     time.sleep(sum(took))
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    trim_heap()
 
 
 def _timed(work: Callable[[], T], took: list[float]) -> T:

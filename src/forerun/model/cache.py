@@ -1,12 +1,17 @@
 """The row-and-slot KV cache: every row keeps its own length; an accepted path is gathered into place.
 
-transformers calls `SlotCache.update` and, in some families, `get_seq_length`. Sliding layers keep all slots.
+On a CPU a slot takes memory when it is first written. transformers calls `SlotCache.update` and, in some families,
+`get_seq_length`. Sliding layers keep all slots.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -47,10 +52,12 @@ class SlotCache:
         self.slots = slots
         self.dump = slots  # The slot behind the last: padding is written there and nothing reads it
         self._touched = [0] * rows  # Slots of each row that passes may have written to since they were last zero
+        self._used = [0] * rows  # Slots of each row that were ever written to
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)
         self._window = _Window(none, none, (0, 0), True, 0, 0)
+        _CACHES.add(self)
 
     def begin(
         self,
@@ -144,6 +151,7 @@ class SlotCache:
         """Announce that a pass may write to the slots of these rows before `ends`."""
         for row, end in zip(rows, ends, strict=True):
             self._touched[row] = max(self._touched[row], end)
+            self._used[row] = max(self._used[row], end)
 
     @torch.inference_mode()
     def clear(self, row: int, start: int) -> int:
@@ -168,7 +176,13 @@ class SlotCache:
         return keys[row, :length], values[row, :length]
 
     def nbytes(self) -> int:
+        """Bytes of all rows and slots, written or not."""
         return sum(store.nbytes for store in self._tensors())
+
+    def untouched_bytes(self) -> int:
+        """Bytes of the slots on the CPU that were never written: they are promised, and take no memory yet."""
+        allocated = sum(store.nbytes for store in self._tensors() if store.device.type == "cpu")
+        return allocated - allocated * sum(self._used) // (self.rows * (self.slots + 1))
 
     def _places(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
         return rows.unsqueeze(1) * (self.slots + 1) + slot_ids
@@ -197,12 +211,34 @@ class SlotCache:
         """Zeros (heads, dim) for every slot. Not empty: a masked NaN would still be a NaN."""
         shape = (self.rows, self.slots + 1, *size)
         try:
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        except (RuntimeError, MemoryError) as error:
+            return _zeros(shape, like)
+        except (RuntimeError, MemoryError, OSError) as error:
             if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
                 raise
-            needed = like.element_size() * shape[0] * shape[1] * shape[2] * shape[3]
+            needed = like.element_size() * prod(shape)
             raise OutOfMemoryError(
                 f"no room on {like.device} for the KV cache: half a layer needs {needed / 2**20:.0f} MiB more "
                 f"({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} are there. Lower rows or slots."
             ) from error
+
+
+_CACHES: WeakSet[SlotCache] = WeakSet()
+
+
+def promised_bytes() -> int:
+    """Bytes that the caches of this process may still take on the CPU: what is free there is not free for others."""
+    return sum(cache.untouched_bytes() for cache in list(_CACHES))
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros of the dtype and device of `like`. On a CPU the system's pages of zeros, which take memory when they are
+    written: ``torch.zeros`` writes them all. Small pages, so that a row of a few tokens takes little. OSError: the
+    system refuses."""
+    size = prod(shape)
+    if like.device.type != "cpu" or not size or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    pages = mmap.mmap(-1, size * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # A kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)

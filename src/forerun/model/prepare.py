@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from forerun.devices import trim_heap
 from forerun.errors import ArgumentError, OutOfMemoryError
 from forerun.model import self_check
+from forerun.model.cache import promised_bytes
 from forerun.model.kernels import accelerate
 from forerun.model.layers import base_of, device_of, is_quantised, turn_of
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
@@ -50,6 +52,8 @@ def prepare(
         expected = self_check.expect(model) if options.self_check else None
         if faster:
             _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=options.compile))
+            if named:
+                _let_go_of_files(model)
         with refusing(model):
             trial = cls(model, rows=2, slots=1 if expected is None else expected.slots)
         limit = self_check.check(trial, expected) if expected is not None else None
@@ -57,7 +61,16 @@ def prepare(
     if limit is not None:
         target.max_length = min(target.max_length, limit)
     target.cache.reserve(trial.cache)
+    trim_heap()  # The weights as they were before they were repacked
     return target
+
+
+def _let_go_of_files(model: Any) -> None:
+    """Copy the few weights that were not repacked: transformers leaves them in the mapped file, and one of them keeps
+    all of it that was read in memory."""
+    for own in (*model.parameters(), *model.buffers()):
+        if own.device.type == "cpu" and own.untyped_storage().nbytes() > own.nbytes:
+            own.data = own.data.clone()
 
 
 class _Sizes(NamedTuple):
@@ -186,12 +199,12 @@ def _cached_width(config: Any) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free bytes on a device; on the CPU also within the container's limit."""
+    """Free bytes on a device; on the CPU also within the container's limit, and without what caches may still take."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
 
-    return min(int(psutil.virtual_memory().available), _container_room())
+    return max(0, min(int(psutil.virtual_memory().available), _container_room()) - promised_bytes())
 
 
 def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
