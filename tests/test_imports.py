@@ -38,10 +38,7 @@ ORDER = (
 """Packages and modules of forerun from the bottom up: nothing imports what stands in a later line."""
 UPWARD = {
     ("core", "drafters"): "a step asks drafters through their protocol, `forerun.drafters.base`",
-    ("drafters", "demo"): "`demo-draft` and `demo-eagle3` are names of models that are shipped",
-    ("engine", "demo"): "so is `demo`",
-    ("checkpoints", "demo"): "so is `demo`",
-    ("training", "demo"): "so is `demo`",
+    ("model", "demo"): "`demo`, `demo-draft` and `demo-eagle3` are names of models that are shipped",
 }
 """Imports against that order, and why."""
 FOR_TESTS_ALONE: set[str] = set()

@@ -102,8 +102,8 @@ class TargetFacts:
     @classmethod
     def read(cls, name: str | Path) -> TargetFacts:
         """From a directory, a hub id or a shipped model's name; the weights are not opened. Errors as `read_config`."""
-        from forerun.demo import resolve
         from forerun.model.load import LoadOptions, read_config
+        from forerun.model.names import resolve
 
         found = resolve(name)
         return cls.of(read_config(found, LoadOptions()), found)

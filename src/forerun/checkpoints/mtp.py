@@ -135,12 +135,12 @@ class MtpFormat(Format):
 
 def read_target(name: str | Path) -> HeadCheckpoint:
     """The MTP layers of a target, from its directory or hub id. CheckpointError: it has none that can be read."""
-    from forerun import demo
     from forerun.checkpoints.formats import CONFIG, folder_of, read_head
+    from forerun.model.names import resolve
 
     if not str(name):
         raise ArgumentError("mtp: the target was given as an object; name the checkpoint of its MTP layers with model=")
-    folder = folder_of(demo.resolve(name))
+    folder = folder_of(resolve(name))
     config = read_object(folder / CONFIG, "expected a target's configuration", CheckpointError)
     if not MtpFormat().recognises(config):
         raise CheckpointError(

@@ -96,10 +96,10 @@ class _Run:
             raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
         from transformers import AutoTokenizer
 
-        from forerun import demo
         from forerun.cli.session import quiet_libraries
         from forerun.drafters.heads.kinds import kind_named
         from forerun.model.load import LoadOptions, read_config
+        from forerun.model.names import resolve
         from forerun.model.support import context_length
         from forerun.training.data.store import PreparedData
         from forerun.training.features import store
@@ -108,13 +108,13 @@ class _Run:
         prepared, given = PreparedData(asked.data), asked.boundaries
         prepared.check_written("a store of features")
         quiet_libraries()
-        config = read_config(demo.resolve(asked.target), LoadOptions())
+        config = read_config(resolve(asked.target), LoadOptions())
         text = config.get_text_config(decoder=True)
         layers: int = text.num_hidden_layers
         kind = kind_named(asked.kind)
         wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
         boundaries = distinct_boundaries(
-            _read_by(kind, text, str(demo.resolve(asked.target))) if given is None else wanted, layers
+            _read_by(kind, text, str(resolve(asked.target))) if given is None else wanted, layers
         )
         # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
         longest = context_length(text) - (2 if asked.source == "vllm" else 0)

@@ -109,11 +109,10 @@ def quiet_libraries() -> None:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory, a hub id or a shipped model, with a spinner on stderr while it loads."""
     with console.telling(f"loading the tokenizer of {name}"):
-        from forerun.demo import resolve
-        from forerun.model.load import load_tokenizer
+        from forerun.model.names import load_tokenizer
 
         quiet_libraries()
-        loaded = load_tokenizer(resolve(name), None)
+        loaded = load_tokenizer(name, None)
     assert loaded is not None, "a name always leads to a tokenizer or an error"
     return loaded
 

@@ -21,9 +21,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 def resolved(model: Any) -> Any:
     """The directory of a shipped model for its name; any other name, or a loaded model, unchanged."""
-    from forerun import demo
+    from forerun.model.names import resolve
 
-    return str(demo.resolve(model)) if isinstance(model, str | Path) else model
+    return str(resolve(model)) if isinstance(model, str | Path) else model
 
 
 def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:

@@ -209,9 +209,9 @@ def method_of(model: Any) -> str:
     if not isinstance(model, str | Path):
         config = getattr(model, "config", None)
         return str(getattr(config, "kind", "draft_model" if getattr(config, "pard_token", None) is None else "pard"))
-    from forerun import demo
+    from forerun.model.names import resolve
 
-    folder = Path(demo.resolve(model)).expanduser()
+    folder = Path(resolve(model)).expanduser()
     if not (folder / "config.json").is_file():
         name = str(model).lower().replace("-", "").replace("_", "")
         known = ("peagle", "eagle3", "eagle", "dflash", "dspark", "medusa", "/pard")
@@ -230,13 +230,13 @@ def method_of(model: Any) -> str:
 def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
     """Bytes of the weights of the models that draft, and of their caches for each token of a row, where their
     directories say; 0 where there is none to ask."""
-    from forerun import demo
+    from forerun.model.names import resolve
 
     if config is None:
         return 0, 0
     others = [one for one in config.options.get("drafters", ()) if isinstance(one, Mapping)]
     named = [one.get("model") for one in (config.options, *others)]
-    folders = [folder for one in named if isinstance(one, str) and (folder := Path(demo.resolve(one))).is_dir()]
+    folders = [folder for one in named if isinstance(one, str) and (folder := Path(resolve(one))).is_dir()]
     return sum(map(_weights, folders)), sum(map(_cached, folders))
 
 

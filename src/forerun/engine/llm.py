@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from forerun.demo import resolve
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.completion import Request
@@ -25,7 +24,7 @@ from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pai
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, nearest
 from forerun.model import Buckets, Target
-from forerun.model.load import load_tokenizer
+from forerun.model.names import load_tokenizer
 from forerun.model.target import PIECE
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -120,7 +119,6 @@ class LLM:
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
         adapting = adapt_config(adapt, self.speculative)
         headroom = MAX_SPECULATIVE_TOKENS + 1
-        model = resolve(model) if isinstance(model, str | Path) else model
         weights, cached = drafter_bytes(self.speculative)
         self.target = Target.load(
             model,

@@ -16,16 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
 from forerun.model.support import refuse_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -155,7 +152,7 @@ def check_directory(name: str | Path) -> None:
 
 
 @contextmanager
-def _calm(quiet: bool) -> Iterator[None]:
+def calm(quiet: bool) -> Iterator[None]:
     """While open, transformers keeps to errors (its warnings are raised here instead); no bar if `quiet`."""
     from transformers.utils import logging
 
@@ -183,7 +180,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     elif placed is None:
         placed = {"": str(options.first_device())}
     try:
-        with _ONE_LOADS, _calm(quiet):
+        with _ONE_LOADS, calm(quiet):
             model, found = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -208,7 +205,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a causal LM, and the tokenizer if there is one, into an existing folder as transformers does. Their bar is
     not shown: who saves tells how far it is, and a server has no terminal."""
-    with _ONE_LOADS, _calm(quiet=True):
+    with _ONE_LOADS, calm(quiet=True):
         model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -337,24 +334,3 @@ def explained(name: str | Path, error: Exception) -> ForerunError:
     if "trust_remote_code" in text:
         return UnsupportedModelError(f"{name} brings its own modelling code; pass trust_remote_code=True to run it")
     return CheckpointError(f"cannot open {name}: {text.splitlines()[0]}")
-
-
-def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, or the model's own; None for False, or where an object's model brings none."""
-    if tokenizer is False:
-        return None
-    if tokenizer is not None and not isinstance(tokenizer, str | Path):
-        return tokenizer
-    source = tokenizer if tokenizer is not None else model
-    if not isinstance(source, str | Path):
-        source = getattr(source, "name_or_path", "") or None
-        if source is None:
-            return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except Exception as error:
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        remedy = "pass tokenizer=..., or tokenizer=False to work on token ids"
-        raise CheckpointError(f"no tokenizer could be loaded from {str(source)!r} ({why}); {remedy}") from error

@@ -17,6 +17,7 @@ from forerun.model.cache import promised_bytes
 from forerun.model.kernels import accelerate
 from forerun.model.layers import base_of, device_of, is_quantised, turn_of
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
+from forerun.model.names import resolve
 from forerun.model.support import context_length, refuse_config, refusing, text_config
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class _Sizes(NamedTuple):
 def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if options.device is not None and options.device_map is not None:
         raise ArgumentError("device and device_map exclude each other")
+    name = resolve(name, options.dtype)
     config = read_config(name, options)
     weights = stored_bytes(name, options, config)
     device = options.first_device() if options.device_map is None and options.tp_plan is None else None

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from forerun import demo
 from forerun.checkpoints import TargetFacts
 from forerun.drafters.draft_models.pard import PardDrafter, mark
 from forerun.drafters.heads.kinds import kind_named, named
 from forerun.drafters.vocabulary import check_tokenizers, tokenizer_beside
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.load import LoadOptions, open_model, read_config, save_model
+from forerun.model.names import resolve
 from forerun.model.support import text_config
 from forerun.training.data.store import PreparedData
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
@@ -56,7 +56,7 @@ class TrainedModel(Trained):
             self.module = shrunk(model, self.recipe.draft.options).requires_grad_(True)
         else:
             self.module = load_trainable(start)
-            path = demo.resolve(start)
+            path = resolve(start)
             theirs, sizes = tokenizer_beside(str(path)), [text_config(one).vocab_size for one in (self.module, model)]
             if theirs is not None:
                 check_tokenizers(tokenizer, theirs)
@@ -91,7 +91,8 @@ class TrainedModel(Trained):
 
 def load_trainable(name: str) -> Any:
     """The causal LM of a directory or hub id in float32 on the CPU, every weight trainable."""
-    path, options = demo.resolve(name), LoadOptions(dtype="float32", device="cpu")
+    options = LoadOptions(dtype="float32", device="cpu")
+    path = resolve(name, options.dtype)
     return open_model(path, options, read_config(path, options), quiet=True).requires_grad_(True)
 
 

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forerun import demo
 from forerun.checkpoints import TargetFacts
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
+from forerun.model.names import resolve
 from forerun.model.prepare import available_bytes
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
@@ -338,7 +338,7 @@ def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
 
 def _bytes_of(name: str, dtype: str, device: torch.device) -> int:
     """Of a checkpoint's weights, were they loaded in `dtype` on `device`."""
-    path, options = demo.resolve(name), LoadOptions(dtype=dtype, device=str(device))
+    path, options = resolve(name, dtype), LoadOptions(dtype=dtype, device=str(device))
     return stored_bytes(path, options, read_config(path, options))
 
 
@@ -348,7 +348,7 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
     or ArgumentError. Embedding and output head stay whole: the head that is trained reads both."""
     from transformers import AutoTokenizer
 
-    path = demo.resolve(name)
+    path = resolve(name, dtype)
     if parallel.world == 1 or spread == "none":
         model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device)))
     else:

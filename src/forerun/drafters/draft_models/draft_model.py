@@ -25,7 +25,7 @@ from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_choice
 from forerun.drafters.drawing import DraftVocabulary, Draws, HostDraws
 from forerun.drafters.trees import Descend, FixedTree, Grown, Limits, Submitted, TreeOptions
-from forerun.drafters.vocabulary import check_vocabulary, resolved
+from forerun.drafters.vocabulary import check_vocabulary
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.model.inputs import Nodes
@@ -228,9 +228,8 @@ class DraftModelDrafter(Drafter):
 
 def load_draft(kind: type[Model], config: Any, setup: DrafterSetup, slots: int) -> Model:
     """The draft model that a configuration names, beside the target; one that is loaded stays where it is."""
-    model = resolved(config.model)
-    device = setup.target.device if isinstance(model, str | Path) else None
-    return kind.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+    device = setup.target.device if isinstance(config.model, str | Path) else None
+    return kind.load(config.model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
 
 
 def fitted(logits: Tensor, vocabulary: int) -> Tensor:

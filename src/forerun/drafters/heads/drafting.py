@@ -242,9 +242,9 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
             f"{known or 'none'}. To train one: forerun train {kind.stored_as} --help"
         )
     if isinstance(head, str | Path):
-        from forerun import demo
+        from forerun.model.names import resolve
 
-        head = named(READ_HEAD)(demo.resolve(head), num_layers=target.num_layers).build(target.dtype)
+        head = named(READ_HEAD)(resolve(head), num_layers=target.num_layers).build(target.dtype)
     if not isinstance(head, Head):
         expected = f"a directory, a hub id or a head of the kind {kind.stored_as}"
         raise ArgumentError(f"{kind.name}: model is {expected}, got {type(head).__name__}")

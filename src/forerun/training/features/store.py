@@ -26,10 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun import demo
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.manifests import ManifestKind, TokenizerIdentity, read_object, read_sealed, write_sealed
 from forerun.model.load import check_directory, explained, weight_files
+from forerun.model.names import resolve
 from forerun.training.batch import FeatureBatch
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.types import LAST_HIDDEN, Boundary
@@ -436,7 +436,7 @@ _UNWANTED = ["*/*", "consolidated*"]  # The same weights once more, in their mak
 
 def checkpoint_directory(target: str | Path) -> Path:
     """The target's files: a directory, a shipped model by its name, or a hub id, fetched; or CheckpointError."""
-    name = demo.resolve(target)
+    name = resolve(target)
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -453,7 +453,7 @@ def loaded_from(target: str | Path) -> Path:
     """Where the files of a target that has been loaded lie: its directory, or a hub id's snapshot."""
     from huggingface_hub import try_to_load_from_cache
 
-    name = demo.resolve(target)
+    name = resolve(target)
     found = None if Path(name).expanduser().is_dir() else try_to_load_from_cache(str(name), "config.json")
     return Path(found).parent if isinstance(found, str) else checkpoint_directory(target)
 

@@ -14,11 +14,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from forerun import demo
 from forerun.errors import UnsupportedModelError
 from forerun.model.layers import base_of
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.masks import AttentionMask, MaskStyle
+from forerun.model.names import resolve
 from forerun.model.support import refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
 from forerun.training.chunked_loss import VocabularyLoss, hard_loss, soft_loss
@@ -145,8 +145,8 @@ class DistillObjective(DraftModelObjective):
         super().__init__(draft, target, settings)
         self.reference: DraftStates | None = None
         if self.settings.reference is not None:
-            path = demo.resolve(self.settings.reference)
             options = LoadOptions(dtype=target.lm_head.dtype, device=str(draft.device))
+            path = resolve(self.settings.reference, options.dtype)
             model = open_model(path, options, read_config(path, options), quiet=True)
             self.reference = DraftStates(model.requires_grad_(False))
 

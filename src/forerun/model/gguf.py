@@ -1,0 +1,451 @@
+"""GGUF files as models: converted once into a transformers checkpoint that the cache folder keeps.
+
+transformers reads such files, too, but through a reader that takes a minute for a large vocabulary and starts anew for
+configuration, tokenizer and weights. Here the file's header is read once. transformers' own converters make of it
+the configuration, the names and layouts of the tensors, the tokenizer and the chat template; the package ``gguf``
+dequantises. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from forerun.caching import cache_root
+from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError
+from forerun.model.load import calm, save_model
+from forerun.model.support import refuse_config
+from forerun.writing import written_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+CACHE = "gguf"  # Folder below `cache_root`
+MAGIC = b"GGUF"
+FORM = 1  # Of what is kept; another number makes everything anew
+_VERSIONS = (2, 3)
+_SAMPLE = 2**20  # Bytes of a file's beginning that tell it from others, with its size and time
+_LONG = 1000  # Entries of a list of numbers that are a vocabulary's, and in no configuration
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _LIST = 8, 9
+"""Types of metadata by their numbers: those of a fixed size as `struct` reads them, and the other two."""
+
+_FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Types of tensors that hold floating numbers as they are; any other is a quantised one."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS.values()}
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF files do, whatever its name."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
+    """Return the directory of a GGUF file's checkpoint, which is made where the cache folder has none.
+
+    Args:
+        dtype: of the weights that are kept, which are rounded to it once. ``"auto"`` is the file's own, bfloat16 for a
+            quantised one; None takes whatever is kept, for those who ask for no weights.
+
+    Raises:
+        CheckpointError: no GGUF file, cut short, no language model, a part of a split one, or there is no room.
+        UnsupportedModelError: an architecture that transformers does not read from GGUF files, or forerun not at all.
+    """
+    with _readable(path):
+        whole = path.expanduser().resolve()
+        about = whole.stat()
+        with whole.open("rb") as file:
+            sample = file.read(_SAMPLE)
+    seal = f"{FORM} {version('transformers')} {about.st_size} {about.st_mtime_ns} ".encode()
+    key = hashlib.sha256(seal + sample).hexdigest()[:12]
+    name = re.sub(r"[^\w.-]", "_", whole.stem) or CACHE
+    kept = [cache_root() / CACHE / f"{name}-{one}-{key}" for one in DTYPES]
+    found = [folder for folder in kept if folder.is_dir()]
+    if dtype is None and found:
+        return found[0]
+    header = _header_once(whole, about.st_size, about.st_mtime_ns)
+    wanted = DTYPES.get(dtype or "auto", header.dtype)
+    folder = kept[list(DTYPES.values()).index(wanted)]
+    if not folder.is_dir():
+        _convert(header, wanted, folder)
+    return folder
+
+
+class _Stored(NamedTuple):
+    """Where a tensor lies in the file, and how it is stored."""
+
+    name: str
+    shape: tuple[int, ...]  # As torch has it: the last dimension lies together
+    type: int
+    offset: int  # From the beginning of all tensors, bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Header:
+    """All of a GGUF file but its tensors."""
+
+    path: Path
+    metadata: Mapping[str, Any]  # Of long lists, and lists of strings, the number of entries
+    short: tuple[tuple[int, int], ...]  # From where to where entries lie that are no such list
+    tensors: tuple[_Stored, ...]
+    table: tuple[int, int]  # From where to where the tensors' entries lie
+    start: int  # Where the tensors begin
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The file's own floating type: the narrow one where norms stand in float32 between narrow weights, bfloat16
+        where anything is quantised."""
+        types = {tensor.type for tensor in self.tensors}
+        if not types <= _FLOATS.keys() or 30 in types:
+            return torch.bfloat16
+        return torch.float16 if 1 in types else torch.float32
+
+    def bytes_of(self, tensor: _Stored) -> int:
+        """Bytes of a tensor in the file. CheckpointError: the package ``gguf`` does not know its type."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{self.path} stores {tensor.name} as type {tensor.type}, which the package gguf {version('gguf')} "
+                "does not know: update it, or take the file in another quantisation"
+            ) from error
+        return prod(tensor.shape) // block * size
+
+    @property
+    def end(self) -> int:
+        """Bytes that the file must have."""
+        return self.start + max((tensor.offset + self.bytes_of(tensor) for tensor in self.tensors), default=0)
+
+    def check(self) -> None:
+        """Raise CheckpointError unless this is a whole language model."""
+        size, kind = self.path.stat().st_size, self.metadata.get("general.type", "model")
+        if kind == "mmproj" or self.architecture == "clip":
+            raise CheckpointError(
+                f"{self.path} is the projector of a multimodal model (mmproj), no language model: name the model's own "
+                "GGUF file"
+            )
+        if kind != "model" or not self.architecture:
+            raise CheckpointError(f"{self.path} holds no language model but {kind!r}: name a model's GGUF file")
+        if (parts := self.metadata.get("split.count", 1)) > 1:
+            raise CheckpointError(
+                f"{self.path} is one of {parts} parts of a model, and parts are not read: merge them with llama.cpp's "
+                "llama-gguf-split --merge FIRST_PART MERGED, and name the merged file"
+            )
+        if size < self.end:
+            raise CheckpointError(
+                f"{self.path} is cut short: {size} bytes, its header announces {self.end}; download or copy it again"
+            )
+
+
+class _Reader:
+    """The header's numbers and strings, one after the other; struct.error and ValueError where it ends too early."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content, self.place = content, 0
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(form, self.content, self.place)
+        self.place += struct.calcsize(form)
+        return found
+
+    def skip(self, count: int) -> None:
+        self.place += count
+        if self.place > len(self.content):
+            raise ValueError("a text reaches beyond the end")
+
+    def string(self) -> str:
+        [length] = self.numbers("<Q")
+        start = self.place
+        self.skip(length)
+        return self.content[start : self.place].decode("utf-8")
+
+    def value(self, kind: int) -> tuple[Any, bool]:
+        """One entry's value, and whether that is all of it and not the length of a list."""
+        if kind in _SCALARS:
+            return self.numbers(_SCALARS[kind])[0], True
+        if kind == _STRING:
+            return self.string(), True
+        if kind != _LIST:
+            raise ValueError(f"an entry has the unknown type {kind}")
+        inner, count = self.numbers("<IQ")
+        if inner in _SCALARS:
+            if count <= _LONG:
+                return list(self.numbers(f"<{count}{_SCALARS[inner][1]}")), True
+            self.skip(count * struct.calcsize(_SCALARS[inner]))
+        elif inner == _STRING:
+            for _ in range(count):
+                self.skip(self.numbers("<Q")[0])
+        else:
+            raise ValueError(f"a list has entries of the type {inner}")
+        return count, False
+
+
+@cache
+def _header_once(path: Path, size: int, _time: int) -> _Header:
+    """`_read_header`, once for each state of a file."""
+    if size < 24:
+        raise CheckpointError(f"{path} is no GGUF file: it has {size} bytes; download or copy it again")
+    with _readable(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        header = _read_header(path, _Reader(content))
+    header.check()
+    return header
+
+
+def _read_header(path: Path, reader: _Reader) -> _Header:
+    magic, of_format, tensors, entries = reader.numbers("<4sIQQ")
+    if magic != MAGIC:
+        raise CheckpointError(f"{path} is no GGUF file: it does not begin as one; name a model's .gguf file")
+    if of_format not in _VERSIONS:
+        known = " and ".join(map(str, _VERSIONS))
+        raise CheckpointError(f"{path} has GGUF version {of_format}; {known} are read, on little-endian machines")
+    metadata, short = dict[str, Any](), list[tuple[int, int]]()
+    try:
+        for _ in range(entries):
+            start, key = reader.place, reader.string()
+            metadata[key], all_of_it = reader.value(reader.numbers("<I")[0])
+            if all_of_it:
+                short.append((start, reader.place))
+        start, table = reader.place, list[_Stored]()
+        for _ in range(tensors):
+            name, [dimensions] = reader.string(), reader.numbers("<I")
+            shape = reader.numbers(f"<{dimensions}Q")
+            table.append(_Stored(name, shape[::-1], *reader.numbers("<IQ")))
+    except (struct.error, ValueError, MemoryError, OverflowError) as error:
+        why = f"its header cannot be read to the end ({error})"
+        raise CheckpointError(f"{path} is cut short or corrupt: {why}; download or copy it again") from error
+    aligned = metadata.get("general.alignment", 32)
+    return _Header(
+        path=path,
+        metadata=metadata,
+        short=tuple(short),
+        tensors=tuple(table),
+        table=(start, reader.place),
+        start=-(-reader.place // aligned) * aligned,
+    )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """While open, what the operating system refuses becomes a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _convert(header: _Header, dtype: torch.dtype, folder: Path) -> None:
+    """Write the checkpoint; a reader never finds half of it."""
+    model = tokenizer = None
+    try:
+        with calm(quiet=True):
+            settings = _settings(header)
+            config = _config(header, settings)
+            refuse_config(config)
+            _check_room(header, dtype, folder)
+            tokenizer = _tokenizer(header)
+            model = _model(header, settings, config, dtype)
+    except (ForerunError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{header.path} cannot be converted: {said}") from error
+    try:
+        with written_folder(folder) as fresh:
+            save_model(model, tokenizer, fresh)
+    except OSError as error:
+        if not folder.is_dir():  # else another process was as busy and quicker
+            raise CheckpointError(
+                f"{header.path} cannot be kept in {folder.parent}: {error.strerror or error}; FORERUN_CACHE names "
+                "another folder"
+            ) from error
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    _log.warning(
+        "%s was converted to %s, %.2f GB that are kept in %s; remove the folder to have it made anew",
+        header.path.name,
+        str(dtype).removeprefix("torch."),
+        size / 1e9,
+        folder,
+    )
+
+
+def _check_room(header: _Header, dtype: torch.dtype, folder: Path) -> None:
+    """Raise CheckpointError where the disk has no room for what is kept."""
+    needed = sum(prod(tensor.shape) for tensor in header.tensors) * dtype.itemsize
+    parent = next(one for one in folder.parents if one.is_dir())
+    if (free := shutil.disk_usage(parent).free) < needed:
+        raise CheckpointError(
+            f"{header.path} takes {needed / 1e9:.1f} GB as a checkpoint in {str(dtype).removeprefix('torch.')}, and "
+            f"{parent} has {free / 1e9:.1f} GB left; FORERUN_CACHE names another folder"
+        )
+
+
+def _legacy() -> Any:
+    """transformers' converters of GGUF files. UnsupportedModelError: this version has others."""
+    try:
+        from transformers import modeling_gguf_pytorch_utils
+        from transformers.integrations import gguf  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"GGUF files need transformers 5.24 or later, and this is {version('transformers')}: update it, or name a "
+            "checkpoint of transformers"
+        ) from error
+    return modeling_gguf_pytorch_utils
+
+
+def _settings(header: _Header) -> dict[str, Any]:
+    """The configuration's keys as transformers reads them. UnsupportedModelError: it does not read such models."""
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
+
+    if header.architecture in GGUF_CONFIG_ARCHS:
+        names = tuple(tensor.name for tensor in header.tensors)
+        return cast(dict[str, Any], get_gguf_config(dict(header.metadata), names))
+    legacy = _legacy()
+    with _twin(header) as twin:
+        try:
+            settings: dict[str, Any] = legacy.load_gguf_checkpoint(str(twin))["config"]
+        except ValueError as error:
+            known = ", ".join(sorted({*legacy.GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS}))
+            raise UnsupportedModelError(
+                f"{header.path} is of the architecture {header.architecture}, which transformers "
+                f"{version('transformers')} does not read from GGUF files (only {known}): name a checkpoint of "
+                "transformers instead"
+            ) from error
+    embedding = next((one for one in header.tensors if one.name == "token_embd.weight"), None)
+    if embedding is not None:
+        settings["vocab_size"] = embedding.shape[0]
+    settings.pop("_model_name_or_path", None)
+    return settings
+
+
+@contextmanager
+def _twin(header: _Header) -> Iterator[Path]:
+    """A file with the header but for the vocabulary, and a hole for the tensors: where only the configuration is asked
+    for, transformers' reader finds there in 50 ms what it looks for, for seconds, between a hundred thousand tokens."""
+    with tempfile.TemporaryDirectory() as folder, header.path.open("rb") as file:
+        twin = Path(folder) / "header.gguf"
+        with twin.open("wb") as out:
+            out.write(struct.pack("<4sIQQ", MAGIC, _VERSIONS[-1], len(header.tensors), len(header.short)))
+            for start, end in (*header.short, header.table):
+                file.seek(start)
+                out.write(file.read(end - start))
+            aligned = header.metadata.get("general.alignment", 32)
+            out.truncate(-(-out.tell() // aligned) * aligned + header.end - header.start)
+        yield twin
+
+
+def _config(header: _Header, settings: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**settings)
+
+
+def _tokenizer(header: _Header) -> PreTrainedTokenizerBase:
+    """The tokenizer with its chat template. CheckpointError: the file holds none, or of a kind that is not read."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    if "tokenizer.ggml.tokens" not in header.metadata:
+        raise CheckpointError(f"{header.path} holds no tokenizer: take a GGUF file that has one")
+    try:
+        architecture, vocabulary, settings = get_gguf_tokenizer(str(header.path))
+        backend, more = convert_gguf_tokenizer(architecture, vocabulary)
+    except Exception as error:
+        kind = header.metadata.get("tokenizer.ggml.model")
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"the tokenizer of {header.path} ({kind}) cannot be converted: {said}") from error
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+
+
+class _Names:
+    """Names of a model's parameters, as `get_gguf_hf_weights_map` asks for them. It would ask every module inside for
+    its own, and take seconds; the model's and its base model's are those that files are made of."""
+
+    def __init__(self, config: Any, names: list[str], inner: Mapping[str, _Names]) -> None:
+        self.config, self._names, self._inner = config, names, inner
+
+    def state_dict(self) -> list[str]:
+        return self._names
+
+    def named_children(self) -> list[tuple[str, _Names]]:
+        return list(self._inner.items())
+
+    @classmethod
+    def of(cls, model: Any) -> _Names:
+        names, prefix = list(model.state_dict()), model.base_model_prefix
+        inside = [name.removeprefix(f"{prefix}.") for name in names if name.startswith(f"{prefix}.")]
+        return cls(model.config, names, {prefix: cls(model.config, inside, {})} if inside else {})
+
+
+def _model(header: _Header, settings: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
+    """The model with the file's weights. CheckpointError: some are missing, or of another shape."""
+    from transformers import AutoModelForCausalLM
+
+    legacy = _legacy()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    processor = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)(config=settings)
+    names = legacy.get_gguf_hf_weights_map(_Names.of(model), processor)
+    read = dict[str, Any](tensors={})
+    for name, weights in _dequantised(header):
+        made = processor.process(weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=read)
+        if made.name in names:
+            read["tensors"][names[made.name]] = torch.from_numpy(np.array(made.weights)).to(dtype)
+    tensors = {name: tensor.to(dtype) for name, tensor in read["tensors"].items()}
+    try:
+        model.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:
+        said = str(error).splitlines()[-1].strip()
+        raise CheckpointError(f"{header.path} holds tensors of other shapes than it announces: {said}") from error
+    model.tie_weights()
+    if lacking := [name for name, weight in model.named_parameters() if weight.is_meta]:
+        more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
+        raise CheckpointError(
+            f"{header.path} lacks tensors that a {config.model_type} model has: {', '.join(lacking[:4])}{more}"
+        )
+    model.generation_config.eos_token_id = _ends(header) or model.generation_config.eos_token_id
+    return model
+
+
+def _ends(header: _Header) -> list[int]:
+    """Tokens that end an answer: of a text, of a turn, of a message."""
+    found = (header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return sorted({token for token in found if token is not None})
+
+
+def _dequantised(header: _Header) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Names and values, float32, of all tensors, one after the other."""
+    from gguf import GGMLQuantizationType, dequantize
+    from gguf.quants import quant_shape_to_byte_shape
+
+    with header.path.open("rb") as file:
+        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+    for tensor in header.tensors:
+        start, kind = header.start + tensor.offset, GGMLQuantizationType(tensor.type)
+        stored = content[start : start + header.bytes_of(tensor)]
+        yield tensor.name, dequantize(stored.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)

@@ -1,0 +1,77 @@
+"""From the name of a model to its directory, and to its tokenizer: the one place where a name is looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROJECTOR = "mmproj"  # In the names of files that stand beside a multimodal model's own
+
+
+def resolve(name: str | Path, dtype: Any = None) -> str | Path:
+    """Return the directory of the model that a name means; a hub id, and the path of a directory, unchanged.
+
+    Args:
+        name: a directory, a hub id, a GGUF file, a directory with one, or a shipped model's name (`forerun.demo`).
+        dtype: of the weights that are read then, as in `LoadOptions`; None where none are. What is kept of a GGUF file
+            depends on it.
+
+    Raises:
+        CheckpointError: a file that is no GGUF file or cannot be converted, or a directory with several.
+        UnsupportedModelError: a GGUF file's architecture is not read.
+    """
+    from forerun import demo
+
+    path = Path(found := demo.resolve(name)).expanduser()
+    file = _only_file(path) if path.is_dir() else path
+    if file is None or not (file.is_file() or file.suffix == ".gguf"):
+        return found
+    from forerun.model import gguf
+
+    if not file.is_file():
+        raise CheckpointError(f"there is no file {file}: expected a GGUF file, a directory or a hub id (owner/name)")
+    if not gguf.is_gguf(file):
+        raise CheckpointError(
+            f"{file} is a file and no GGUF file (it does not begin as one, or is empty): a model is a directory, a "
+            "GGUF file or a hub id (owner/name)"
+        )
+    return gguf.checkpoint_of(file, None if dtype is None else str(dtype).removeprefix("torch."))
+
+
+def _only_file(folder: Path) -> Path | None:
+    """The GGUF file of a directory that holds no checkpoint; None where it holds none. CheckpointError: several."""
+    if (folder / "config.json").is_file():
+        return None
+    files = sorted(file for file in folder.glob("*.gguf") if file.is_file())
+    models = [file for file in files if _PROJECTOR not in file.name.lower()] or files
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models[:8])
+        raise CheckpointError(f"{folder} holds {len(models)} GGUF files ({names}): name one of them")
+    return models[0] if models else None
+
+
+def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer asked for, or the model's own; None for False, or where an object's model brings none."""
+    if tokenizer is False:
+        return None
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    source = tokenizer if tokenizer is not None else model
+    if not isinstance(source, str | Path):
+        source = getattr(source, "name_or_path", "") or None
+        if source is None:
+            return None
+    from transformers import AutoTokenizer
+
+    source = resolve(source)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        remedy = "pass tokenizer=..., or tokenizer=False to work on token ids"
+        raise CheckpointError(f"no tokenizer could be loaded from {str(source)!r} ({why}); {remedy}") from error

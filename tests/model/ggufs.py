@@ -1,0 +1,106 @@
+"""Tiny GGUF files, written by the package ``gguf`` as llama.cpp's converter writes large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # Unknown, beginning, end of a text and of a turn
+MERGES = ["h e", "l l", "he ll", "hell o"]
+TOKENS = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES)]
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WIDTH, HEADS, KV_HEADS, LAYERS = 64, 4, 2, 2
+
+
+def tiny_llama(vocab_size: int = len(TOKENS), *, seed: int = 0) -> Any:
+    """A Llama with separate embeddings and random weights, float32."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def write_tiny(
+    path: Path,
+    stored: Type = Type.F32,
+    *,
+    model: Any = None,
+    architecture: str = "llama",
+    tokens: list[str] | None = TOKENS,
+    more: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    without: str = "",
+) -> Path:
+    """Write `model`, its matrices as `stored`, its norms in float32.
+
+    Args:
+        tokens: the vocabulary; None: no tokenizer.
+        more: writes further metadata and tensors.
+        without: leave out the tensor of this name.
+    """
+    model = tiny_llama() if model is None else model
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if tokens is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+        writer.add_token_merges(MERGES)
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_bos_token(False)
+        writer.add_chat_template(CHAT)
+    more(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        theirs = names.get_name(name.removesuffix(".weight"))
+        assert theirs is not None
+        if f"{theirs}.weight" == without:
+            continue
+        values = tensor.numpy()
+        if ".q_proj." in name or ".k_proj." in name:
+            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+            values = _interleaved(values, heads)
+        kind = stored if values.ndim > 1 else Type.F32
+        writer.add_tensor(f"{theirs}.weight", gguf.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _interleaved(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """The rows of queries and keys in the order in which llama.cpp rotates them: pairs lie together."""
+    return values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)

