@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.devices import multiplies
-from forerun.model.kernels import native, packing
+from forerun.model.kernels import native, packing, products
 from forerun.model.kernels.packing import Contents, PackedWeight
 
 HAS_BFLOAT16 = multiplies(torch.device("cpu"), torch.bfloat16)
@@ -35,6 +35,7 @@ def kernels_in_c() -> Iterator[None]:
     if native.attention_kernel() is not None:
         yield
         return
+    products.library()  # as the processor is; it is kept
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "FLAGS", FLAGS)
         patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,14 @@ WITHOUT_FLOAT64 = {"mps"}  # Types of devices
 def widest(device: torch.device) -> torch.dtype:
     """The float type for sums and draws: float64, and float32 where a device has none."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def processor_name() -> str:
+    """The product's name of this machine's CPU where it can be had."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def one_dnn() -> bool:

@@ -103,7 +103,7 @@ def test_many_processes_compile_at_once(elsewhere: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(subprocess, "run", slow)
     with ThreadPoolExecutor(6) as threads:
-        loaded = list(threads.map(lambda _: native._loaded(NAME, ctypes.CDLL), range(6)))
+        loaded = list(threads.map(lambda _: native._loaded(NAME, ctypes.CDLL, native.FLAGS), range(6)))
     assert [says(found) for found in loaded] == [1] * 6
     assert list(place(elsewhere).parent.iterdir()) == [place(elsewhere)]
 
@@ -145,7 +145,7 @@ def test_whoever_exchanges_files_meanwhile_gains_nothing(elsewhere: Path, monkey
     """What is loaded is what was looked at, though another stands there by then."""
     mark, look = lay_trap(elsewhere, 0o755), os.fstat
     place(elsewhere).rename(elsewhere / "theirs.so")
-    native._compile(NAME, place(elsewhere))
+    native._compile(NAME, place(elsewhere), native.FLAGS)
 
     def looked(descriptor: int) -> os.stat_result:
         if (elsewhere / "theirs.so").exists():

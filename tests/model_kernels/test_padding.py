@@ -9,8 +9,9 @@ import torch
 from forerun.core.tree import TokenTree
 from forerun.model import Target
 from forerun.model.kernels import native as native_kernel
+from forerun.model.kernels import products as products_in_c
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import PackedWeight
+from forerun.model.kernels.packing import PackedWeight, PanelWeight
 from forerun.model.padding import WORTH, Buckets, Flat
 from model_kernels.conftest import build
 
@@ -34,13 +35,14 @@ def target(rows: int, buckets: Buckets | None = None) -> Target:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens in each product of a packed linear."""
-    seen, before = list[int](), PackedWeight._product
+    seen, kind = list[int](), PanelWeight if products_in_c.ready(torch.bfloat16) else PackedWeight
+    before = kind._product
 
     def counted(self: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
         seen.append(len(rows))
-        return before(self, rows)
+        return before(self, rows)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PackedWeight, "_product", counted)
+    monkeypatch.setattr(kind, "_product", counted)
     return seen
 
 

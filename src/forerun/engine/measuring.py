@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -246,10 +245,9 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return str(device)
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    from forerun.devices import processor_name
+
+    return processor_name()
 
 
 def _read(target: Target) -> tuple[Grid, CostModel] | None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,29 +43,32 @@ _ONE_BUILDS = threading.Lock()
 Loader = Callable[[str], ctypes.CDLL]
 
 
-def version() -> str:
+def version(flags: Sequence[str] | None = None) -> str:
     """Changes with any kernel's source and with the flags."""
     sources = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]")))
-    return hashlib.sha256(sources + "\0".join(FLAGS).encode()).hexdigest()[:16]
+    return hashlib.sha256(sources + "\0".join(FLAGS if flags is None else flags).encode()).hexdigest()[:16]
 
 
-def compiled_library(name: str, loader: Loader = ctypes.CDLL) -> ctypes.CDLL | None:
+def compiled_library(
+    name: str, loader: Loader = ctypes.CDLL, *, flags: Sequence[str] | None = None
+) -> ctypes.CDLL | None:
     """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged. The `loader`
-    ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it."""
-    if sys.platform != "linux" or not torch.cpu._is_avx512_bf16_supported():
+    ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it. Of other
+    `flags` than `FLAGS`, which need AVX-512 BF16, the caller knows that the processor has what they ask for."""
+    if sys.platform != "linux" or (flags is None and not torch.cpu._is_avx512_bf16_supported()):
         return None
     try:
         with _ONE_BUILDS:
-            return _loaded(name, loader)
+            return _loaded(name, loader, FLAGS if flags is None else flags)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         log.warning("%s runs in torch, which is slower: the kernel in C could not be compiled: %s", name, reason)
         return None
 
 
-def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
+def _loaded(name: str, loader: Loader, flags: Sequence[str]) -> ctypes.CDLL:
     """The kernel from the cache, compiled first if need be. OSError: no compiler; SubprocessError: it failed."""
-    path = cache_root() / "kernels" / f"{name}-{version()}.so"
+    path = cache_root() / "kernels" / f"{name}-{version(flags)}.so"
     try:
         return _open(path, loader)
     except OSError as error:
@@ -73,12 +76,12 @@ def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
             log.warning("%s is not used: %s; compiling it anew", path, error)
     try:
         with written(path) as fresh:
-            _compile(name, fresh)
+            _compile(name, fresh, flags)
         return _open(path, loader)
     except OSError as error:
         log.warning("the kernel in C cannot be kept in the cache (%s); it is compiled for this process alone", error)
     with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
-        _compile(name, Path(folder) / path.name)
+        _compile(name, Path(folder) / path.name, flags)
         return _open(Path(folder) / path.name, loader)
 
 
@@ -94,8 +97,8 @@ def _open(path: Path, loader: Loader) -> ctypes.CDLL:
     return loader(f"/proc/self/fd/{descriptor}")
 
 
-def _compile(name: str, to: Path) -> None:
-    command = [_compiler(), *FLAGS, str(FOLDER / f"{name}.c"), "-lm", "-o", str(to)]
+def _compile(name: str, to: Path, flags: Sequence[str]) -> None:
+    command = [_compiler(), *flags, str(FOLDER / f"{name}.c"), "-lm", "-o", str(to)]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE_S)
     to.chmod(stat.S_IRUSR | stat.S_IXUSR)  # whatever the umask says
 

@@ -1,8 +1,9 @@
-"""Linear layers repacked for few rows: layers with one input merged into one, and on a CPU weights in oneDNN's layout.
+"""Linear layers repacked for few rows: layers with one input merged into one, and on a CPU weights in panels.
 
-There a packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 were
-tried), because a single row runs as two: oneDNN's separate kernel for one row sums in another order. Knows `nn.Linear`
-only: quantised layers, adapters, offloaded layers and devices but CPUs and CUDA are left alone.
+There a packed layer gives every row the same bits whatever the other rows hold and however many there are. In float32
+and bf16 our own products in C do so (`products`), which read the weights once at the memory's pace for 1 to 16 rows;
+where they cannot be had, oneDNN's do, where a single row runs as two: its separate kernel for one row sums in another
+order. Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other devices are left alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from forerun.devices import multiplies, one_dnn
 from forerun.errors import CheckpointError
+from forerun.model.kernels import products
 
 PACK_ROWS = 16  # Rows that the layout is chosen for: the widest pass that should stay near the price of one row
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Children of one module that read the same input
@@ -32,7 +34,7 @@ _NAMES = itertools.count()
 class Contents(NamedTuple):
     """The values of a `PackedWeight`."""
 
-    packed: Tensor  # In oneDNN's layout; never written to
+    packed: Tensor  # In the layout of the object; never written to
     bias: Tensor | None
 
 
@@ -41,8 +43,11 @@ class PackedWeight:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear]) -> PackedWeight:
-        """For the device on which the layers are."""
-        return (cls if layers[0].weight.device.type == "cpu" else JoinedWeight)(layers)
+        """For the device and the dtype of the layers."""
+        weight = layers[0].weight
+        if weight.device.type != "cpu":
+            return JoinedWeight(layers)
+        return (PanelWeight if products.ready(weight.dtype) else cls)(layers)
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.dtype, self.device = layers[0].weight.dtype, layers[0].weight.device
@@ -81,6 +86,10 @@ class PackedWeight:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, PACK_ROWS)
         return packed
 
+    def matrix(self) -> Tensor:
+        """(out of all layers, in), unpacked anew at each call."""
+        return self.packed.to_dense()
+
     def exchange(self, contents: Contents) -> Contents:
         """Hold these values from now on; returns the former ones."""
         former = Contents(self.packed, self.bias)
@@ -96,6 +105,21 @@ class PackedWeight:
         return sum(self.sizes) * columns * self.dtype.itemsize
 
 
+class PanelWeight(PackedWeight):
+    """The same in panels, for our own products in C."""
+
+    def _product(self, rows: Tensor) -> Tensor:
+        if rows.requires_grad and torch.is_grad_enabled():
+            return nn.functional.linear(rows, self.matrix(), self.bias)
+        return products.multiply(rows, self.packed, self.bias, sum(self.sizes))
+
+    def _laid_out(self, matrix: Tensor) -> Tensor:
+        return products.packed(matrix)
+
+    def matrix(self) -> Tensor:
+        return products.unpacked(self.packed, sum(self.sizes), self.in_features)
+
+
 class JoinedWeight(PackedWeight):
     """The same on an accelerator: a plain matrix."""
 
@@ -104,6 +128,9 @@ class JoinedWeight(PackedWeight):
 
     def _laid_out(self, matrix: Tensor) -> Tensor:
         return matrix
+
+    def matrix(self) -> Tensor:
+        return self.packed
 
     def exchange(self, contents: Contents) -> Contents:
         bias = None if self.bias is None or contents.bias is None else overwritten(self.bias, contents.bias)
@@ -120,7 +147,7 @@ def overwritten(own: Tensor, value: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """Stands where an `nn.Linear` stood, whose weight lies in oneDNN's layout: alone, or as part `index` of a group."""
+    """Stands where an `nn.Linear` stood, whose weight is packed: alone, or as part `index` of a group."""
 
     def __init__(self, layer: nn.Linear, group: FusedGroup | None = None, index: int = 0) -> None:
         super().__init__()
@@ -134,7 +161,7 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """(out, in), unpacked anew at each call."""
-        return torch.split(self.packed_weight.packed.to_dense(), self.packed_weight.sizes)[self.index]
+        return torch.split(self.packed_weight.matrix(), self.packed_weight.sizes)[self.index]
 
     @property
     def bias(self) -> Tensor | None:
@@ -192,8 +219,10 @@ class Packing(NamedTuple):
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether this processor's oneDNN is fast in `dtype`: in bf16 and fp16 if it does not emulate them; in float32 on
-    x86, where MKL's product takes two to three times as long for two rows as for one."""
+    """Whether packed products in `dtype` are fast here: our own in C, else oneDNN's: in bf16 and fp16 if it does not
+    emulate them; in float32 on x86, where MKL's takes two to three times as long for two rows as for one."""
+    if products.ready(dtype):
+        return True
     if dtype is torch.float32:
         return one_dnn() and platform.machine() in ("x86_64", "AMD64")
     return dtype in (torch.bfloat16, torch.float16) and multiplies(torch.device("cpu"), dtype)

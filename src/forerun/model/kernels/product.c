@@ -1,0 +1,347 @@
+// Matrix products of few or many rows with packed weights: float32, and bf16 by AMX tiles, by AVX-512 dot products, or
+// widened to float32 on any processor with AVX2.
+//
+// Every entry of the result is one sum over the depth, in order, in an accumulator of its own: what a row gets depends on
+// that row alone, to the bit, however many rows, threads or outputs there are. Few rows read the weights once, at the
+// memory's pace; for many, blocks of the weights stay in the cache while the rows pass by.
+//
+// Weights (outputs, depth) lie in panels of LANES outputs, zeros behind the last: float32 [panel][depth][LANES], bf16
+// [panel][depth / 2][LANES][2], which is what a tile, a dot product and a shift take alike. The depth of bf16 is a
+// multiple of STEP; whoever packs fills up with zeros.
+
+#define _GNU_SOURCE
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "product.h"
+
+#ifdef __AVX512F__
+typedef __m512 Lanes;
+typedef __m512i Words;
+enum { WIDTH = 16, MOST_ROWS = 8, MOST_PANELS = 3 };
+#define load_lanes _mm512_loadu_ps
+#define store_lanes _mm512_storeu_ps
+#define all_lanes _mm512_set1_ps
+#define load_words(from) _mm512_loadu_si512(from)
+#define high_half(words) _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)))
+#define low_half(words) _mm512_castsi512_ps(_mm512_slli_epi32(words, 16))
+#define multiply_add _mm512_fmadd_ps
+#else
+typedef __m256 Lanes;
+typedef __m256i Words;
+enum { WIDTH = 8, MOST_ROWS = 6, MOST_PANELS = 1 };
+#define load_lanes _mm256_loadu_ps
+#define store_lanes _mm256_storeu_ps
+#define all_lanes _mm256_set1_ps
+#define load_words(from) _mm256_loadu_si256((const __m256i *)(from))
+#define high_half(words) _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000u)))
+#define low_half(words) _mm256_castsi256_ps(_mm256_slli_epi32(words, 16))
+#define multiply_add _mm256_fmadd_ps
+#endif
+
+enum { PARTS = LANES / WIDTH, ROW_BLOCK = 64, DEPTH_BLOCK = 128, AHEAD = 24, WORTH = 1 << 15 };
+// Lines of the cache that are prefetched; entries of a matrix from which on several threads share the work
+#define UNROLL _Pragma("GCC unroll 16")
+
+INLINE uint16_t narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (value != value) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Stores LANES sums, plus the bias, as entries of the result from `output` on; none behind the last.
+static void finish(const Product *p, const float *sums, int64_t row, int64_t output) {
+    int64_t count = p->outputs - output < LANES ? p->outputs - output : LANES;
+    if (p->kind == FLOAT32) {
+        float *out = (float *)p->out + row * p->outputs + output;
+        const float *bias = p->bias ? (const float *)p->bias + output : NULL;
+        for (int64_t lane = 0; lane < count; lane++) out[lane] = bias ? sums[lane] + bias[lane] : sums[lane];
+    } else {
+        uint16_t *out = (uint16_t *)p->out + row * p->outputs + output;
+        const uint16_t *bias = p->bias ? (const uint16_t *)p->bias + output : NULL;
+        for (int64_t lane = 0; lane < count; lane++) {
+            uint32_t wide = bias ? (uint32_t)bias[lane] << 16 : 0;
+            float added;
+            memcpy(&added, &wide, sizeof added);
+            out[lane] = narrow(bias ? sums[lane] + added : sums[lane]);
+        }
+    }
+}
+
+// Adds entries `from` to `to` of the depth to the sums of ROWS rows x COUNT panels, which lie in `sums` (rows, COUNT,
+// LANES) between the blocks of the depth.
+INLINE void tile(
+    const int KIND, const int ROWS, const int COUNT, const Product *p, int64_t row, int64_t panel, int64_t from, int64_t to,
+    float *sums) {
+    Lanes sum[MOST_ROWS][MOST_PANELS * PARTS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int part = 0; part < COUNT * PARTS; part++)
+            sum[r][part] = from ? load_lanes(sums + (r * COUNT * PARTS + part) * WIDTH) : all_lanes(0.0f);
+    if (KIND == FLOAT32) {
+        const float *states = (const float *)p->states + row * p->depth;
+        const float *weights = (const float *)p->weights + panel * p->depth * LANES;
+        for (int64_t at = from; at < to; at++) {
+            Lanes weight[MOST_PANELS * PARTS];
+            UNROLL for (int part = 0; part < COUNT * PARTS; part++) {
+                const float *here = weights + part / PARTS * p->depth * LANES + at * LANES + part % PARTS * WIDTH;
+                if (part % PARTS == 0) _mm_prefetch((const char *)(here + AHEAD * LANES), _MM_HINT_T0);
+                weight[part] = load_lanes(here);
+            }
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                Lanes state = all_lanes(states[r * p->depth + at]);
+                UNROLL for (int part = 0; part < COUNT * PARTS; part++)
+                    sum[r][part] = multiply_add(weight[part], state, sum[r][part]);
+            }
+        }
+    } else {
+        const uint16_t *weights = (const uint16_t *)p->weights + panel * p->depth * LANES;
+        const float *wide = p->wide + row * p->depth;
+        const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
+        for (int64_t at = from; at < to; at += 2) {
+            Words weight[MOST_PANELS * PARTS];
+            UNROLL for (int part = 0; part < COUNT * PARTS; part++) {
+                const uint16_t *here = weights + part / PARTS * p->depth * LANES + at * LANES + part % PARTS * WIDTH * 2;
+                if (part % PARTS == 0) _mm_prefetch((const char *)(here + AHEAD * LANES * 2), _MM_HINT_T0);
+                weight[part] = load_words(here);
+            }
+            if (KIND == WIDENED) {
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    Lanes state = all_lanes(wide[r * p->depth + at]);
+                    UNROLL for (int part = 0; part < COUNT * PARTS; part++)
+                        sum[r][part] = multiply_add(low_half(weight[part]), state, sum[r][part]);
+                }
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    Lanes state = all_lanes(wide[r * p->depth + at + 1]);
+                    UNROLL for (int part = 0; part < COUNT * PARTS; part++)
+                        sum[r][part] = multiply_add(high_half(weight[part]), state, sum[r][part]);
+                }
+            }
+#ifdef __AVX512BF16__
+            if (KIND == DOTS) {
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    int pair;
+                    memcpy(&pair, states + r * p->depth + at, sizeof pair);
+                    UNROLL for (int part = 0; part < COUNT * PARTS; part++)
+                        sum[r][part] =
+                            _mm512_dpbf16_ps(sum[r][part], (__m512bh)weight[part], (__m512bh)_mm512_set1_epi32(pair));
+                }
+            }
+#endif
+        }
+        (void)wide, (void)states;
+    }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int part = 0; part < COUNT * PARTS; part++)
+            store_lanes(sums + (r * COUNT * PARTS + part) * WIDTH, sum[r][part]);
+}
+
+INLINE void tiles(
+    const int KIND, const Product *p, int64_t rows, int64_t count, int64_t row, int64_t panel, int64_t from, int64_t to,
+    float *sums) {
+#define TILE(ROWS)                                                                           \
+    case ROWS:                                                                               \
+        if (count == 1) tile(KIND, ROWS, 1, p, row, panel, from, to, sums);                  \
+        else tile(KIND, ROWS, MOST_PANELS, p, row, panel, from, to, sums);                   \
+        break;
+    switch (rows) {
+        TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#ifdef __AVX512F__
+        TILE(7) TILE(8)
+#endif
+    }
+#undef TILE
+}
+
+static void any_tile(
+    const Product *p, int64_t rows, int64_t count, int64_t row, int64_t panel, int64_t from, int64_t to, float *sums) {
+    if (p->kind == FLOAT32) tiles(FLOAT32, p, rows, count, row, panel, from, to, sums);
+#ifdef __AVX512BF16__
+    else if (p->kind == DOTS) tiles(DOTS, p, rows, count, row, panel, from, to, sums);
+#endif
+    else tiles(WIDENED, p, rows, count, row, panel, from, to, sums);
+}
+
+// Rows `first` to `last` with `count` panels from `panel` on.
+static void by_lanes(const Product *p, int64_t first, int64_t last, int64_t panel, int64_t count) {
+    __attribute__((aligned(64))) float sums[ROW_BLOCK * MOST_PANELS * LANES];
+    for (int64_t start = first; start < last; start += ROW_BLOCK) {
+        int64_t end = last - start < ROW_BLOCK ? last : start + ROW_BLOCK;
+        int64_t block = end - start <= MOST_ROWS ? p->depth : p->kind == FLOAT32 ? DEPTH_BLOCK : 2 * DEPTH_BLOCK;
+        for (int64_t from = 0; from < p->depth; from += block)
+            for (int64_t row = start; row < end; row += MOST_ROWS) {
+                int64_t to = p->depth - from < block ? p->depth : from + block;
+                int64_t some = end - row < MOST_ROWS ? end - row : MOST_ROWS;
+                any_tile(p, some, count, row, panel, from, to, sums + (row - start) * count * LANES);
+            }
+        for (int64_t row = start; row < end; row++)
+            for (int64_t one = 0; one < count; one++)
+                finish(p, sums + ((row - start) * count + one) * LANES, row, (panel + one) * LANES);
+    }
+}
+
+#ifdef __AMX_BF16__
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Tiles;
+
+static void configure(int64_t upper, int64_t lower) {
+    Tiles tiles = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) tiles.bytes[tile] = 64;
+    // 0, 1: sums of the upper rows, 2, 3: of the lower ones (or all four of the upper ones); 4, 5: states; 6, 7: weights
+    const int64_t rows[8] = {upper, upper, lower ? lower : upper, lower ? lower : upper, upper, lower ? lower : 1, 16, 16};
+    for (int tile = 0; tile < 8; tile++) tiles.rows[tile] = (uint8_t)rows[tile];
+    _tile_loadconfig(&tiles);
+}
+
+INLINE void fetch(const uint16_t *from) {
+    UNROLL for (int line = 0; line < 16; line++) _mm_prefetch((const char *)from + line * 64, _MM_HINT_T0);
+}
+
+static void finish_tile(const Product *p, float (*sums)[LANES], int64_t rows, int64_t row, int64_t panel) {
+    for (int64_t r = 0; r < rows; r++) finish(p, sums[r], row + r, panel * LANES);
+}
+
+// At most 16 rows x 1 to 4 panels.
+static void few_tiles(const Product *p, int64_t row, int64_t rows, int64_t panel, int64_t count) {
+    __attribute__((aligned(64))) float sums[16][LANES];
+    const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
+    const uint16_t *weights = (const uint16_t *)p->weights + panel * p->depth * LANES;
+    int64_t stride = p->depth * 2, next = p->depth * LANES;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t at = 0; at < p->depth; at += STEP) {
+        const uint16_t *here = weights + at * LANES;
+        _tile_loadd(4, states + at, stride);
+#define ONE(number, tile)                                                       \
+    if (count > number) {                                                       \
+        fetch(here + number * next + 2 * STEP * LANES);                         \
+        _tile_loadd(tile, here + number * next, 64);                            \
+        _tile_dpbf16ps(number, 4, tile);                                        \
+    }
+        ONE(0, 6) ONE(1, 7) ONE(2, 6) ONE(3, 7)
+#undef ONE
+    }
+#define ONE(number)                                                             \
+    if (count > number) {                                                       \
+        _tile_stored(number, sums, 64);                                         \
+        finish_tile(p, sums, rows, row, panel + number);                        \
+    }
+    ONE(0) ONE(1) ONE(2) ONE(3)
+#undef ONE
+}
+
+// 16 + `lower` rows x 2 panels.
+static void many_tiles(const Product *p, int64_t row, int64_t lower, int64_t panel) {
+    __attribute__((aligned(64))) float sums[16][LANES];
+    const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
+    const uint16_t *weights = (const uint16_t *)p->weights + panel * p->depth * LANES;
+    int64_t stride = p->depth * 2, next = p->depth * LANES;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t at = 0; at < p->depth; at += STEP) {
+        _tile_loadd(4, states + at, stride);
+        _tile_loadd(6, weights + at * LANES, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + next + at * LANES, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, states + 16 * p->depth + at, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, 64);
+    finish_tile(p, sums, 16, row, panel);
+    _tile_stored(1, sums, 64);
+    finish_tile(p, sums, 16, row, panel + 1);
+    _tile_stored(2, sums, 64);
+    finish_tile(p, sums, lower, row + 16, panel);
+    _tile_stored(3, sums, 64);
+    finish_tile(p, sums, lower, row + 16, panel + 1);
+}
+
+static void by_tiles(const Product *p, int64_t first, int64_t last, int64_t panel, int64_t count) {
+    int64_t pairs = count / 2 * 2;
+    for (int64_t row = first; row < last; row += 32) {
+        int64_t rows = last - row < 32 ? last - row : 32, lower = rows - 16;
+        if (lower <= 0) {
+            configure(rows, 0);
+            for (int64_t at = 0; at < count; at += 4)
+                few_tiles(p, row, rows, panel + at, count - at < 4 ? count - at : 4);
+            continue;
+        }
+        configure(16, lower);
+        for (int64_t at = 0; at < pairs; at += 2) many_tiles(p, row, lower, panel + at);
+        if (pairs < count) {
+            configure(16, 0);
+            few_tiles(p, row, 16, panel + pairs, 1);
+            configure(lower, 0);
+            few_tiles(p, row + 16, lower, panel + pairs, 1);
+        }
+    }
+    _tile_release();
+}
+#endif
+
+// Its share of the work for one of so many threads; `wide` has been filled.
+void product_part(const Product *p, int64_t thread, int64_t threads) {
+    int64_t panels = (p->outputs + LANES - 1) / LANES;
+    int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+#ifdef __AMX_BF16__
+    if (p->kind == TILES_OF_AMX) {
+        by_tiles(p, 0, p->rows, begin, end - begin);
+        return;
+    }
+#endif
+    for (int64_t panel = begin; panel < end;) {
+        int64_t count = end - panel >= MOST_PANELS ? MOST_PANELS : 1;
+        by_lanes(p, 0, p->rows, panel, count);
+        panel += count;
+    }
+}
+
+static void widen_rows(const Product *p, int64_t row) {
+    const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
+    uint32_t *wide = (uint32_t *)p->wide + row * p->depth;
+    for (int64_t at = 0; at < p->depth; at++) wide[at] = (uint32_t)states[at] << 16;
+}
+
+// Whether products of this kind can be computed here.
+int32_t forerun_product_has(int32_t kind) {
+    if (kind == FLOAT32 || kind == WIDENED) return 1;
+#ifdef __AVX512BF16__
+    if (kind == DOTS) return 1;
+#endif
+#ifdef __AMX_BF16__
+    if (kind == TILES_OF_AMX) return syscall(SYS_arch_prctl, 0x1023, 18) == 0;    // the kernel must keep their state
+#endif
+    return 0;
+}
+
+// states (rows, depth) x weights in panels (outputs, depth) + bias (outputs,), or NULL -> out (rows, outputs); all
+// contiguous. 0, or 1 where sizes are out of range or there is no memory.
+int32_t forerun_multiply(
+    const void *states, const void *weights, const void *bias, void *out, int64_t rows, int64_t depth, int64_t outputs,
+    int32_t kind, int32_t threads) {
+    Product product = {states, weights, bias, out, NULL, rows, depth, outputs, kind}, *p = &product;
+    if (rows < 0 || outputs < 1 || depth < 1 || threads < 1 || (kind != FLOAT32 && depth % STEP)) return 1;
+    if (kind == WIDENED && !(p->wide = malloc((size_t)(rows * depth + 1) * sizeof(float)))) return 1;
+#pragma omp parallel num_threads(threads) if (outputs * depth >= WORTH)
+    {
+        if (p->wide) {
+#pragma omp for
+            for (int64_t row = 0; row < rows; row++) widen_rows(p, row);
+        }
+        product_part(p, omp_get_thread_num(), omp_get_num_threads());
+    }
+    free(p->wide);
+    return 0;
+}

@@ -1,0 +1,186 @@
+"""Matrix products in C with packed weights (`product.c`): float32 and bf16, on any x86 with AVX2 and a C compiler.
+
+A row's bits depend on that row alone, for one row and for thousands. bf16 is multiplied in one of several ways, which
+sum in different orders; the way is chosen once per machine by measurement and kept on disk: a text stays the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.caching import cache_root
+from forerun.devices import processor_name
+from forerun.errors import ArgumentError
+from forerun.model.kernels import native
+from forerun.writing import written
+
+log = logging.getLogger(__name__)
+
+LANES = 16  # Outputs of a panel
+STEP = 32  # The depth of packed bf16 weights is a multiple of it
+DTYPES = (torch.float32, torch.bfloat16)
+BASE: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mavx2", "-mfma")
+AVX512 = (*BASE, "-mavx512f", "-mavx512bw", "-mavx512vl")
+DOT_PRODUCTS = (*AVX512, "-mavx512bf16")
+_TRIALS = ((1, 1024, 4096), (8, 1024, 4096))  # Rows, depth and outputs of the products that are timed
+_REPEATS = 9
+_CLEARLY = 0.9  # Another way than the first that a machine has must take at most this much of its time
+
+
+class Kind(IntEnum):
+    """How entries are multiplied; numbered as in ``product.h``."""
+
+    FLOAT32 = 0
+    WIDENED = 1  # bf16 as float32
+    DOTS = 2  # AVX-512 BF16: two entries a lane
+    TILES = 3  # AMX
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library that is compiled for this processor; None where this machine cannot have it."""
+    if not torch.cpu._is_avx2_supported():
+        return None
+    builds = [BASE]
+    if torch.cpu._is_avx512_supported():
+        builds.append(AVX512)
+    if torch.cpu._is_avx512_bf16_supported():
+        builds.append(DOT_PRODUCTS)
+    if torch.cpu._is_amx_tile_supported():
+        builds.append((*DOT_PRODUCTS, "-mamx-tile", "-mamx-bf16"))
+    return opened(builds[-1])
+
+
+def opened(flags: Sequence[str]) -> ctypes.CDLL | None:
+    """The library as these flags of the compiler make it."""
+    found = native.compiled_library("product", flags=flags)
+    if found is None:
+        return None
+    pointer, count, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    found.forerun_multiply.argtypes = (*[pointer] * 4, *[count] * 3, small, small)
+    found.forerun_multiply.restype = found.forerun_product_has.restype = small
+    return found
+
+
+def ready(dtype: torch.dtype) -> bool:
+    """Whether this machine multiplies packed weights of that dtype."""
+    return dtype in DTYPES and library() is not None
+
+
+def packed(matrix: Tensor) -> Tensor:
+    """(outputs, depth) in panels: (P, depth, LANES), bf16 (P, depth / 2, LANES, 2); zeros fill the last panel up, and
+    the depth of bf16 to a multiple of `STEP`."""
+    half = matrix.dtype is torch.bfloat16
+    outputs, depth = matrix.shape
+    if (-outputs % LANES) or (half and depth % STEP):
+        matrix = functional.pad(matrix, (0, -depth % STEP if half else 0, 0, -outputs % LANES))
+    panels = matrix.reshape(-1, LANES, matrix.shape[1])
+    return (panels.view(*panels.shape[:2], -1, 2) if half else panels).transpose(1, 2).contiguous()
+
+
+def unpacked(panels: Tensor, outputs: int, depth: int) -> Tensor:
+    """What `packed` was given, (outputs, depth)."""
+    matrix = panels.transpose(1, 2).flatten(2) if panels.dim() == 4 else panels.transpose(1, 2)
+    return matrix.reshape(-1, matrix.shape[-1])[:outputs, :depth]
+
+
+def multiply(rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int, kind: Kind | None = None) -> Tensor:
+    """(M, depth) times packed weights, plus bias (outputs,): (M, outputs). ArgumentError: shapes or dtypes that do not
+    fit; nothing was read.
+
+    Args:
+        kind: how to multiply; None: as this machine does in that dtype.
+    """
+    found = library()
+    assert found is not None, "ready() is asked first"
+    kind = kind_of(rows.dtype) if kind is None else kind
+    return _multiplied(found, kind, rows, panels, bias, outputs)
+
+
+def _multiplied(
+    found: ctypes.CDLL, kind: Kind, rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int
+) -> Tensor:
+    count, depth = rows.shape
+    held = panels.shape[1] * (panels.shape[3] if panels.dim() == 4 else 1)
+    if held != depth and 0 < held - depth < STEP and panels.dim() == 4:
+        rows = functional.pad(rows, (0, held - depth))
+    fitting = rows.shape[1] == held and panels.shape[0] == -(-outputs // LANES) and rows.dtype is panels.dtype
+    if not fitting or not (bias is None or (bias.shape == (outputs,) and bias.dtype is rows.dtype)):
+        raise ArgumentError(
+            f"rows {tuple(rows.shape)} of {rows.dtype} cannot be multiplied with {outputs} outputs of a depth of "
+            f"{held} in {panels.dtype}; expected rows of that depth and dtype, and as many biases, or none"
+        )
+    rows = rows.contiguous()
+    out = rows.new_empty(count, outputs)
+    given = None if bias is None else bias.contiguous()
+    found.forerun_multiply(
+        rows.data_ptr(),
+        panels.data_ptr(),
+        None if given is None else given.data_ptr(),
+        out.data_ptr(),
+        *(count, held, outputs),
+        *(kind, torch.get_num_threads()),
+    )
+    return out
+
+
+@cache
+def kind_of(dtype: torch.dtype) -> Kind:
+    """How this machine multiplies in that dtype: what is kept for it, else the fastest, measured now and kept."""
+    found = library()
+    assert found is not None, "ready() is asked first"
+    if dtype is torch.float32:
+        return Kind.FLOAT32
+    path = cache_root() / "products" / f"{native.version()}.json"
+    name = f"{processor_name()}, {torch.get_num_threads()} threads"
+    kept: dict[str, str] = {}
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if found.forerun_product_has(Kind[kept[name]]):
+            return Kind[kept[name]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        kept = kept if isinstance(kept, dict) else {}
+    kinds = [kind for kind in (Kind.TILES, Kind.DOTS, Kind.WIDENED) if found.forerun_product_has(kind)]
+    chosen = _fastest(found, kinds)
+    try:
+        with written(path) as fresh:
+            fresh.write_text(json.dumps({**kept, name: chosen.name}), encoding="utf-8")
+    except OSError as error:
+        log.debug("how bf16 is multiplied here cannot be kept in the cache: %s", error)
+    return chosen
+
+
+@torch.inference_mode()
+def _fastest(found: ctypes.CDLL, kinds: Sequence[Kind]) -> Kind:
+    """The kind with the shortest times; a later one only if it is clearly faster."""
+    best, least = kinds[0], float("inf")
+    for kind in kinds if len(kinds) > 1 else ():
+        taken = _seconds(found, kind)
+        if taken < (least * _CLEARLY if kind is not kinds[0] else least):
+            best, least = kind, taken
+    return best
+
+
+def _seconds(found: ctypes.CDLL, kind: Kind) -> float:
+    """The shortest times of a few products, added up."""
+    total = 0.0
+    for count, depth, outputs in _TRIALS:
+        rows = torch.ones(count, depth, dtype=torch.bfloat16)
+        panels = packed(torch.ones(outputs, depth, dtype=torch.bfloat16))
+        times = []
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            _multiplied(found, kind, rows, panels, None, outputs)
+            times.append(time.perf_counter() - began)
+        total += min(times)
+    return total
