@@ -25,6 +25,9 @@ class Nodes:
     sees: Tensor  # (B, N, N) bool: who looks at whom
     real: Tensor  # (B, N) bool; the rest is padding
     start: int  # Nodes before this one were run earlier in the step; they are seen, not run
+    paths: Tensor | None = None
+    """(B, N, D) int32, the nodes from the root down to each node, -1 behind it; None where all rows are chains: a key's
+    slot then says how many a node sees before it."""
     resume: Sequence[Resume | None] = ()  # (B,) what the first nodes of each row have already run through; or empty
 
     @classmethod
@@ -78,7 +81,10 @@ class Nodes:
     ) -> Nodes:
         sees, depths = _relations(parents.tobytes(), parents.shape)
         real = torch.arange(ids.shape[1]) <= torch.tensor(counts).unsqueeze(1)
-        return cls(ids=ids, depths=depths, sees=sees, real=real, start=start, resume=resume)
+        steps = np.arange(parents.shape[1])
+        branches = bool(((parents != steps) & (steps < np.array(counts)[:, None])).any())
+        paths = _paths(parents.tobytes(), parents.shape) if branches else None
+        return cls(ids=ids, depths=depths, sees=sees, real=real, start=start, paths=paths, resume=resume)
 
     @property
     def fresh(self) -> int:
@@ -130,6 +136,15 @@ def _relations(parents: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     a shape that was drafted before; what is returned is shared and never written to."""
     sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
     return sees, sees.sum(-1) - 1
+
+
+@lru_cache(maxsize=256)
+def _paths(parents: bytes, shape: tuple[int, ...]) -> Tensor:
+    """`Nodes.paths` of trees with these int64 parents (B, K), as `_relations`."""
+    sees, depths = _relations(parents, shape)
+    nodes = torch.arange(sees.shape[2]).where(sees, sees.shape[2])
+    found = nodes.sort(-1).values[..., : int(depths.max()) + 1]
+    return found.where(found < sees.shape[2], -1).to(torch.int32)
 
 
 def spread(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0) -> Tensor:

@@ -78,11 +78,21 @@ class Flat:
         return whole.view(self.rows, self.nodes, *values.shape[2:])
 
 
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The order in which each node of a tree counts the keys that it sees: the committed tokens, then its ancestors and
+    itself. It is not the order of the slots, where siblings stand between ancestors, but that of plain decoding."""
+
+    lengths: Tensor  # (B,) int64 committed tokens
+    nodes: Tensor  # (B, N, D) int32 from the root down to the node itself, -1 behind it; m stands in slot lengths + m
+
+
 @dataclass(kw_only=True, slots=True)
 class Pass:
     """What the attention of all layers has to know of one pass."""
 
     flat: Flat | None = None  # How its tokens stand; None: as a rectangle
+    paths: Paths | None = None  # None: every token counts the keys that it sees in the order of their slots
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
     cache: Any = None  # Of a compiled pass, whose graph holds none
     attended: int = 0  # Layers of a compiled pass that used the cache

@@ -23,7 +23,7 @@ from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import Plan, captured, check_boundaries
 from forerun.model.load import LoadOptions
-from forerun.model.padding import Buckets, Flat, Pass, running
+from forerun.model.padding import Buckets, Flat, Pass, Paths, running
 from forerun.model.prepare import default_slots, prepare
 from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, rounded, wide
 from forerun.model.support import context_length, refuse_stateful, text_config
@@ -358,9 +358,9 @@ class Target:
         given = [] if states is None else [states]
         if self.records:
             return self._replayed(what, work, rows, nodes, given, after=MET_BEFORE)
-        inputs = self._place(rows, nodes, padded=True)
+        inputs, this = self._place(rows, nodes, padded=True)
         missing = inputs["input_ids"].shape[1] - nodes.fresh
-        with self._turn, attention_kernels(self.device):
+        with self._turn, running(this), attention_kernels(self.device):
             found = work(inputs, *(nn.functional.pad(one, (0, 0, 0, missing)) for one in given))
         return [values[:, : nodes.fresh] for values in found]
 
@@ -445,8 +445,8 @@ class Target:
 
     def _place(
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
-    ) -> dict[str, Any]:
-        """Keyword arguments for the base model's forward; tells the cache where the tokens go. Padding nodes are
+    ) -> tuple[dict[str, Any], Pass]:
+        """Keyword arguments for the base model's forward, and what its attention has to know; tells the cache where the tokens go. Padding nodes are
         written to the dump slot and look at slot 0 alone. The width counts them: it is the same for plain and
         speculative steps that are padded to the same N. With `flat` the model is handed the real tokens alone."""
         committed = self._note_passes(rows, nodes)
@@ -454,14 +454,16 @@ class Target:
         missing, used = size - nodes.fresh, max(committed) + nodes.start + size
         width = self.buckets.pad_width(used, self.cache.slots, on_cpu=self.device.type == "cpu")
         host = [*self._structure(committed, nodes, missing, 0), torch.tensor(rows, dtype=torch.int64)]
+        host += self._paths(nodes, missing)
         ids = _filled(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
             *there, ids = sent([*host, ids], self.device)
         else:
             there = sent(host, self.device)
-        *block, places, index = there
+        block, (places, index, *paths) = masks.Block(*there[:4]), there[4:]
         self.cache.begin(rows, places, width, index=index, real=flat, select=select)
-        return self._inputs(masks.Block(*block), ids, width, flat)
+        this = Pass(flat=flat, rows=self.cache.unselected, paths=Paths(block.lengths, *paths) if paths else None)
+        return self._inputs(block, ids, width, flat), this
 
     def _packed(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
         """Structure and ids of a pass on the device, and its width: sizes are powers of two, and every row stands at
@@ -493,6 +495,13 @@ class Target:
             _filled(slots[:, nodes.start :], missing, self.cache.dump),
         ]
 
+    def _paths(self, nodes: Nodes, missing: int) -> list[Tensor]:
+        """Of a pass over `nodes` and `missing` ones of padding: (B, N, D), or nothing where all rows are chains."""
+        if nodes.paths is None:
+            return []
+        paths = nodes.paths[:, nodes.start :]
+        return [nn.functional.pad(paths, (0, 0, 0, missing), value=-1) if missing else paths]
+
     def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
         positions = block.query_positions
         return {
@@ -515,8 +524,8 @@ class Target:
         self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
     ) -> tuple[Tensor, dict[Boundary, Tensor]]:
         """One pass of the base model: states (B, N, H) after the final norm, and those asked for."""
-        inputs = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
-        with captured(self._layers, boundaries) as caught, running(Pass(flat=flat, rows=self.cache.unselected)):
+        inputs, this = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
+        with captured(self._layers, boundaries) as caught, running(this):
             states: Tensor = self._base(**inputs).last_hidden_state
         if LAST_HIDDEN in boundaries:
             caught[LAST_HIDDEN] = states

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.attention import COMPILED, NAME
 from forerun.model.kernels.packing import Packing
 from forerun.model.layers import base_of, cache_argument, device_of
-from forerun.model.padding import Pass, running
+from forerun.model.padding import current, running
 from forerun.model.sample import drawn
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class CompiledForward:
         """As the base model; compiled if it is a cached pass of token ids without hooks."""
         if self.failed or args or not self._fits(kwargs):
             return self.plain(*args, **kwargs)
-        this = Pass(cache=kwargs[self.cache_argument])
+        this = replace(current(), cache=kwargs[self.cache_argument], attended=0)
         inputs = (kwargs["input_ids"], kwargs["position_ids"], kwargs["attention_mask"])
         try:
             with running(this):

@@ -5,10 +5,17 @@
 // many rows, sequences or masked keys there are. So a token scored in a tree's chain has the bits that plain decoding
 // gives it. Blocks that nobody in a tile of rows sees are not even read. What is computed from NaN or infinity is NaN.
 //
+// A key counts by its rank, the number of tokens before it on the row's own path: lanes, pairs of keys (a BF16 dot product
+// takes two) and blocks fall by ranks. A rank is a slot but for nodes of a tree, between whose ancestors siblings stand:
+// for these `paths` says which slots follow the committed ones, and a branch has the bits of plain decoding, too. What a
+// score is does not depend on its lane. So scores are computed by slots and then put where their ranks are; pairs of
+// values that all rows have in common are interleaved once, the few behind them for each row.
+//
 // Knows pointers and strides (in elements). Depths are multiples of 32, at most MOST_DEPTH; the innermost stride is 1.
 // Sizes that it cannot work with, and rows that are not there, are refused before anything is read or written.
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "lanes.h"
@@ -16,12 +23,16 @@
 enum { BLOCK = 128, TILE = 4, CHUNK = 64, MOST_DEPTH = 256 };
 
 #define UNSEEN -1e38f
+#define NOBODYS 0xff80      // A mask's entry where there is no key: minus infinity
 
 typedef struct {
     const uint16_t *query, *key, *value, *mask;
     const int64_t *rows;        // (batch,) which row of the keys and values each sequence has; NULL: its own number
     uint16_t *out;              // (batch, count, heads, value_depth), contiguous
+    const int64_t *lengths;     // (batch,) committed tokens, with which every path begins
+    const int32_t *paths;       // (batch, count, longest) the nodes that follow, rising; -1 behind the last
     int64_t batch, held, heads, key_heads, count, width, depth, value_depth;    // `held` rows of keys and values
+    int64_t longest;            // 0: there are no paths, and ranks are slots
     int64_t query_batch, query_head, query_row;
     int64_t key_batch, key_head, key_slot;
     int64_t value_batch, value_head, value_slot;
@@ -39,6 +50,11 @@ typedef struct {
     __attribute__((aligned(64))) float scores[TILE][BLOCK];
     __attribute__((aligned(64))) uint16_t weights[TILE][BLOCK];
     float highest[CHUNK], total[CHUNK];
+    // Of blocks that reach behind the committed tokens:
+    uint16_t masks[CHUNK][BLOCK];
+    int32_t slots[CHUNK][BLOCK];    // Where the key of each lane stands; -1: there is none
+    float *found;                   // (CHUNK, longest) scores along each row's path
+    const uint16_t *value;          // Of slot 0
 } Scratch;
 
 // 16 rows of 16 dwords -> 16 columns.
@@ -80,22 +96,26 @@ static void pack_keys(const Problem *p, const uint16_t *key, int64_t size, Scrat
         }
 }
 
+// 32 entries of two keys' values, interleaved; NULL: there is no such key, and zeros stand for it.
+INLINE void pair_up(const uint16_t *first, const uint16_t *second, __m512i pair[2]) {
+    static const __attribute__((aligned(64))) uint16_t order[2][32] = {
+        {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63},
+    };
+    __m512i one = first ? _mm512_loadu_si512(first) : _mm512_setzero_si512();
+    __m512i two = second ? _mm512_loadu_si512(second) : _mm512_setzero_si512();
+    for (int half = 0; half < 2; half++) pair[half] = _mm512_permutex2var_epi16(one, _mm512_load_si512(order[half]), two);
+}
+
 // The values of a block, two keys interleaved; a missing one is zero.
 static void pack_values(const Problem *p, const uint16_t *value, int64_t size, Scratch *s) {
-    __attribute__((aligned(64))) uint16_t order[2][32];
-    for (int lane = 0; lane < LANES; lane++)
-        for (int half = 0; half < 2; half++) {
-            order[half][2 * lane] = (uint16_t)(half * LANES + lane);
-            order[half][2 * lane + 1] = (uint16_t)(32 + half * LANES + lane);
-        }
-    const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
     for (int64_t pair = 0; 2 * pair < size; pair++) {
         const uint16_t *first = value + 2 * pair * p->value_slot, *second = first + p->value_slot;
-        for (int64_t part = 0; part < p->value_depth / 32; part++) {
-            __m512i one = _mm512_loadu_si512(first + part * 32);
-            __m512i two = 2 * pair + 1 < size ? _mm512_loadu_si512(second + part * 32) : _mm512_setzero_si512();
-            _mm512_store_si512(s->values[pair] + part * 32, _mm512_permutex2var_epi16(one, low, two));
-            _mm512_store_si512(s->values[pair] + part * 32 + LANES, _mm512_permutex2var_epi16(one, high, two));
+        for (int64_t column = 0; column < p->value_depth; column += 32) {
+            __m512i both[2];
+            pair_up(first + column, 2 * pair + 1 < size ? second + column : NULL, both);
+            _mm512_store_si512(s->values[pair] + column, both[0]);
+            _mm512_store_si512(s->values[pair] + column + LANES, both[1]);
         }
     }
 }
@@ -164,23 +184,42 @@ INLINE float weigh(const Problem *p, const uint16_t *mask, int64_t size, int64_t
     return shrunk;
 }
 
-// Adds the weighted values of `pairs` pairs of keys to the sums of ROWS rows, WIDE * 16 columns at a time.
-INLINE void gather(const int ROWS, const int WIDE, const Problem *p, int64_t first, int64_t pairs, const float *shrunk, Scratch *s) {
+INLINE __m512bh weights_of(int row, int64_t pair, const Scratch *s) {
+    uint32_t weights;
+    memcpy(&weights, s->weights[row] + 2 * pair, sizeof weights);
+    return (__m512bh)_mm512_set1_epi32((int)weights);
+}
+
+// Adds the weighted values of `pairs` pairs of keys to the sums of ROWS rows, WIDE * 16 columns at a time; the first
+// `common` pairs are those of the block, the others each row's own.
+INLINE void gather(
+    const int ROWS, const int WIDE, const Problem *p, int64_t first, int64_t common, int64_t pairs, const float *shrunk, Scratch *s) {
     for (int64_t column = 0; column < p->value_depth; column += WIDE * LANES) {
         __m512 sums[TILE][4];
         for (int row = 0; row < ROWS; row++)
             for (int part = 0; part < WIDE; part++)
                 sums[row][part] = _mm512_mul_ps(
                     _mm512_load_ps(s->sums[first + row] + column + part * LANES), _mm512_set1_ps(shrunk[row]));
-        for (int64_t pair = 0; pair < pairs; pair++)
+        for (int64_t pair = 0; pair < common; pair++)
             for (int row = 0; row < ROWS; row++) {
-                uint32_t weights;
-                memcpy(&weights, s->weights[row] + 2 * pair, sizeof weights);
+                __m512bh weights = weights_of(row, pair, s);
                 for (int part = 0; part < WIDE; part++)
                     sums[row][part] = _mm512_dpbf16_ps(
-                        sums[row][part],
-                        (__m512bh)_mm512_load_si512(s->values[pair] + column + part * LANES),
-                        (__m512bh)_mm512_set1_epi32((int)weights));
+                        sums[row][part], (__m512bh)_mm512_load_si512(s->values[pair] + column + part * LANES), weights);
+            }
+        for (int64_t pair = common; pair < pairs; pair++)
+            for (int row = 0; row < ROWS; row++) {
+                const int32_t *slots = s->slots[first + row] + 2 * pair;
+                __m512bh weights = weights_of(row, pair, s);
+                for (int part = 0; part < WIDE; part += 2) {
+                    const uint16_t *value = s->value + column + part * LANES;
+                    __m512i both[2];
+                    pair_up(
+                        slots[0] < 0 ? NULL : value + slots[0] * p->value_slot,
+                        slots[1] < 0 ? NULL : value + slots[1] * p->value_slot, both);
+                    for (int half = 0; half < 2; half++)
+                        sums[row][part + half] = _mm512_dpbf16_ps(sums[row][part + half], (__m512bh)both[half], weights);
+                }
             }
         for (int row = 0; row < ROWS; row++)
             for (int part = 0; part < WIDE; part++)
@@ -188,21 +227,80 @@ INLINE void gather(const int ROWS, const int WIDE, const Problem *p, int64_t fir
     }
 }
 
-INLINE void tile(const int ROWS, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Scratch *s) {
-    int64_t groups = (size + 2 * LANES - 1) / (2 * LANES) * 2;
+INLINE int64_t in_groups(int64_t size) { return (size + 2 * LANES - 1) / (2 * LANES) * 2; }
+
+// Part of a block: `size` lanes, of which the first `common` hold the same keys in all rows. `rank` is that of lane 0,
+// counted from the committed tokens on.
+typedef struct { int64_t size, common, rank; } Span;
+
+INLINE void tile(
+    const int ROWS, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Span span, Scratch *s) {
+    int64_t common = span.common < size ? span.common : size, pairs = (size + 1) / 2;
     float shrunk[TILE];
-    score(ROWS, p, first, groups, s);
-    for (int row = 0; row < ROWS; row++) shrunk[row] = weigh(p, masks[row], size, groups, row, first + row, s);
-    if (p->value_depth % 64) gather(ROWS, 2, p, first, (size + 1) / 2, shrunk, s);
-    else gather(ROWS, 4, p, first, (size + 1) / 2, shrunk, s);
+    score(ROWS, p, first, in_groups(common), s);
+    for (int row = 0; row < ROWS; row++) {
+        for (int64_t lane = common; lane < size; lane++)
+            s->scores[row][lane] = span.rank + lane < p->longest ? s->found[(first + row) * p->longest + span.rank + lane] : 0.0f;
+        shrunk[row] = weigh(p, masks[row], size, in_groups(size), row, first + row, s);
+    }
+    int64_t packed = common < size ? common / 2 : pairs;
+    if (p->value_depth % 64) gather(ROWS, 2, p, first, packed, pairs, shrunk, s);
+    else gather(ROWS, 4, p, first, packed, pairs, shrunk, s);
 }
 
-static void tile_of(int64_t rows, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Scratch *s) {
+static void tile_of(
+    int64_t rows, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Span span, Scratch *s) {
     switch (rows) {
-        case 1: tile(1, p, masks, first, size, s); break;
-        case 2: tile(2, p, masks, first, size, s); break;
-        case 3: tile(3, p, masks, first, size, s); break;
-        default: tile(4, p, masks, first, size, s);
+        case 1: tile(1, p, masks, first, size, span, s); break;
+        case 2: tile(2, p, masks, first, size, span, s); break;
+        case 3: tile(3, p, masks, first, size, span, s); break;
+        default: tile(4, p, masks, first, size, span, s);
+    }
+}
+
+static void score_of(int64_t rows, const Problem *p, int64_t first, int64_t groups, Scratch *s) {
+    switch (rows) {
+        case 1: score(1, p, first, groups, s); break;
+        case 2: score(2, p, first, groups, s); break;
+        case 3: score(3, p, first, groups, s); break;
+        default: score(4, p, first, groups, s);
+    }
+}
+
+// The scores of all nodes on the paths of `rows` rows; `key` is the first node's.
+static void score_paths(const Problem *p, const uint16_t *key, const int32_t *const *paths, int64_t rows, Scratch *s) {
+    int64_t nodes = 0;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t step = 0; step < p->longest && paths[row][step] >= 0; step++)
+            if (paths[row][step] >= nodes) nodes = paths[row][step] + 1;
+    memset(s->found, 0, (size_t)(rows * p->longest) * sizeof(float));
+    for (int64_t start = 0; start < nodes; start += BLOCK) {
+        int64_t size = nodes - start < BLOCK ? nodes - start : BLOCK;
+        pack_keys(p, key + start * p->key_slot, size, s);
+        for (int64_t first = 0; first < rows; first += TILE) {
+            int64_t some = rows - first < TILE ? rows - first : TILE;
+            score_of(some, p, first, in_groups(size), s);
+            for (int64_t row = 0; row < some; row++)
+                for (int64_t step = 0; step < p->longest && paths[first + row][step] >= 0; step++) {
+                    int64_t node = paths[first + row][step] - start;
+                    if (node >= 0 && node < size) s->found[(first + row) * p->longest + step] = s->scores[row][node];
+                }
+        }
+    }
+}
+
+// A block's lanes for one row: its mask and its slots in the order of ranks. `mask` is that of the block's first slot.
+static void order_lanes(
+    const Problem *p, const uint16_t *mask, int64_t start, int64_t length, const int32_t *path, int64_t row, Span span, Scratch *s) {
+    memcpy(s->masks[row], mask, (size_t)span.common * sizeof *mask);
+    for (int64_t lane = span.common; lane < BLOCK; lane++) s->masks[row][lane] = NOBODYS;
+    memset(s->slots[row], -1, sizeof s->slots[row]);
+    if (span.common) s->slots[row][span.common - 1] = (int32_t)(length - 1);    // It may share a pair with the next
+    for (int64_t lane = span.common; lane < BLOCK && span.rank + lane < p->longest; lane++) {
+        int32_t node = path[span.rank + lane];
+        if (node < 0) break;
+        s->slots[row][lane] = (int32_t)(length + node);
+        s->masks[row][lane] = mask[length + node - start];
     }
 }
 
@@ -233,26 +331,40 @@ static void finish(const Problem *p, int64_t batch, int64_t key_head, int64_t fi
 
 // Up to CHUNK rows of one sequence that share a key head. Row r is position r % count of head r / count of the group.
 static void attend_chunk(const Problem *p, int64_t batch, int64_t key_head, int64_t first, int64_t rows, Scratch *s) {
-    int64_t held = p->rows ? p->rows[batch] : batch;
+    int64_t held = p->rows ? p->rows[batch] : batch, length = p->longest ? p->lengths[batch] : p->width;
     const uint16_t *key = p->key + held * p->key_batch + key_head * p->key_head;
     const uint16_t *value = p->value + held * p->value_batch + key_head * p->value_head;
     const uint16_t *mask = p->mask + batch * p->mask_batch;
+    const int32_t *paths[CHUNK];
     begin(p, batch, key_head, first, rows, s);
-    for (int64_t start = 0; start < p->width; start += BLOCK) {
+    s->value = value;
+    if (p->longest) {
+        for (int64_t row = 0; row < rows; row++)
+            paths[row] = p->paths + (batch * p->count + (first + row) % p->count) * p->longest;
+        score_paths(p, key + length * p->key_slot, paths, rows, s);
+    }
+    for (int64_t start = 0; start < p->width && start < length + p->longest; start += BLOCK) {
         int64_t size = p->width - start < BLOCK ? p->width - start : BLOCK, most = 0, seen[CHUNK / TILE] = {0};
+        int own = start + size > length;    // Whether rows have keys of their own in this block
+        Span span = {own ? BLOCK : size, own ? length > start ? length - start : 0 : size, start - length};
         const uint16_t *masks[CHUNK];
         for (int64_t row = 0; row < rows; row++) {
             masks[row] = mask + (first + row) % p->count * p->mask_row + start;
-            int64_t own = reach(masks[row], size);
-            if (own > seen[row / TILE]) seen[row / TILE] = own;
+            if (own) {
+                order_lanes(p, masks[row], start, length, paths[row], row, span, s);
+                masks[row] = s->masks[row];
+            }
+            int64_t end = reach(masks[row], span.size);
+            if (end > seen[row / TILE]) seen[row / TILE] = end;
         }
         for (int64_t at = 0; at * TILE < rows; at++) most = seen[at] > most ? seen[at] : most;
         if (!most) continue;
-        pack_keys(p, key + start * p->key_slot, most, s);
-        pack_values(p, value + start * p->value_slot, most, s);
+        int64_t common = span.common < most ? span.common : most;
+        pack_keys(p, key + start * p->key_slot, common, s);
+        pack_values(p, value + start * p->value_slot, common, s);
         for (int64_t row = 0; row < rows; row += TILE)
             if (seen[row / TILE])
-                tile_of(rows - row < TILE ? rows - row : TILE, p, masks + row, row, seen[row / TILE], s);
+                tile_of(rows - row < TILE ? rows - row : TILE, p, masks + row, row, seen[row / TILE], span, s);
     }
     finish(p, batch, key_head, first, rows, s);
 }
@@ -261,24 +373,41 @@ int64_t forerun_problem_size(void) { return sizeof(Problem); }
 
 INLINE int fits(int64_t depth) { return depth > 0 && depth <= MOST_DEPTH && depth % 32 == 0; }
 
-// 0, or what is wrong: 1 the sizes, 2 the rows.
+static int leads_outside(const Problem *p, int64_t batch) {
+    int64_t room = p->width - p->lengths[batch];
+    if (p->lengths[batch] < 0 || room < 0) return 1;
+    for (int64_t at = 0; at < p->count * p->longest; at++)
+        if (p->paths[batch * p->count * p->longest + at] >= room) return 1;
+    return 0;
+}
+
+// 0, or what is wrong: 1 the sizes, 2 the rows, 3 the paths, 4 there is no memory.
 int32_t forerun_attend(const Problem *p) {
     if (p->batch < 1 || p->count < 1 || p->width < 1 || p->key_heads < 1 || p->heads < 1 || p->heads % p->key_heads) return 1;
     if (!fits(p->depth) || !fits(p->value_depth) || p->threads < 1) return 1;
     for (int64_t batch = 0; batch < p->batch; batch++) {
         int64_t row = p->rows ? p->rows[batch] : batch;
         if (row < 0 || row >= p->held) return 2;
+        if (p->longest && leads_outside(p, batch)) return 3;
     }
+    int32_t failed = 0;
     int64_t rows = p->heads / p->key_heads * p->count, chunks = (rows + CHUNK - 1) / CHUNK;
 #pragma omp parallel num_threads(p->threads)
     {
         Scratch scratch;
+        scratch.found = malloc((size_t)(CHUNK * (p->longest + 1)) * sizeof(float));
+        if (!scratch.found) {
+#pragma omp atomic write
+            failed = 4;
+        }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < p->batch * p->key_heads * chunks; task++) {
             int64_t chunk = task % chunks, first = chunk * CHUNK;
             int64_t some = rows - first < CHUNK ? rows - first : CHUNK;
-            attend_chunk(p, task / chunks / p->key_heads, task / chunks % p->key_heads, first, some, &scratch);
+            if (scratch.found)
+                attend_chunk(p, task / chunks / p->key_heads, task / chunks % p->key_heads, first, some, &scratch);
         }
+        free(scratch.found);
     }
-    return 0;
+    return failed;
 }

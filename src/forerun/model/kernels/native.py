@@ -29,6 +29,7 @@ from torch import Tensor
 
 from forerun.caching import cache_root
 from forerun.errors import ArgumentError
+from forerun.model.padding import Paths
 from forerun.writing import written
 
 log = logging.getLogger(__name__)
@@ -123,8 +124,8 @@ class _Problem(ctypes.Structure):
     """`Problem` of ``attend.c``."""
 
     _fields_ = _fields(
-        "query key value mask rows out",
-        "batch held heads key_heads count width depth value_depth query_batch query_head query_row "
+        "query key value mask rows out lengths paths",
+        "batch held heads key_heads count width depth value_depth longest query_batch query_head query_row "
         "key_batch key_head key_slot value_batch value_head value_slot mask_batch mask_row",  # Strides
         "scale",
     )
@@ -143,9 +144,18 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rows: Tensor | None = None) -> Tensor:
-    """Attention where `takes_attention` says so, (B, N, heads, D'); a row's bits depend on what that row sees alone.
-    ArgumentError: the shapes do not belong together, or there is no such row; nothing was read.
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    rows: Tensor | None = None,
+    paths: Paths | None = None,
+) -> Tensor:
+    """Attention where `takes_attention` says so, (B, N, heads, D'); a row's bits depend on what that row sees alone, and
+    with `paths` on the keys of its path in their order, not on their slots. ArgumentError: the shapes do not belong
+    together, or there is no such row or slot; nothing was read.
 
     Args:
         query: (B, heads, N, D)
@@ -153,6 +163,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         value: (R, kv_heads, W, D')
         mask: (B, 1, N, W) or (1, 1, N, W), additive; below -1e38 means unseen.
         rows: (B,) int64, which of the R keys and values each sequence has; None: R is B, its own.
+        paths: what no path leads to is unseen, whatever the mask says.
     """
     batch, heads, count, depth = query.shape
     held, key_heads, width, _ = key.shape
@@ -161,18 +172,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     fitting = value.shape[:3] == key.shape[:3] and key.shape[3] == depth
     if rows is not None:
         fitting = fitting and rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
+    lengths, nodes = (None, None) if paths is None else (paths.lengths, paths.nodes.contiguous())
+    if lengths is not None and nodes is not None:
+        fitting = fitting and (lengths.dtype, nodes.dtype) == (torch.int64, torch.int32) and lengths.is_contiguous()
+        fitting = fitting and lengths.shape == (batch,) and nodes.shape[:2] == (batch, count) and nodes.dim() == 3
     out = query.new_empty(batch, count, heads, value.shape[-1])
     mask = mask.expand(batch, 1, count, width)
     sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1])
+    sizes = (*sizes, 0 if nodes is None else nodes.shape[-1])
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2))
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, mask, rows, out)]
+    tensors = (query, key, value, mask, rows, out, lengths, nodes)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     problem = _Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads())
     if not fitting or found(ctypes.byref(problem)):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value, mask))
         chosen = "" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}"
+        if paths is not None:
+            chosen += f" along paths {tuple(paths.nodes.shape)} behind {paths.lengths.tolist()}"
         raise ArgumentError(
             f"attention cannot be computed over query, key, value and mask {shapes}{chosen}; expected (B, heads, N, "
-            "D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W) and int64 rows below R"
+            "D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W), int64 rows below R and int32 paths within W"
         )
     return out
 
