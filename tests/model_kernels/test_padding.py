@@ -108,9 +108,9 @@ def test_layers_are_handed_no_copy_of_scattered_rows(monkeypatch: pytest.MonkeyP
     store = made.cache.read(0, 0, 1)[0].untyped_storage().data_ptr()
     seen, before = list[int](), native_kernel.attend
 
-    def noted(query: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
+    def noted(query: torch.Tensor, key: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         seen.append(key.untyped_storage().data_ptr())
-        return before(query, key, *others)
+        return before(query, key, *others, **named)
 
     monkeypatch.setattr(native_kernel, "attend", noted)
     made.score([0, 3], chains([5, 6], {0: 1, 3: 1}))

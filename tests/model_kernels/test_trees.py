@@ -71,7 +71,7 @@ def differing(
         for node, slots in enumerate(own):
             mask[row, 0, node, slots[-window if window else 0 :]] = 0
     paths = None if nodes.paths is None or not ordered else Paths(torch.tensor(lengths), nodes.paths)
-    found = native.attend(query, key, value, mask, 0.125, None, paths)
+    found = native.attend(query, key, value, mask, 0.125, paths=paths)
     wrong = 0
     for row, own in enumerate(ways):
         for node, slots in enumerate(own):
@@ -140,7 +140,7 @@ def test_paths_that_lead_nowhere_are_refused(wrong: str) -> None:
         nodes = nodes.long()
     nodes = {"batch": nodes[:1], "count": nodes[:, :4]}.get(wrong, nodes)
     with pytest.raises(ValueError, match="paths within W"):
-        native.attend(query, key, value, mask, 0.125, None, Paths(lengths, nodes))
+        native.attend(query, key, value, mask, 0.125, paths=Paths(lengths, nodes))
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -187,8 +187,8 @@ def unlike_plain(made: Target, plain: Target, kind: str, seed: int) -> int:
     made.commit(rows, [tuple(path[1:]) for path in kept])
     for row in rows:
         for layer in range(made.num_layers):
-            for own, other in zip(*(one.cache.read(layer, row, one.lengths[row]) for one in (made, plain)), strict=True):
-                wrong += int((own != other).flatten(1).any(-1).sum())
+            held = [one.cache.read(layer, row, one.lengths[row]) for one in (made, plain)]
+            wrong += sum(int((own != other).flatten(1).any(-1).sum()) for own, other in zip(*held, strict=True))
         later = [draw.randrange(3, 120) for _ in range(2)]
         wrong += int((plainly(made, row, later) != plainly(plain, row, later)).any(-1).sum())
     return wrong

@@ -446,9 +446,10 @@ class Target:
     def _place(
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
     ) -> tuple[dict[str, Any], Pass]:
-        """Keyword arguments for the base model's forward, and what its attention has to know; tells the cache where the tokens go. Padding nodes are
-        written to the dump slot and look at slot 0 alone. The width counts them: it is the same for plain and
-        speculative steps that are padded to the same N. With `flat` the model is handed the real tokens alone."""
+        """Keyword arguments for the base model's forward, and what its attention has to know; tells the cache where
+        the tokens go. Padding nodes are written to the dump slot and look at slot 0 alone. The width counts them: it is
+        the same for plain and speculative steps that are padded to the same N. With `flat` the model is handed the real
+        tokens alone."""
         committed = self._note_passes(rows, nodes)
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing, used = size - nodes.fresh, max(committed) + nodes.start + size

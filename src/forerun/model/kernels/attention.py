@@ -84,7 +84,7 @@ def attend(
     ops = fused(query.device)
     if ops is not None and not dropout and ops.takes_attention(query, key, value, mask):
         scale = depth**-0.5 if scaling is None else scaling
-        attended: Tensor = ops.attend(query, key, value, mask, scale, this.rows, this.paths)
+        attended: Tensor = ops.attend(query, key, value, mask, scale, this.rows, paths=this.paths)
         return attended
     if this.rows is not None:
         key, value = key.index_select(0, this.rows), value.index_select(0, this.rows)

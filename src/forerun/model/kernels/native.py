@@ -151,11 +151,12 @@ def attend(
     mask: Tensor,
     scale: float,
     rows: Tensor | None = None,
+    *,
     paths: Paths | None = None,
 ) -> Tensor:
-    """Attention where `takes_attention` says so, (B, N, heads, D'); a row's bits depend on what that row sees alone, and
-    with `paths` on the keys of its path in their order, not on their slots. ArgumentError: the shapes do not belong
-    together, or there is no such row or slot; nothing was read.
+    """Attention where `takes_attention` says so, (B, N, heads, D'); a token's bits depend on what it sees alone and,
+    with `paths`, not on the slots of it. ArgumentError: the shapes do not belong together, or there is no such row or
+    slot; nothing was read.
 
     Args:
         query: (B, heads, N, D)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.model.kernels.native import Heads
+from forerun.model.padding import Paths
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,16 @@ def rope_and_write(
     return query
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rows: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    rows: Tensor | None = None,
+    *,
+    paths: Paths | None = None,
+) -> Tensor:
     """Attention where `takes_attention` says so, (B, N, heads, D'). Several programs share the slots of a sequence, as
     many as keep the device busy (Flash-Decoding), and pass over what no query of theirs sees.
 
