@@ -31,9 +31,10 @@ ARMS: dict[str, Mapping[str, Any] | bool] = {  # Whatever drafts with nothing bu
     PLAIN: False,
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
-    "suffix tree": {"method": "suffix", "nodes": 32, "adaptive": False},
+    "suffix tree": {"method": "suffix", "nodes": 24, "adaptive": False},
     "recycling": {"method": "recycling"},
-    "recycling tree": {"method": "recycling", "nodes": 48, "adaptive": False},
+    "recycling tree": {"method": "recycling", "nodes": 24, "adaptive": False},
+    "recycling wide": {"method": "recycling", "nodes": 64, "adaptive": False},
     "lookahead": {"method": "lookahead", "adaptive": False},
     "jacobi": {"method": "jacobi", "adaptive": False},
     "merge": {"method": "merge", "drafters": [{"method": "suffix"}, {"method": "recycling"}], "adaptive": False},
@@ -109,8 +110,8 @@ def compared(arm: str, count: int, answers: Answers) -> dict[str, Any]:
         if plain != other:
             place = next((at for at, pair in enumerate(zip(plain, other, strict=False)) if pair[0] != pair[1]), None)
             place = min(len(plain), len(other)) if place is None else place
-            tokens = [one[place] if place < len(one) else None for one in (plain, other)]
-            parted.append({"question": index, "place": place, "plain": tokens[0], "drafted": tokens[1]})
+            mine, theirs = (one[place] if place < len(one) else None for one in (plain, other))
+            parted.append({"question": index, "place": place, "plain": mine, "drafted": theirs})
     tokens = sum(len(answers.of(arm, index)) for index in range(count))
     return {"questions": count, "equal": count - len(parted), "tokens": tokens, "parted": parted}
 

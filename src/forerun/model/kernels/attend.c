@@ -135,6 +135,8 @@ INLINE int64_t reach(const uint16_t *mask, int64_t size) {
     return 0;
 }
 
+INLINE int64_t in_groups(int64_t size) { return (size + 2 * LANES - 1) / (2 * LANES) * 2; }
+
 // Scores of ROWS rows against `groups` (even) groups of packed keys.
 INLINE void score(const int ROWS, const Problem *p, int64_t first, int64_t groups, Scratch *s) {
     for (int64_t group = 0; group < groups; group += 2) {
@@ -156,8 +158,17 @@ INLINE void score(const int ROWS, const Problem *p, int64_t first, int64_t group
     }
 }
 
+static void score_of(int64_t rows, const Problem *p, int64_t first, int64_t groups, Scratch *s) {
+    switch (rows) {
+        case 1: score(1, p, first, groups, s); break;
+        case 2: score(2, p, first, groups, s); break;
+        case 3: score(3, p, first, groups, s); break;
+        default: score(4, p, first, groups, s);
+    }
+}
+
 // Turns a row's scores into weights; returns what its sums so far have to be multiplied by.
-INLINE float weigh(const Problem *p, const uint16_t *mask, int64_t size, int64_t groups, int row, int64_t place, Scratch *s) {
+static float weigh(const Problem *p, const uint16_t *mask, int64_t size, int64_t groups, int row, int64_t place, Scratch *s) {
     __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int64_t group = 0; group < groups; group++) {
         __m512 added = mask_of(mask + group * LANES, size - group * LANES);
@@ -190,36 +201,20 @@ INLINE __m512bh weights_of(int row, int64_t pair, const Scratch *s) {
     return (__m512bh)_mm512_set1_epi32((int)weights);
 }
 
-// Adds the weighted values of `pairs` pairs of keys to the sums of ROWS rows, WIDE * 16 columns at a time; the first
-// `common` pairs are those of the block, the others each row's own.
-INLINE void gather(
-    const int ROWS, const int WIDE, const Problem *p, int64_t first, int64_t common, int64_t pairs, const float *shrunk, Scratch *s) {
+// Adds the weighted values of `pairs` pairs of keys to the sums of ROWS rows, WIDE * 16 columns at a time.
+INLINE void gather(const int ROWS, const int WIDE, const Problem *p, int64_t first, int64_t pairs, const float *shrunk, Scratch *s) {
     for (int64_t column = 0; column < p->value_depth; column += WIDE * LANES) {
         __m512 sums[TILE][4];
         for (int row = 0; row < ROWS; row++)
             for (int part = 0; part < WIDE; part++)
                 sums[row][part] = _mm512_mul_ps(
                     _mm512_load_ps(s->sums[first + row] + column + part * LANES), _mm512_set1_ps(shrunk[row]));
-        for (int64_t pair = 0; pair < common; pair++)
+        for (int64_t pair = 0; pair < pairs; pair++)
             for (int row = 0; row < ROWS; row++) {
                 __m512bh weights = weights_of(row, pair, s);
                 for (int part = 0; part < WIDE; part++)
                     sums[row][part] = _mm512_dpbf16_ps(
                         sums[row][part], (__m512bh)_mm512_load_si512(s->values[pair] + column + part * LANES), weights);
-            }
-        for (int64_t pair = common; pair < pairs; pair++)
-            for (int row = 0; row < ROWS; row++) {
-                const int32_t *slots = s->slots[first + row] + 2 * pair;
-                __m512bh weights = weights_of(row, pair, s);
-                for (int part = 0; part < WIDE; part += 2) {
-                    const uint16_t *value = s->value + column + part * LANES;
-                    __m512i both[2];
-                    pair_up(
-                        slots[0] < 0 ? NULL : value + slots[0] * p->value_slot,
-                        slots[1] < 0 ? NULL : value + slots[1] * p->value_slot, both);
-                    for (int half = 0; half < 2; half++)
-                        sums[row][part + half] = _mm512_dpbf16_ps(sums[row][part + half], (__m512bh)both[half], weights);
-                }
             }
         for (int row = 0; row < ROWS; row++)
             for (int part = 0; part < WIDE; part++)
@@ -227,7 +222,22 @@ INLINE void gather(
     }
 }
 
-INLINE int64_t in_groups(int64_t size) { return (size + 2 * LANES - 1) / (2 * LANES) * 2; }
+// The same for the pairs of one row's own keys, from pair `from` of the block on.
+static void gather_own(const Problem *p, int row, int64_t place, int64_t from, int64_t pairs, Scratch *s) {
+    const int32_t *slots = s->slots[place];
+    for (int64_t column = 0; column < p->value_depth; column += 2 * LANES) {
+        const uint16_t *value = s->value + column;
+        __m512 sums[2] = {_mm512_load_ps(s->sums[place] + column), _mm512_load_ps(s->sums[place] + column + LANES)};
+        for (int64_t pair = from; pair < pairs && slots[2 * pair] >= 0; pair++) {
+            __m512i both[2];
+            const uint16_t *second = slots[2 * pair + 1] < 0 ? NULL : value + slots[2 * pair + 1] * p->value_slot;
+            pair_up(value + slots[2 * pair] * p->value_slot, second, both);
+            for (int half = 0; half < 2; half++)
+                sums[half] = _mm512_dpbf16_ps(sums[half], (__m512bh)both[half], weights_of(row, pair, s));
+        }
+        for (int half = 0; half < 2; half++) _mm512_store_ps(s->sums[place] + column + half * LANES, sums[half]);
+    }
+}
 
 // Part of a block: `size` lanes, of which the first `common` hold the same keys in all rows. `rank` is that of lane 0,
 // counted from the committed tokens on.
@@ -237,15 +247,16 @@ INLINE void tile(
     const int ROWS, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Span span, Scratch *s) {
     int64_t common = span.common < size ? span.common : size, pairs = (size + 1) / 2;
     float shrunk[TILE];
-    score(ROWS, p, first, in_groups(common), s);
+    score_of(ROWS, p, first, in_groups(common), s);
     for (int row = 0; row < ROWS; row++) {
         for (int64_t lane = common; lane < size; lane++)
             s->scores[row][lane] = span.rank + lane < p->longest ? s->found[(first + row) * p->longest + span.rank + lane] : 0.0f;
         shrunk[row] = weigh(p, masks[row], size, in_groups(size), row, first + row, s);
     }
     int64_t packed = common < size ? common / 2 : pairs;
-    if (p->value_depth % 64) gather(ROWS, 2, p, first, packed, pairs, shrunk, s);
-    else gather(ROWS, 4, p, first, packed, pairs, shrunk, s);
+    if (p->value_depth % 64) gather(ROWS, 2, p, first, packed, shrunk, s);
+    else gather(ROWS, 4, p, first, packed, shrunk, s);
+    for (int row = 0; row < ROWS && packed < pairs; row++) gather_own(p, row, first + row, packed, pairs, s);
 }
 
 static void tile_of(
@@ -255,15 +266,6 @@ static void tile_of(
         case 2: tile(2, p, masks, first, size, span, s); break;
         case 3: tile(3, p, masks, first, size, span, s); break;
         default: tile(4, p, masks, first, size, span, s);
-    }
-}
-
-static void score_of(int64_t rows, const Problem *p, int64_t first, int64_t groups, Scratch *s) {
-    switch (rows) {
-        case 1: score(1, p, first, groups, s); break;
-        case 2: score(2, p, first, groups, s); break;
-        case 3: score(3, p, first, groups, s); break;
-        default: score(4, p, first, groups, s);
     }
 }
 

@@ -179,8 +179,8 @@ def attend(
         fitting = fitting and lengths.shape == (batch,) and nodes.shape[:2] == (batch, count) and nodes.dim() == 3
     out = query.new_empty(batch, count, heads, value.shape[-1])
     mask = mask.expand(batch, 1, count, width)
-    sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1])
-    sizes = (*sizes, 0 if nodes is None else nodes.shape[-1])
+    longest = 0 if nodes is None else nodes.shape[-1]
+    sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1], longest)
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2))
     tensors = (query, key, value, mask, rows, out, lengths, nodes)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
