@@ -38,7 +38,7 @@ FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")  # Tried in this order unless ``$CC`` names one
 FLAGS: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
 FLAGS += ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma")
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0  # A compiler takes seconds, on a busy machine minutes
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ONE_BUILDS = threading.Lock()
 Loader = Callable[[str], ctypes.CDLL]
