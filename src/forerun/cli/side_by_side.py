@@ -1,0 +1,225 @@
+"""Real questions to a chat model, answered plainly and speculatively side by side: what ``forerun demo`` shows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+from forerun.cli import console
+from forerun.demo.questions import Question
+
+if TYPE_CHECKING:
+    from forerun import LLM
+    from forerun.certify.reference import Difference
+    from forerun.types import OutputToken, RequestOutput, SamplingParams
+
+ASKED_CHARACTERS = 360  # Of a question, as far as it is shown
+WARM_UP_TOKENS = 8  # Of an answer before the first one that counts
+ARMS = ("plain", "speculative")
+_RUNS = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One answer, and what it took."""
+
+    token_ids: list[int]
+    text: str
+    seconds: float  # From the question to the last token, reading the prompt included
+    passes: int  # Of the target, the prompt's included
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Run:
+        """What a finished request took."""
+        answer, stats = output.outputs[0], output.outputs[0].speculation
+        seconds = (output.time_to_first_token_s or 0.0) + (output.decode_s or 0.0)
+        passes = 1 + stats.num_plain_steps + stats.num_spec_steps
+        return cls(token_ids=answer.token_ids, text=answer.text, seconds=seconds, passes=passes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """One question at one temperature, answered both ways."""
+
+    question: Question
+    temperature: float
+    plain: Run
+    speculative: Run
+    parted: Difference | None  # Where the two answers part; None where they are the same
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a greedy answer differs by more than a numeric tie."""
+        return self.temperature == 0 and self.parted is not None and not self.parted.tie
+
+    def record(self) -> dict[str, Any]:
+        """The answer as ``demo --json`` prints it."""
+        return {
+            "question": self.question.name,
+            "temperature": self.temperature,
+            "identical": self.parted is None,
+            "numeric_tie": None if self.parted is None else self.parted.tie,
+            "tokens": len(self.speculative.token_ids),
+            **figures([self]),
+            "text": self.speculative.text,
+        }
+
+
+def figures(answers: Sequence[Answered]) -> dict[str, float]:
+    """Tokens per second of both arms, their ratio, and tokens per target pass, over all of some answers."""
+    speeds = {arm: _total(answers, arm, "tokens") / (_total(answers, arm, "seconds") or 1e-9) for arm in ARMS}
+    per_pass = _total(answers, "speculative", "tokens") / (_total(answers, "speculative", "passes") or 1)
+    return {
+        **{f"{arm}_tokens_per_second": round(speed, 2) for arm, speed in speeds.items()},
+        "speedup": round(speeds["speculative"] / (speeds["plain"] or 1e-9), 3),
+        "tokens_per_pass": round(per_pass, 3),
+    }
+
+
+def _total(answers: Iterable[Answered], arm: str, what: str) -> float:
+    runs = (getattr(answer, arm) for answer in answers)
+    return sum(len(run.token_ids) if what == "tokens" else getattr(run, what) for run in runs)
+
+
+def ask_all(
+    llm: LLM, questions: Sequence[Question], params: Sequence[SamplingParams], *, show: bool
+) -> Iterator[Answered]:
+    """Ask every question with each of `params`, first plainly and then speculatively; with `show` on stdout."""
+    warm_up(llm, questions[0], params[0])
+    for question in questions:
+        if show:
+            _introduce(question)
+        for settings in params:
+            yield _ask(llm, question, settings, show=show)
+
+
+def warm_up(llm: LLM, question: Question, params: SamplingParams) -> None:
+    """Answer a few tokens in both ways: the first passes of a process pay for what is made once."""
+    from dataclasses import replace
+
+    short, prompt = replace(params, max_tokens=WARM_UP_TOKENS, ignore_eos=True), llm.chat_prompt(question.messages)
+    for speculative in (False, None):
+        llm.generate([prompt], short, speculative=speculative, cache_salt=f"warm-up {speculative}")
+
+
+def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) -> Answered:
+    from forerun.certify.reference import difference
+
+    prompt, runs = llm.chat_prompt(question.messages), dict[str, Run]()
+    temperature = float(params.temperature or 0.0)
+    with _picture(temperature, show=show) as picture:
+        for arm in ARMS:
+            # A domain of its own for each run: no drafter has seen the plain answer, and both read the whole prompt.
+            options: dict[str, Any] = {"cache_salt": f"demo {next(_RUNS)}"}
+            output = None
+            for chunk in llm.stream(prompt, params, speculative=None if arm == "speculative" else False, **options):
+                picture.add(arm, chunk.tokens)
+                output = chunk.output or output
+            assert output is not None, "a stream ends with its output"
+            runs[arm] = Run.of(output)
+            picture.done(arm, runs[arm])
+    plain, speculative = (runs[arm].token_ids for arm in ARMS)
+    parted = difference(llm, prompt["prompt_token_ids"], (plain, speculative), 0)
+    return Answered(question=question, temperature=temperature, parted=parted, **runs)
+
+
+class _Picture:
+    """Two columns that fill as the tokens come."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._out = console.out()
+        self._texts = {arm: Text() for arm in ARMS}
+        self._feet = {arm: Text("...", "dim") for arm in ARMS}
+
+    def add(self, arm: str, tokens: Iterable[OutputToken]) -> None:
+        """Show tokens; those of speculation in the colours of where they came from."""
+        from forerun.cli.session import coloured
+
+        if arm == "plain":
+            self._texts[arm].append("".join(token.text for token in tokens))
+        else:
+            self._texts[arm].append_text(coloured(tokens, self._out))
+
+    def done(self, arm: str, run: Run) -> None:
+        """Show what an answer took."""
+        speed = len(run.token_ids) / run.seconds if run.seconds else 0.0
+        said = f"{len(run.token_ids)} tokens in {run.seconds:.1f} s, {run.passes} passes: "
+        self._feet[arm] = Text(said, "dim").append(f"{speed:.1f} tokens/s", "default")
+
+    def __rich__(self) -> Table:
+        titles = (f"{arm}, T = {self._temperature:g}" for arm in ARMS)
+        columns = (Column(title, ratio=1, header_style="bold", footer_style="default") for title in titles)
+        table = Table(*columns, box=None, expand=True, pad_edge=False, padding=(0, 2, 0, 0), show_footer=True)
+        table.add_row(*self._texts.values())
+        for column, foot in zip(table.columns, self._feet.values(), strict=True):
+            column.footer = foot
+        return table
+
+
+@contextmanager
+def _picture(temperature: float, *, show: bool) -> Iterator[_Picture]:
+    """The columns, which grow in a terminal and are printed once elsewhere; nothing unless `show`."""
+    picture, out = _Picture(temperature), console.out()
+    if show and out.is_terminal and not out.record:
+        with Live(picture, console=out, refresh_per_second=8):
+            yield picture
+    else:
+        yield picture
+        if show:
+            out.print(picture)
+    if show:
+        out.print()
+
+
+def _introduce(question: Question) -> None:
+    out, text = console.out(), question.text
+    if len(text) > ASKED_CHARACTERS:
+        text = text[:ASKED_CHARACTERS].rpartition(" ")[0] + " ..."
+    out.rule(Text(f" {question.title} ", "bold"), align="left", style="dim")
+    out.print(Padding(Text(text, "dim"), (0, 0, 1, 0)), soft_wrap=False)
+
+
+def summary(answers: Sequence[Answered], note: str) -> Group:
+    """A table of all answers, the speed-up of all together, and whether anything differs."""
+    table = console.table(
+        *("", "T", "plain, tokens/s", "speculative", "speed-up", "tokens per pass", "same text"), numbers_from=1
+    )
+    for answer in answers:
+        table.add_row(answer.question.title, f"{answer.temperature:g}", *_cells([answer]), _verdict(answer))
+    together = figures(answers)
+    table.add_section()
+    table.add_row(Text("all", "bold"), "", *_cells(answers), "")
+    said = Text("speed-up: ", "bold")
+    said.append(f"{together['speedup']:.2f} x", "bold green" if together["speedup"] > 1 else "bold yellow")
+    wrong, tied = [answer for answer in answers if answer.wrong], [a for a in answers if a.parted is not None]
+    said.append("   identical: ", "bold")
+    if wrong:
+        said.append("no", "bold red").append(", and no numeric tie explains it: please report this")
+    elif tied:
+        said.append(f"{len(answers) - len(tied)} of {len(answers)}", "bold yellow")
+        said.append(", the others part at a numeric tie, or where rounding moved a draw")
+    else:
+        said.append("yes", "bold green").append(", token for token")
+    return Group(table, said, Text(note, "dim"))
+
+
+def _cells(answers: Sequence[Answered]) -> list[str]:
+    found = figures(answers)
+    speeds = (f"{found[f'{arm}_tokens_per_second']:.1f}" for arm in ARMS)
+    return [*speeds, f"{found['speedup']:.2f} x", f"{found['tokens_per_pass']:.2f}"]
+
+
+def _verdict(answer: Answered) -> Text:
+    if answer.parted is None:
+        return Text("yes", "green")
+    return Text("no", "bold red") if answer.wrong else Text(f"from token {answer.parted.position} on no", "yellow")
