@@ -18,7 +18,10 @@ TORCH ?= torch==2.13.0
 # Processes that tests are spread over; each gets its share of the cores.
 WORKERS ?= 2
 
-.PHONY: help demo test test-slow test-cuda test-triton test-vllm test-sglang test-llama release waits check bench docs clean
+# Where the real model of the demo and of the tests is downloaded to, once.
+export FORERUN_MODELS ?= $(abspath build/models)
+
+.PHONY: help demo test test-real test-slow test-cuda test-triton test-vllm test-sglang test-llama release waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -68,11 +71,14 @@ $(LLAMA_VENV)/.ready: pyproject.toml
 	ln -sfn $(abspath $(LLAMA_CPP))/build/bin $$($(LLAMA_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/llama_cpp/lib
 	touch $@
 
-demo: $(READY) ## the shipped model answers the same thing twice, plainly and speculatively
+demo: $(READY) ## a small real model answers real questions, plainly and speculatively (93 MB, once)
 	$(BIN)/forerun demo $(ARGS)
 
 test: $(READY) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-real: $(READY) ## every drafter on the real model, 100 questions of FORERUN_QUESTIONS=FILE (two hours)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/real $(ARGS)
 
 test-slow: $(READY) ## the slow ones: more of the same kinds, and what takes minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)

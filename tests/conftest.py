@@ -26,6 +26,26 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 
+REAL = "tests/real/"
+"""The tests on a real model, which is loaded once for each dtype."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests on the real model come first: pytest-xdist gives the first half of all tests to the first process, and
+    others steal from its end, so that one process loads the model."""
+    items.sort(key=lambda item: not item.nodeid.startswith(REAL))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say loudly that the real model was not there: a green run without it proves less."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if report.nodeid.startswith(REAL)]
+    whys = {str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple)}
+    for why in sorted(why for why in whys if "no real model" in why):
+        line = f"NOT TESTED ON A REAL MODEL ({len(skipped)} tests): {why.removeprefix('Skipped: ')}"
+        terminalreporter.write_line(line, red=True, bold=True)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays, and is searched for garbage no more: a twentieth of the time."""
     gc.freeze()

