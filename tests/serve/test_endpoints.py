@@ -22,10 +22,17 @@ from serve.conftest import NAME, Live, serving
 
 def test_one_model(client: OpenAI) -> None:
     assert client.models.retrieve(NAME).id == NAME == client.models.list().data[0].id
-    for other in ("gpt-9", "org/name"):
-        with pytest.raises(NotFoundError) as caught:
+    for other in ("gpt-9", "org/name", "/models/another/one"):
+        with pytest.raises(NotFoundError, match=f"'{other}': there is no such model here; this server has '{NAME}'"):
             client.models.retrieve(other)
-        assert caught.value.code == "model_not_found"
+
+
+def test_the_path_that_was_served_is_a_name_too(checkpoint: Path) -> None:
+    with serving(checkpoint, also=(str(checkpoint),)) as live:
+        client = live.client()
+        assert client.completions.create(model=str(checkpoint), prompt="x", max_tokens=1).model == NAME
+        assert [model.id for model in client.models.list()] == [NAME]
+        assert client.models.retrieve(str(checkpoint)).id == NAME
 
 
 def test_probes(live: Live) -> None:

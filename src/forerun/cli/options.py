@@ -26,7 +26,7 @@ Many = Parameter(consume_multiple=True, negative="")
 """Of an option with one or more values: ``--rows 1 4 16``."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
 SkipBad = Annotated[bool, Parameter(negative="", help="Leave unusable records out instead of stopping at the first.")]
-Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM.")]
+Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM, or a GGUF file.")]
 
 
 @Parameter(name="*")

@@ -104,9 +104,8 @@ def serve(
         from forerun.serve.session import Session
     except ModuleNotFoundError as error:
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
-    folder = Path(model).expanduser()
-    name = folder.name if folder.is_dir() else ""
-    settings = replace(settings, model_name=settings.model_name or name or model)
+    also = () if settings.model_name else (model, str(Path(model).expanduser()))
+    settings = replace(settings, model_name=settings.model_name or _short_name(model))
     configure_logging(settings)
     options = {"speculative_config": speculative, "adapt": adapting.config(speculative), **asdict(engine)}
     if adapting.adapt and not settings.may_learn:
@@ -119,7 +118,16 @@ def serve(
             "no API key is set: cached prefixes and what drafters learn end with each request; add --share-unnamed if "
             "all requests are yours, or --api-key"
         )
-    return run(Session(settings, lambda: _load(model, loading, options)), host=host, port=port)
+    return run(Session(settings, lambda: _load(model, loading, options), also), host=host, port=port)
+
+
+def _short_name(model: str) -> str:
+    """What clients call a model: the last part of a directory's path, without its ending that of a GGUF file's, else
+    the model as it was named."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.name or path.resolve().name
+    return path.stem if path.is_file() else model
 
 
 def _load(model: str, loading: LoadOptions, options: dict[str, Any]) -> AsyncLLM:

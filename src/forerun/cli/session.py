@@ -120,8 +120,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def context_of(model: str) -> int:
     """The tokens of a model's context, by its configuration; errors as `load`."""
     quiet_libraries()
-    from forerun.demo import resolve
     from forerun.model.load import LoadOptions, read_config
+    from forerun.model.names import resolve
     from forerun.model.support import most_positions
 
     return most_positions(read_config(resolve(model), LoadOptions()).get_text_config(decoder=True))

@@ -211,6 +211,8 @@ def method_of(model: Any) -> str:
         return str(getattr(config, "kind", "draft_model" if getattr(config, "pard_token", None) is None else "pard"))
     from forerun.model.names import resolve
 
+    if str(model).endswith(".gguf"):
+        return "draft_model"  # which is opened when it drafts
     folder = Path(resolve(model)).expanduser()
     if not (folder / "config.json").is_file():
         name = str(model).lower().replace("-", "").replace("_", "")

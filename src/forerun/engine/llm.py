@@ -24,7 +24,7 @@ from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pai
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, nearest
 from forerun.model import Buckets, Target
-from forerun.model.names import load_tokenizer
+from forerun.model.names import load_tokenizer, warn_of_more_tokens
 from forerun.model.target import PIECE
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -137,6 +137,7 @@ class LLM:
                 f"max_model_len {max_model_len} exceeds the model's context of {self.target.max_length}"
             )
         self.tokenizer = load_tokenizer(model, tokenizer)
+        warn_of_more_tokens(self.tokenizer, self.target.vocab_size)
         self._reader = PromptReader(
             tokenizer=self.tokenizer,
             generation_config=self.target.generation_config,

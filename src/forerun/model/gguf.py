@@ -15,7 +15,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -52,6 +52,10 @@ _STRING, _LIST = 8, 9
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of tensors that hold floating numbers as they are; any other is a quantised one."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS.values()}
+
+_ROPE_FACTORS = "rope_freqs.weight"  # What each frequency is divided by; not a weight of the model
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of every published Llama 3; a file says only what comes of them."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -343,6 +347,45 @@ def _settings(header: _Header) -> dict[str, Any]:
     return settings
 
 
+def _scale_rope(header: _Header, config: Any) -> None:
+    """Scale the rope's frequencies as the file says, which transformers' converters leave out: without it the model
+    would be another one. UnsupportedModelError: in a way that the configuration cannot say."""
+    found = getattr(config, "rope_parameters", None) or {}
+    rope = found.get("full_attention", found)
+    if rope.get("rope_type", "default") != "default":
+        return  # transformers knows more of this architecture
+
+    def stated(name: str) -> Any:
+        return header.metadata.get(f"{header.architecture}.rope.scaling.{name}")
+
+    kind, tensors = stated("type"), {tensor.name: tensor for tensor in header.tensors}
+    scaling: dict[str, Any] | None = None
+    if kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": stated("factor")}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = stated("original_context_length")
+    elif (stored := tensors.get(_ROPE_FACTORS)) is not None:
+        [(_, factors)] = _dequantised(header, [stored])
+        scaling = _llama3_scaling(factors, rope["rope_theta"])
+    elif kind in (None, "none") and not any(name.startswith("rope_factors") for name in tensors):
+        scaling = {}
+    if scaling is None:
+        raise UnsupportedModelError(
+            f"{header.path} scales its rope in a way that is not read from GGUF files (type {kind}, factors of its "
+            "own): name a checkpoint of transformers instead"
+        )
+    rope.update(scaling)
+
+
+def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float) -> dict[str, Any] | None:
+    """The scaling of a Llama 3 whose factors these are, (D / 2,); None: they are another's."""
+    most, (low, high, original) = float(factors.max()), _LLAMA3.values()
+    turns = original * theta ** -(np.arange(len(factors)) / len(factors)) / (2 * np.pi)  # Within that many positions
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    fits = np.allclose(factors, 1 / ((1 - kept) / most + kept), rtol=1e-3)
+    return {"rope_type": "llama3", "factor": round(most, 4), **_LLAMA3} if fits else None
+
+
 @contextmanager
 def _twin(header: _Header) -> Iterator[Path]:
     """A file with the header but for the vocabulary, and a hole for the tensors: where only the configuration is asked
@@ -362,7 +405,9 @@ def _twin(header: _Header) -> Iterator[Path]:
 def _config(header: _Header, settings: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**settings)
+    config = AutoConfig.for_model(**settings)
+    _scale_rope(header, config)
+    return config
 
 
 def _tokenizer(header: _Header) -> PreTrainedTokenizerBase:
@@ -412,7 +457,7 @@ def _model(header: _Header, settings: dict[str, Any], config: Any, dtype: torch.
     processor = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)(config=settings)
     names = legacy.get_gguf_hf_weights_map(_Names.of(model), processor)
     read = dict[str, Any](tensors={})
-    for name, weights in _dequantised(header):
+    for name, weights in _dequantised(header, header.tensors):
         made = processor.process(weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=read)
         if made.name in names:
             read["tensors"][names[made.name]] = torch.from_numpy(np.array(made.weights)).to(dtype)
@@ -438,14 +483,14 @@ def _ends(header: _Header) -> list[int]:
     return sorted({token for token in found if token is not None})
 
 
-def _dequantised(header: _Header) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Names and values, float32, of all tensors, one after the other."""
+def _dequantised(header: _Header, tensors: Iterable[_Stored]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Names and values, float32, of these tensors, one after the other."""
     from gguf import GGMLQuantizationType, dequantize
     from gguf.quants import quant_shape_to_byte_shape
 
     with header.path.open("rb") as file:
         content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-    for tensor in header.tensors:
+    for tensor in tensors:
         start, kind = header.start + tensor.offset, GGMLQuantizationType(tensor.type)
         stored = content[start : start + header.bytes_of(tensor)]
         yield tensor.name, dequantize(stored.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,8 @@ from forerun.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 _PROJECTOR = "mmproj"  # In the names of files that stand beside a multimodal model's own
 
@@ -53,6 +57,18 @@ def _only_file(folder: Path) -> Path | None:
         names = ", ".join(file.name for file in models[:8])
         raise CheckpointError(f"{folder} holds {len(models)} GGUF files ({names}): name one of them")
     return models[0] if models else None
+
+
+def warn_of_more_tokens(tokenizer: Any, rows: int) -> None:
+    """Warn of a tokenizer with more tokens than a model's head has `rows`. Some published models have a few more that
+    their texts never hold, so it is no error; whatever prompt holds one is refused."""
+    if isinstance(tokenizer, Sized) and len(tokenizer) > rows:
+        _log.warning(
+            "the tokenizer has %d tokens and the model only %d: prompts that hold one of the others are refused, all of "
+            "them if it is another model's tokenizer",
+            len(tokenizer),
+            rows,
+        )
 
 
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:

@@ -61,10 +61,9 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
 
 def check_model(session: Session, asked: str | None) -> None:
     """Refuse a model that is not served here."""
-    served = session.settings.model_name
-    if asked is not None and asked != served:
-        message = f"the model {asked!r} does not exist here; this server has {served!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+    if asked is not None and asked not in session.names:
+        message = f"there is no such model here; this server has {session.settings.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found", quoted=asked)
 
 
 async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerator[Tagged]:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -41,10 +41,12 @@ GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a ch
 
 
 class Session:
-    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop."""
+    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop. Clients may also
+    call the model by the names `also`, which nobody is told."""
 
-    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
+    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM], also: Sequence[str] = ()) -> None:
         self.settings, self._load = settings, load
+        self.names = frozenset({settings.model_name, *also})  # That clients may call the model by
         self.state = State.LOADING
         self.failure: BaseException | None = None  # Why the model could not be loaded
         self._held = Counter[str]()  # Answers of each client that wait or run

@@ -22,7 +22,8 @@ class ServeSettings:
     """Of one server."""
 
     model_name: Annotated[str, Parameter(name="--served-model-name")] = ""
-    """What clients call the model; on the command line its hub id, or its directory's name, if not given."""
+    """What clients call the model; on the command line its hub id, or the name of its directory or GGUF file, if not
+    given, and then its path, too."""
     api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key", negative="", env_var="FORERUN_API_KEY")] = ()
     """Key that clients must send, any of several; may be repeated. None: open to everybody who reaches the port."""
     share_unnamed: Annotated[bool, Parameter(negative="")] = False

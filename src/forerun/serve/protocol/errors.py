@@ -13,7 +13,7 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 _CODES |= {413: "request_too_large", 415: "unsupported_media_type"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-_MOST = 1000  # Characters of a message
+_MOST, _QUOTED = 1000, 200  # Characters of a message, and of what it quotes
 _PATH = re.compile(
     r"(?<![\w/#.:~-])(?:file://|~|\.{1,2})?(?:/[\w.@+~-]+){2,}/?(?::\d+)*|\b[\w./\\-]+\.(?:rs|py|c|cc|cpp|h)(?::\d+)+"
 )
@@ -23,12 +23,21 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(ForerunError):
-    """What a client is told: an HTTP status and OpenAI's ``error`` object, without places in files of this machine."""
+    """What a client is told: an HTTP status and OpenAI's ``error`` object, without places in files of this machine.
+    The client's own words, `quoted`, stand before the message as they are."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = 0,
+        quoted: str = "",
     ) -> None:
-        super().__init__(presentable(message))
+        shown = presentable(message)
+        super().__init__(f"{quoted[:_QUOTED]!r}: {shown}" if quoted else shown)
         self.status, self.param, self.code = status, param, code or _CODES.get(status)
         self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}  # To send along
 
