@@ -64,8 +64,8 @@ def warn_of_more_tokens(tokenizer: Any, rows: int) -> None:
     their texts never hold, so it is no error; whatever prompt holds one is refused."""
     if isinstance(tokenizer, Sized) and len(tokenizer) > rows:
         _log.warning(
-            "the tokenizer has %d tokens and the model only %d: prompts that hold one of the others are refused, all of "
-            "them if it is another model's tokenizer",
+            "the tokenizer has %d tokens and the model only %d: prompts that hold one of the others are refused, all "
+            "of them if it is another model's tokenizer",
             len(tokenizer),
             rows,
         )
