@@ -117,8 +117,8 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
         )
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
-        adapting = adapt_config(adapt, self.speculative)
-        headroom = MAX_SPECULATIVE_TOKENS + 1
+        adapting, headroom = adapt_config(adapt, self.speculative), MAX_SPECULATIVE_TOKENS + 1
+        own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
         weights, cached = drafter_bytes(self.speculative)
         self.target = Target.load(
             model,
@@ -128,6 +128,7 @@ class LLM:
             device=device,
             reserve_bytes=weights,
             reserve_bytes_per_slot=cached,
+            tokenizer=own_tokenizer,
             **loading,
         )
         held = self.target.slots - headroom
@@ -136,7 +137,7 @@ class LLM:
             raise ArgumentError(
                 f"max_model_len {max_model_len} exceeds the model's context of {self.target.max_length}"
             )
-        self.tokenizer = load_tokenizer(model, tokenizer)
+        self.tokenizer = own_tokenizer()
         warn_of_more_tokens(self.tokenizer, self.target.vocab_size)
         self._reader = PromptReader(
             tokenizer=self.tokenizer,

@@ -1,10 +1,12 @@
 """From a name or a loaded model to a `Target` that has been checked: plan memory, load, repack, prove. Order matters:
-the reference of the self-check is run before anything is repacked."""
+the references of the self-check are run before anything is repacked."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,13 +14,15 @@ import torch
 
 from forerun.devices import trim_heap
 from forerun.errors import ArgumentError, OutOfMemoryError
-from forerun.model import self_check
 from forerun.model.cache import promised_bytes
 from forerun.model.kernels import accelerate
-from forerun.model.layers import base_of, device_of, is_quantised, turn_of
+from forerun.model.layers import device_of, is_quantised
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.model.names import resolve
-from forerun.model.support import context_length, refuse_config, refusing, text_config
+from forerun.model.proof import proved
+from forerun.model.sample import sample
+from forerun.model.support import context_length, refuse_config, text_config
+from forerun.model.twin import spread
 
 _log = logging.getLogger(__name__)
 
@@ -47,23 +51,29 @@ def prepare(
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
     # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
-    plain = named and not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
+    plain = named and not (spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
-    with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
-        expected = self_check.expect(model) if options.self_check else None
-        if faster:
-            _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=options.compile))
-            if named:
-                _let_go_of_files(model)
-        with refusing(model):
-            trial = cls(model, rows=2, slots=1 if expected is None else expected.slots)
-        limit = self_check.check(trial, expected) if expected is not None else None
+    faster_now = partial(_accelerate, model, options, named) if faster else None
+    trial, limit = None, None
+    if options.self_check:
+        room = available_bytes(device_of(model.get_input_embeddings()))
+        trial, limit = proved(cls, model, options.tokenizer, faster_now, room)
+    elif faster_now is not None:
+        faster_now(sample(model, options.tokenizer))
     target: Made = cls(model, rows=rows, slots=slots)
     if limit is not None:
         target.max_length = min(target.max_length, limit)
-    target.cache.reserve(trial.cache)
+    if trial is not None:
+        target.cache.reserve(trial.cache)
     trim_heap()  # The weights as they were before they were repacked
     return target
+
+
+def _accelerate(model: Any, options: LoadOptions, named: bool, ids: Sequence[int]) -> None:
+    """Make the model faster; modules are compared on the text `ids`."""
+    _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=options.compile, ids=ids))
+    if named:
+        _let_go_of_files(model)
 
 
 def _let_go_of_files(model: Any) -> None:
@@ -110,7 +120,7 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
         loaded = f"this model is loaded already, in {model.dtype} on {place}, and is left as it is"
         raise ArgumentError(f"{loaded}; move or convert it before, or pass its directory")
-    device = None if _spread(model) else place
+    device = None if spread(model) else place
     return model.eval(), _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
 
 
@@ -132,12 +142,6 @@ def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int
         return fitting
     plan.check(available, str(device))
     return slots
-
-
-def _spread(model: Any) -> bool:
-    """Whether modules stand on several devices, on disk, or in shards: repacking them would break that."""
-    placed = getattr(model, "hf_device_map", None) or {}
-    return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))
 
 
 def default_slots(context: int) -> int:

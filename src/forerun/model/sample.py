@@ -6,6 +6,9 @@ whatever is concluded from them.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +16,10 @@ import torch
 from forerun.model.layers import device_of
 from forerun.model.support import refusing, text_config
 
-ROUNDS = 8
+log = logging.getLogger(__name__)
+
+DRAWN, ROUNDS = 96, 8  # Tokens that a model draws, and passes that it takes for that
+_LEAST = 16  # Kinds of tokens in a text
 TEXT = """The lighthouse at Carrow Point was built in 1871, after three ships had been lost on the reef in a single \
 winter. Its keeper, a former carpenter named Thomas Reed, wrote down the weather four times a day for 31 years. \
 "Wind from the south-west, 6; rain since noon; two sails seen," says a typical line. When the station was automated in \
@@ -30,18 +36,35 @@ Question: Why were the keeper's books useful to scientists? Answer: Because they
 the same way, over a long time. La tour est encore debout; on peut la visiter en \u00e9t\u00e9, de 10 h \u00e0 17 h."""
 
 
-def sample(model: Any, tokenizer: Any, count: int) -> list[int]:
-    """Return `count` token ids: those of a built-in text, repeated where it is shorter, behind the token that begins
-    texts. Without a tokenizer, or with one of another vocabulary, the model draws them."""
-    vocabulary = text_config(model).vocab_size
-    ids = [] if tokenizer is None else _encoded(tokenizer)
-    if len(ids) < 2 or max(ids) >= vocabulary:
-        return drawn(model, count)
-    return (ids + ids[1:] * (count // (len(ids) - 1) + 1))[:count]
+def sample(model: Any, tokenizer: Callable[[], Any] | None) -> list[int]:
+    """Return the ids of a built-in text behind the token that begins texts, some two hundred. Without a tokenizer, or
+    with one of another vocabulary, the model draws `DRAWN` ids.
+
+    Args:
+        tokenizer: gives the model's tokenizer; None: it is looked for beside the model.
+    """
+    found = tokenizer() if tokenizer is not None else _beside(model)
+    ids = [] if found is None else _encoded(found)
+    if len(set(ids)) < _LEAST or max(ids) >= text_config(model).vocab_size:
+        return drawn(model, DRAWN)
+    return ids
+
+
+def _beside(model: Any) -> Any | None:
+    """The tokenizer in the directory that a model was loaded from."""
+    folder = Path(str(getattr(model, "name_or_path", "") or "."))
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whoever needs it is told; a check does without
+        log.debug("%s: no tokenizer: %s", folder, error)
+        return None
 
 
 def _encoded(tokenizer: Any) -> list[int]:
-    """The text as the model was trained to read it: as an answer in its chat format, or behind its first token."""
     begins = getattr(tokenizer, "bos_token_id", None)
     ids = list(tokenizer(TEXT).input_ids)
     return ids if begins is None or ids[:1] == [begins] else [begins, *ids]

@@ -1,8 +1,12 @@
 """The proof at load time that a model can be verified: trees and unequal rows against plain forwards.
 
-Two rows of unequal length are prefilled, a branching tree is scored, different paths are kept, and a second tree
-stands on what was gathered. Every logit is compared with a plain forward through the model as it was before anything
-was repacked. Catches ignored masks, wrong positions and state that does not follow the tree; knows no family.
+Two rows of unequal length are prefilled with text, branching trees are scored, different paths are kept, and a second
+tree stands on what was gathered. Every logit is compared with a plain forward through the model as it was before
+anything was repacked. Catches ignored masks, wrong positions and state that does not follow the tree; knows no family.
+
+In float32 right and wrong lie far apart (`STRUCTURE`): so a model in 16 bits is checked as a float32 copy, whole where
+it is small, else its first layers of every type. In its own dtype the yardstick is the model's own noise: what
+transformers itself differs by between token by token and one pass. See docs/losslessness.md.
 
 The check passes every size that the configuration names: forerun's own windows are short while it runs; past any other
 size it is run at full length where that takes seconds, else, or where it fails there, the context ends at that size.
@@ -13,36 +17,45 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from forerun.core.tree import TokenTree
-from forerun.errors import UNSERVED, NumericError, UnsupportedModelError
+from forerun.errors import NumericError, UnsupportedModelError
 from forerun.model.cache import SlotCache
-from forerun.model.layers import device_of, is_quantised
+from forerun.model.kernels.acceptance import nudged
+from forerun.model.layers import cache_argument, device_of, is_quantised
 from forerun.model.masks import WINDOWS
 from forerun.model.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
 
 _log = logging.getLogger(__name__)
-_PARENTS = (0, 0, 1, 2)  # Root with two children, each with one child
-_PATHS = ((2, 4), (1, 3))  # Kept by row; both need tokens moved
-_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2}
-"""Largest root-mean-square error of a node's logits, in units of their spread. A wrong mask gives 0.3 and more."""
-_ROUGH = 1e-1  # The same of bfloat16 and of whatever else there is
-_JUMPING_LIMIT = 2.5e-1  # Where rounding errors decide: quantised activations, 16-bit routers of experts
+_PARENTS = (0, 0, 1, 2, 3, 4, 5, 6)  # Two chains of four, interleaved: no node stands in the slot of its depth
+_PATHS = ((2, 4, 6, 8), (1, 3, 5, 7))  # Kept by row; all tokens have to be moved
+STRUCTURE = 1e-3
+"""Largest root-mean-square error of a node's logits in float32, in units of their spread. A sound model has 1e-5 at
+most, a wrong mask 0.3 and more."""
+FACTOR = 3
+"""How many times the model's own noise ours may be in 16 bits, both as mean KL divergence. Sound ones have up
+to 1.6 times, see docs/losslessness.md."""
+_NOISY = 0.05  # Own noise (nats) from which on a warning tells of it: some tokens in a hundred come out otherwise
 _NEAR, _SHORT_WINDOW = 64, 8
 """Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks are shortened."""
+_PROMPT = 20  # Least tokens of its longer prompt
 _BEHIND = 3  # Tokens by which a prompt passes a size
-_TREE = 8  # Slots behind a prompt: the tree, and what was kept of it
-_COMPARED = 24  # Positions at the end of a long prompt whose logits are compared
+_TREE, _LATER = len(_PARENTS), 4  # Drafted nodes of the first and of the second step
+_COMPARED = 32  # Positions at the end of a long prompt whose logits are compared
+_SINGLE = 10  # Tokens that transformers runs one by one, in four rows, to measure its own noise
 _MOST_TOKENS = 4096  # A longer check would take gigabytes for attention's scores
 _WORK, _CPU_WORK = 2**44, 2**40
-"""Parameters times tokens of a forward that takes about a second on an accelerator, and on a CPU."""
+"""Parameters times tokens of a forward that takes some seconds on an accelerator, and on a CPU."""
+_WHOLE, _CPU_WHOLE = 8 * 10**9, 160 * 10**6
+"""Most parameters of a model that is copied to float32 as a whole: a check of some tenths of a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +65,16 @@ class Reference:
     size: int  # The size that the second prompt passes; 0: all up to `_NEAR`
     prefixes: tuple[list[int], ...]  # By row: prompt and root
     nodes: tuple[list[int], ...]  # By row: tokens of the tree
-    later: tuple[list[int], ...]  # By row: the root of the second step and its one child
+    later: tuple[list[int], ...]  # By row: the root of the second step and the chain behind it
     start: int  # Position of the first of the S logits
     kept: Tensor  # (2, S, V) logits along prompt, kept path, second step
     dropped: Tensor  # (2, S, V) logits along prompt and the other path
+    noise: float | None  # Mean KL divergence (nats) of token by token from one pass; None: errors are held to STRUCTURE
+
+    @property
+    def limit(self) -> float:
+        """The largest error that is allowed, see `_errors`."""
+        return STRUCTURE if self.noise is None else FACTOR * self.noise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +88,9 @@ class Expected:
 
     @property
     def slots(self) -> int:
-        return max(len(prefix) for each in (self.near, *self.far) for prefix in each.prefixes) + _TREE
+        """Tokens of a row that the check needs."""
+        longest = max(len(prefix) for each in (self.near, *self.far) for prefix in each.prefixes)
+        return longest + _TREE + _LATER
 
 
 @contextmanager
@@ -86,83 +107,181 @@ def short_windows(config: Any) -> Iterator[None]:
             setattr(config, key, size)
 
 
-def expect(model: Any) -> Expected:
-    """Run the check's sequences through the model as it is, past all sizes that can be passed in seconds. NumericError:
-    the logits are not finite. UnsupportedModelError: a plain forward fails, or the model is not causal."""
-    config, sizes = text_config(model), dict[int, str]()
+def whole_parameters(model: Any) -> int:
+    """Most parameters of a model that is checked as a whole in float32 on the device of this one."""
+    return _CPU_WHOLE if device_of(model.get_input_embeddings()).type == "cpu" else _WHOLE
+
+
+def is_exact(model: Any) -> bool:
+    """Whether a model's errors are held to `STRUCTURE` rather than to its own noise."""
+    return model.dtype.itemsize >= 4 and not is_quantised(model)
+
+
+def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
+    """Run the check's sequences, made of the text `ids`, through the model as it is, past all sizes that can be passed
+    in seconds; without `sizes` past those alone that are as short as the text. NumericError: the logits are not finite.
+    UnsupportedModelError: a plain forward fails, or the model is not causal."""
+    config, named = text_config(model), dict[int, str]()
     context = most_positions(config)
     for key, size in named_sizes(config).items():
         if size < context:
-            sizes[size] = f"{sizes[size]}, {key}" if size in sizes else key
-    room = max(1, context - _BEHIND - _TREE)
+            named[size] = f"{named[size]}, {key}" if size in named else key
+    room = max(1, context - _BEHIND - _TREE - _LATER)
     work = _CPU_WORK if model.device.type == "cpu" else _WORK
     reach = min(room, max(_NEAR, min(_MOST_TOKENS, work // model.num_parameters())))
-    near = _reference(model, 0, min(room, max([_SHORT_WINDOW, *(size for size in sizes if size <= _NEAR)])))
+    near = _reference(model, ids, 0, min(room, max([_PROMPT, *(size for size in named if size <= _NEAR)])))
     _check_causal(model, near)
-    far = [_reference(model, size, size) for size in sorted(sizes) if _NEAR < size <= reach]
-    unchecked = min((size for size in sizes if size > reach), default=None)
-    return Expected(sizes=sizes, near=near, far=far, unchecked=unchecked)
+    if near.noise is not None and near.noise > _NOISY:
+        _log.warning(
+            "%s: in %s its own distributions differ by %.2g nats between token by token and one pass: speculative "
+            "output follows them within this noise only",
+            *(name_of(model), model.dtype, near.noise),
+        )
+    if not sizes:
+        return Expected(sizes=named, near=near, far=[], unchecked=None)
+    far = [_reference(model, ids, size, size) for size in sorted(named) if _NEAR < size <= reach]
+    unchecked = min((size for size in named if size > reach), default=None)
+    return Expected(sizes=named, near=near, far=far, unchecked=unchecked)
 
 
 @torch.inference_mode()
-def _reference(model: Any, size: int, passed: int) -> Reference:
+def _reference(model: Any, ids: Sequence[int], size: int, passed: int) -> Reference:
     """One batch, no cache, no mask; the second prompt has `_BEHIND` tokens more than `passed`."""
-    device, vocabulary = device_of(model.get_input_embeddings()), text_config(model).vocab_size
-    longer = passed + _BEHIND
-    shorter = longer - 2 if size else 4
-    ids = [(7919 * index + 13) % vocabulary for index in range(shorter + longer + 12)]
-    prefixes, rest = (ids[:shorter], ids[shorter : shorter + longer]), ids[shorter + longer :]
-    nodes, later = (rest[:4], rest[4:8]), (rest[8:10], rest[10:12])
-    sequences = [
-        prefix + [tree[node - 1] for node in path] + end
-        for paths, ends in ((_PATHS, later), (_PATHS[::-1], ([], [])))
-        for prefix, tree, path, end in zip(prefixes, nodes, paths, ends, strict=True)
+    vocabulary, longer = text_config(model).vocab_size, passed + _BEHIND
+    shorter, path, behind = max(1, longer - 5), len(_PATHS[0]), 1 + _LATER
+    texts = [_text(ids, offset, length + path + behind) for offset, length in ((0, shorter), (len(ids) // 2, longer))]
+    prefixes = tuple(text[: -path - behind] for text in texts)
+    right = [text[-path - behind : -behind] for text in texts]
+    # The other path takes the other row's words: text as well, and other tokens in any case.
+    wrong = [
+        [(two + 1) % vocabulary if two == one else two for one, two in zip(own, other, strict=True)]
+        for own, other in zip(right, right[::-1], strict=True)
     ]
+    nodes = tuple([0] * _TREE for _ in texts)
+    for row, (tokens, kept, dropped) in enumerate(zip(nodes, _PATHS, _PATHS[::-1], strict=True)):
+        for first, second, one, two in zip(kept, dropped, right[row], wrong[row], strict=True):
+            tokens[first - 1], tokens[second - 1] = one, two
+    later = tuple(text[-behind:] for text in texts)
+    sequences = [*texts, *(prefix + other for prefix, other in zip(prefixes, wrong, strict=True))]
     most = max(map(len, sequences))
     start = max(0, most - _COMPARED) if size else 0
+    device = device_of(model.get_input_embeddings())
     padded = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in sequences], device=device)
     takes = "logits_to_keep" in inspect.signature(model.forward).parameters
     with refusing(model, plainly=True):
-        kept = {"logits_to_keep": most - start} if start and takes else {}
-        logits = model(input_ids=padded, use_cache=False, **kept).logits[:, start - most :].float()
+        kept_logits = {"logits_to_keep": most - start} if start and takes else {}
+        raw = model(input_ids=padded, use_cache=False, **kept_logits).logits[:, start - most :]
     for row, tokens in enumerate(sequences):
-        if not logits[row, : len(tokens) - start].isfinite().all():
-            raise NumericError(f"{name_of(model)}: a plain forward gives NaN or infinite logits")
+        if not raw[row, : len(tokens) - start].isfinite().all():
+            raise NumericError(_not_finite(model))
+    with refusing(model, plainly=True):
+        noise = None if is_exact(model) else own_noise(model, _rows(ids, most, device))
+    logits = raw.float()
     return Reference(
-        size=size, prefixes=prefixes, nodes=nodes, later=later, start=start, kept=logits[:2], dropped=logits[2:]
+        size=size,
+        prefixes=prefixes,
+        nodes=nodes,
+        later=later,
+        start=start,
+        kept=logits[:2],
+        dropped=logits[2:],
+        noise=noise,
     )
+
+
+def _rows(ids: Sequence[int], length: int, device: torch.device) -> Tensor:
+    """(4, length) of the text, from four places on."""
+    return torch.tensor([_text(ids, part * len(ids) // 4, length) for part in range(4)], device=device)
+
+
+def _text(ids: Sequence[int], offset: int, count: int) -> list[int]:
+    """So many tokens of the text, from `offset` on and around, behind its first."""
+    return [ids[0], *(ids[1 + (offset + index) % (len(ids) - 1)] for index in range(count - 1))]
+
+
+def _not_finite(model: Any) -> str:
+    """What to tell of a model whose logits are not finite, with the weight that is to blame where there is one."""
+    bad = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+    said = f"{name_of(model)}: a plain forward gives NaN or infinite logits"
+    if bad is not None:
+        return f"{said}: the weight {bad} is not finite. The checkpoint is broken: copy or download it again"
+    return f"{said} in {model.dtype}, although all weights are finite: its numbers are too large for it. Try float32"
+
+
+def check_embeddings(model: Any) -> None:
+    """Raise NumericError if a token's embedding is not finite, which no text shows that lacks the token."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.device.type != "meta":
+        sums = weight.detach().sum(-1, dtype=torch.float32)
+        if not sums.isfinite().all():
+            token = int((~sums.isfinite()).nonzero()[0, 0])
+            broken = f"the embedding of token {token} is not finite"
+            raise NumericError(f"{name_of(model)}: {broken}. The checkpoint is broken: copy or download it again")
+
+
+@torch.inference_mode()
+def own_noise(model: Any, tokens: Tensor) -> float:
+    """Return the mean KL divergence (nats) of logits that transformers makes token by token, through a cache of its
+    own, from those of one pass, at the last `_SINGLE` places of text (B, N). At least what it makes to move every entry
+    of the embeddings by one unit in its last place: a small model's sums may come out alike in passes of any shape."""
+    first = tokens.shape[1] - _SINGLE
+    whole = model(input_ids=tokens, use_cache=False).logits[:, first:]
+    handle = model.get_input_embeddings().register_forward_hook(lambda _module, _args, states: nudged(states))
+    try:
+        moved = model(input_ids=tokens, use_cache=False).logits[:, first:]
+    finally:
+        handle.remove()
+    single = float(divergence(_one_by_one(model, tokens, first), whole).mean())
+    least = float(divergence(moved, whole).mean())
+    _log.debug("%s: own noise %.3g, of moved embeddings %.3g", name_of(model), single, least)
+    return max(single, least)
+
+
+def _one_by_one(model: Any, tokens: Tensor, first: int) -> Tensor:
+    """Logits (B, N - first, V) of the tokens from `first` on, each in a pass of its own."""
+    try:
+        handed: dict[str, Any] = {cache_argument(model): DynamicCache(config=text_config(model))}
+        model(input_ids=tokens[:, :first], use_cache=True, **handed)
+        steps = [
+            model(input_ids=tokens[:, at : at + 1], use_cache=True, **handed).logits[:, -1]
+            for at in range(first, tokens.shape[1])
+        ]
+    except Exception as error:  # a cache of another kind; how long a pass is changes its bits as well
+        _log.debug("%s: passes of all lengths instead of token by token: %s", name_of(model), error)
+        ends = range(first + 1, tokens.shape[1] + 1)
+        steps = [model(input_ids=tokens[:, :end], use_cache=False).logits[:, -1] for end in ends]
+    return torch.stack(steps, dim=1)
+
+
+def divergence(ours: Tensor, theirs: Tensor) -> Tensor:
+    """KL divergence (..,) in nats of the distribution of our logits (.., V) from theirs; a shift common to all logits
+    counts nothing. Infinite where ours are not finite."""
+    theirs = theirs.float().log_softmax(-1)
+    ours = ours.to(theirs.device).float().log_softmax(-1)
+    terms = theirs.exp() * (theirs - ours)
+    return terms.masked_fill(theirs == -math.inf, 0).sum(-1).nan_to_num(nan=math.inf).clamp(min=0)
 
 
 def _check_causal(model: Any, near: Reference) -> None:
     """Raise UnsupportedModelError if a prompt's logits change with the tokens behind it."""
-    limit = _JUMPING_LIMIT if _jumps(model) else _LIMITS.get(model.dtype, _ROUGH)
     for row, prefix in enumerate(near.prefixes):
         alike = slice(len(prefix))
-        if spread_error(near.kept[row, alike], near.dropped[row, alike]) > limit:
+        if _error(near, near.kept[row, alike], near.dropped[row, alike]) > near.limit:
             raise UnsupportedModelError(
                 f"{name_of(model)} is not causal: a token's logits change with the tokens behind it. If it was trained "
                 "as a decoder, say so in its config.json (is_decoder; XLM: causal); else take a causal language model"
             )
 
 
-def _jumps(model: Any) -> str | None:
-    """Why rounding errors can move a token's logits by far more than themselves; None where they cannot."""
-    if is_quantised(model):
-        return "its activations are quantised together"
-    experts = [size for key, size in vars(text_config(model)).items() if "experts" in key and isinstance(size, int)]
-    if max(experts, default=0) > 1 and model.dtype.itemsize < 4:
-        return f"its routers decide near ties between experts in {model.dtype}"
-    return None
-
-
-def check(target: Any, expected: Expected) -> int | None:
+def check(target: Any, expected: Expected) -> tuple[int | None, str | None]:
     """Score the check's trees with a `Target`, whose rows must be free and at least two with ``expected.slots`` slots.
-    Returns the tokens up to which the model was found right, where it is not, or may not be, right beyond; else None.
-    UnsupportedModelError: a node's logits differ from the plain forward, or the model cannot be driven this way."""
+    Returns the tokens up to which the model was found right, where it is not, or may not be, right beyond; and what is
+    wrong in any case: a node's logits differ from the plain forward. UnsupportedModelError: the model cannot be driven
+    this way."""
     near = [size for size in sorted(expected.sizes) if _SHORT_WINDOW < size <= _NEAR]
     wrong = _complaint(target, expected.near, ", ".join(f"{expected.sizes[size]} = {size}" for size in near))
     if wrong:
-        raise UnsupportedModelError(f"{wrong}. Speculation would not be lossless. {UNSERVED}")
+        return None, wrong
     for reference in expected.far:
         try:
             wrong = _complaint(target, reference, f"{expected.sizes[reference.size]} = {reference.size}")
@@ -170,13 +289,13 @@ def check(target: Any, expected: Expected) -> int | None:
             wrong = str(error)
         if wrong:
             _warn_of_limit(target, reference.size, wrong)
-            return reference.size
+            return reference.size, None
     beyond = expected.unchecked
     if beyond is not None:
         why = f"{name_of(target.model)} was not checked past {expected.sizes[beyond]} = {beyond}, which would take long"
         why += f" on {target.device} or leave the context. self_check=False skips all checks"
         _warn_of_limit(target, beyond, why)
-    return beyond
+    return beyond, None
 
 
 def _warn_of_limit(target: Any, limit: int, why: str) -> None:
@@ -186,27 +305,28 @@ def _warn_of_limit(target: Any, limit: int, why: str) -> None:
 def _complaint(target: Any, expected: Reference, named: str) -> str | None:
     """What `target` says other than expected; `named` are the sizes that it passes."""
     with refusing(target.model):
-        worst = _errors(target, expected)
-    exact, jumps = _LIMITS.get(target.dtype, _ROUGH), _jumps(target.model)
-    limit = _JUMPING_LIMIT if jumps else exact
-    name, most = name_of(target.model), max(worst.values())
-    if exact < most <= limit:
-        depends = f"a token's logits depend on what else is in the pass, by {most:.2g} of their spread: {jumps}"
-        _log.warning(
-            "%s: %s. Speculative output follows the model's distribution within this noise only", name, depends
-        )
+        worst = errors(target, expected)
+    _log.debug("%s: self-check %s, limit %.3g", name_of(target.model), worst, expected.limit)
     for what, size in worst.items():
-        if not size <= limit:
-            why = obstacle(target.model) or "its attention or cache does not follow the mask that forerun gives"
+        if not size <= expected.limit:
             where = f" past {named}" if named else ""
-            return (
-                f"{name} failed the self-check{where}: {what} differs from a plain forward by {size:.2g} of the "
-                f"logits' spread, {limit:g} is allowed in {target.dtype}; {why}"
-            )
+            said = f"{name_of(target.model)} failed the self-check{where}: {what} differs from a plain forward by"
+            if expected.noise is None:
+                why = (
+                    obstacle(target.model) or "what it computes does not follow the mask and positions that it is given"
+                )
+                allowed = f"{STRUCTURE:g} is allowed in {target.dtype}; {why}"
+                return f"{said} {size:.2g} of the logits' spread, {allowed}"
+            own = f"{FACTOR} times its own noise, {expected.noise:.2g} between token by token and one pass, is allowed"
+            missing = obstacle(target.model)
+            more = f"; {missing}" if missing else ""
+            return f"{said} a KL divergence of {size:.2g} nats, {own} in {target.dtype}{more}"
     return None
 
 
-def _errors(target: Any, expected: Reference) -> dict[str, float]:
+def errors(target: Any, expected: Reference) -> dict[str, float]:
+    """By phase, how far a target's logits are from those of plain forwards: the mean KL divergence (nats) where the
+    model's noise is known, else the worst `spread_error`."""
     rows, start = [0, 1], expected.start
     if start:
         target.prefill(rows, [prefix[:start] for prefix in expected.prefixes])
@@ -215,24 +335,29 @@ def _errors(target: Any, expected: Reference) -> dict[str, float]:
     trees = [TokenTree.of(root, tokens, _PARENTS) for root, tokens in zip(roots, expected.nodes, strict=True)]
     tree = target.score(rows, trees).logits
     target.commit(rows, _PATHS)
-    with _misleading(target.cache, target.max_length - len(expected.later)):
-        chains = [TokenTree.of(root, [child], [0]) for root, child in expected.later]
+    with _misleading(target.cache, target.max_length - 1 - _LATER):
+        chains = [TokenTree.of(later[0], later[1:], range(_LATER)) for later in expected.later]
         second = target.score(rows, chains).logits
     target.truncate(rows, [0, 0])
     phases = ("a prompt in a batch of unequal lengths", "a branching tree", "a step after a gathered path")
-    worst = dict.fromkeys(phases, 0.0)
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {phase: [] for phase in phases}
     for row, prefix in enumerate(expected.prefixes):
         kept, dropped = expected.kept[row], expected.dropped[row]
-        last = len(prefix) - 1 - start  # Of the root, among the expected logits
-        other = _PATHS[1 - row]
-        pairs = (
-            (prompt[row, :last], kept[:last]),
-            (tree[row, [0, *_PATHS[row], *other]], torch.cat([kept[last : last + 3], dropped[last + 1 : last + 3]])),
-            (second[row], kept[last + 3 : last + 5]),
-        )
-        for what, (ours, theirs) in zip(worst, pairs, strict=True):
-            worst[what] = max(worst[what], spread_error(ours, theirs))
-    return worst
+        last, path = len(prefix) - 1 - start, len(_PATHS[row])  # The root's place among the expected logits
+        end, other = last + 1 + path, list(_PATHS[1 - row])
+        wanted = torch.cat([kept[last:end], dropped[last + 1 : end]])
+        pairs[phases[0]].append((prompt[row, :last], kept[:last]))
+        pairs[phases[1]].append((tree[row, [0, *_PATHS[row], *other]], wanted))
+        pairs[phases[2]].append((second[row], kept[end : end + 1 + _LATER]))
+    return {
+        phase: _error(expected, *(torch.cat([side.cpu() for side in sides]) for sides in zip(*found, strict=True)))
+        for phase, found in pairs.items()
+    }
+
+
+def _error(expected: Reference, ours: Tensor, theirs: Tensor) -> float:
+    """Of logits (M, V), as `errors` says."""
+    return spread_error(ours, theirs) if expected.noise is None else float(divergence(ours, theirs).mean())
 
 
 @contextmanager
@@ -248,6 +373,6 @@ def _misleading(cache: SlotCache, length: int) -> Iterator[None]:
 
 def spread_error(ours: Tensor, theirs: Tensor) -> float:
     """Worst node's root-mean-square difference over the standard deviation of its logits; infinite where one is NaN."""
-    theirs = theirs.to(ours.device)
+    theirs = theirs.to(ours.device).float()
     difference = (ours.float() - theirs).square().mean(-1).sqrt()
     return float((difference / theirs.std(-1).clamp(min=1e-9)).nan_to_num(nan=math.inf).max())
