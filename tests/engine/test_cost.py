@@ -5,6 +5,7 @@ No test here depends on how long anything takes: clocks are replaced where a tim
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Iterator
@@ -17,12 +18,12 @@ import torch
 from pydantic import TypeAdapter
 
 from contract import harness
-from forerun import SamplingParams
+from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine import measuring
-from forerun.engine.costs import CostModel, DraftCost
+from forerun.engine.costs import CostModel, DraftCost, Nominal
 from forerun.engine.measuring import Point, load_or_measure, rising
 from forerun.errors import ArgumentError
 from forerun.model import Buckets, Target
@@ -245,6 +246,49 @@ class TestStore:
         with caplog.at_level(logging.WARNING):
             assert measuring.load_or_measure(target_of()).nodes[0] == 1
         assert "could not be kept" in caplog.text
+
+    def test_nothing_is_measured_before_the_first_token(self, instant: list[Point], checkpoint: Path) -> None:
+        """Neither at the first start nor at the next, whoever drafts and whatever is asked for."""
+        for _ in range(2):
+            for method in ("auto", "recycling"):
+                for more in ({}, {"max_model_len": 64, "max_num_seqs": 2}):
+                    llm = LLM(checkpoint, speculative_config={"method": method}, tokenizer=False, **more)
+                    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
+            llm = LLM(checkpoint, speculative_config={"method": "recycling", "adaptive": False}, tokenizer=False)
+        assert not instant
+
+    def test_what_steps_took_serves_the_next_process(self, cache: Path) -> None:
+        sizes = [(1, 10.0), (2, 11.0), (4, 12.0), (9, 20.0)]
+        seen = {(256, 1, nodes): [9 * ms, ms, ms, ms] for nodes, ms in sizes} | {(0, 2, 1): [1.0] * 9, (0, 2, 5): [1.0]}
+        assert isinstance(measuring.known_or_nominal(target_of()), Nominal)
+        measuring.keep_steps(target_of(), {point: times for point, times in seen.items() if point[2] < 9})
+        assert not cache.exists(), "three sizes tell little"
+        measuring.keep_steps(target_of(), seen)
+        for rows in (1, 4):
+            known = measuring.known_or_nominal(target_of(rows=rows))
+            assert [known.pass_ms(nodes, 1, 0) for nodes, _ in sizes] == pytest.approx([ms for _, ms in sizes])
+        measuring.keep_steps(target_of(), {(0, 1, nodes): [ms] * 3 for nodes, ms in [(1, 5), (2, 6), (3, 7), (4, 8)]})
+        known = measuring.known_or_nominal(target_of())
+        assert [known.pass_ms(nodes) for nodes in (1, 3, 4, 9)] == pytest.approx([5, 7, 8, 20]), "what is new counts"
+
+    def test_a_calibration_knows_better_than_steps(self, instant: list[Point]) -> None:
+        measuring.keep_steps(target_of(), {(0, 1, nodes): [1.0] * 3 for nodes in (1, 2, 3, 4)})
+        known = measuring.load_or_measure(target_of())
+        assert instant and known.pass_ms(1) == pytest.approx(1e3 * worth((known.contexts[0], 1, 1)))
+        measuring.keep_steps(target_of(), {(0, 1, nodes): [1.0] * 3 for nodes in (1, 2, 3, 4)})
+        assert measuring.known_or_nominal(target_of()) == known
+
+    def test_an_engine_keeps_what_its_steps_took(
+        self, checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measuring, "_SIZES_SEEN", 1)
+        llm = LLM(checkpoint, speculative_config={"method": "auto"}, tokenizer=False, max_num_seqs=1)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=32, ignore_eos=True))
+        assert not cache.exists()
+        del llm
+        gc.collect()
+        [path] = cache.iterdir()
+        assert json.loads(path.read_text())["cost"]["rows"] == [1]
 
     def test_what_a_pass_costs_depends_on(self) -> None:
         names = {

@@ -268,6 +268,8 @@ class StepCosts:
             lambda size, rows, context: passes.pass_ms(1 + shape.nodes(size, rows), rows, context)
         )
         self._pass, self._draft = Correction(), defaultdict[str, Correction](Correction)
+        self.passes = defaultdict[tuple[int, int, int], deque[float]](lambda: deque(maxlen=SETTINGS.window))
+        """The latest times of passes, ms, by (context, rows, scored nodes of a row), where each row has as many."""
         self._seen = defaultdict[Hashable, deque[float]](lambda: deque(maxlen=SETTINGS.window))
         """The latest of: a plain step's host work in ms; what asking those that copy adds, over the time that they take
         themselves, both by about how many rows; what a drafter's first look at a token takes in ms, by its key."""
@@ -299,7 +301,9 @@ class StepCosts:
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """A pass of this size over `rows` rows, and its verification, took this long."""
-        plain = _alike(0, rows)
+        plain, nodes = _alike(0, rows), 1 + self.shape.nodes(size, rows)
+        if nodes == int(nodes):
+            self.passes[context // _CONTEXT_STEP * _CONTEXT_STEP, rows, int(nodes)].append(ms)
         for correction in (self._pass, *self._draft.values()):
             correction.steps += 1
         if size and ms < SETTINGS.quicker * self._predicted(0, rows, context) * self._pass.factor(plain):

@@ -20,6 +20,7 @@ from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.drafters.guarded import Guarded
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import PassCost
+from forerun.engine.measuring import keep_steps
 from forerun.engine.policy.policy import Policy, policy_for
 from forerun.types import Boundary, SamplingParams, SpeculationStats
 
@@ -34,7 +35,7 @@ class DrafterPool:
     """All drafters in use, by the key of their configuration."""
 
     def __init__(self, setup: DrafterSetup, *, nodes: int = 64, costs: PassCost | None = None) -> None:
-        """`nodes`: most drafted nodes of a row in one step. `costs`: for policies; None measures the target."""
+        """`nodes`: most drafted nodes of a row in one step. `costs`: for policies; None: as kept of the target."""
         self._setup, self._nodes, self._costs = setup, nodes, costs
         self._active: dict[str, _Active] = {}
         self._planned: list[Policy] = []
@@ -113,6 +114,12 @@ class DrafterPool:
         """What the planned step committed, by row."""
         for policy in self._planned:
             policy.learn(emitted)
+
+    def keep_costs(self) -> None:
+        """Keep what the steps of all policies took, for the next process; see `keep_steps`."""
+        for active in self._active.values():
+            if active.policy is not None and active.policy.measure:
+                keep_steps(self._setup.target, active.policy.costs.passes)
 
     def depth(self, key: str | None, asked: int | None) -> int:
         """Most tokens on one path that the drafter of a key may draft for a request that `asked` for so many."""

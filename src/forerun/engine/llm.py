@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -146,7 +147,7 @@ class LLM:
             context=self.max_model_len,
             default_seed=seed,
         )
-        cost = cache(partial(known_or_nominal, self.target))  # measured when a drafter asks
+        cost = cache(partial(known_or_nominal, self.target))  # read when a drafter asks
         setup = DrafterSetup(
             target=self.target,
             tokenizer=self.tokenizer,
@@ -159,6 +160,7 @@ class LLM:
         most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
         self.engine = Engine(self.target, DrafterPool(setup, nodes=most), scheduling, check=check)
         self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
+        weakref.finalize(self, self.engine.drafting.keep_costs)
         self._numbers = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = {}
         self._line, self._turn = Lock(), Lock()  # Who waits for the engine next; who has it

@@ -1,4 +1,4 @@
-"""What a pass of the target costs on this machine: timed on free rows within a time budget, once, and kept on disk.
+"""What a pass of the target costs on this machine: seen in steps, or timed on free rows when asked for; kept on disk.
 
 One JSON file per model, device, dtype, threads, packing and torch version. torch is imported inside the functions that
 time something.
@@ -11,15 +11,18 @@ import json
 import logging
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from forerun.caching import cache_root
 from forerun.engine.costs import CostModel, Nominal, PassCost, along
+from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
 from forerun.writing import written
 
@@ -34,6 +37,7 @@ NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # Sizes that are measured by
 CONTEXTS = (64, 512, 2048)
 """Committed tokens that are measured by default, as far as they fit; the cost of attention is a line between them."""
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
+_SIZES_SEEN = 4  # Sizes of passes that steps must have shown of a row count before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
 Grid = Mapping[str, tuple[int, ...]]  # What is measured: ``nodes``, ``rows`` and ``contexts``, rising
 
@@ -93,13 +97,36 @@ def load_or_measure(
 
 
 def known_or_nominal(target: Target) -> PassCost:
-    """From disk or by measuring on free rows; where none are free, a nominal figure that steps will correct."""
-    try:
-        return load_or_measure(target)
-    except ArgumentError:
-        free = sum(length == 0 for length in target.lengths)
-        log.info("%d rows are free to measure what a pass costs", free)
-        return load_or_measure(target, rows=(free,)) if free else Nominal()
+    """What passes cost as far as it is kept for this target, from a calibration or from the steps of another process;
+    else a nominal figure, which steps correct. Measures nothing: no first token waits for it."""
+    kept = _read(target)
+    return Nominal() if kept is None else kept[1]
+
+
+def keep_steps(target: Target, seen: Mapping[Point, Sequence[float]]) -> None:
+    """Keep what real steps took, ms by (context, rows, nodes of a row), for the next process that loads this target.
+    Row counts with fewer than four sizes say too little; a calibration knows better and stays."""
+    often = {point: list(times) for point, times in seen.items() if len(times) >= SETTINGS.new}
+    sizes = defaultdict[int, set[int]](set)
+    for _, rows, nodes in often:
+        sizes[rows].add(nodes)
+    known = sorted(rows for rows, nodes in sizes.items() if 1 in nodes and len(nodes) >= _SIZES_SEEN)
+    kept = _read(target) if known else None
+    if not known or (kept is not None and kept[0]["nodes"]):
+        return
+    context = median_low(context for context, rows, _ in often if rows in known)
+    samples = defaultdict[Point, list[float]](list)
+    for (_, rows, nodes), times in often.items():
+        if rows in known:
+            samples[context, rows, nodes] += [ms / 1e3 for ms in times]
+    if kept is not None:
+        for rows in kept[1].rows:
+            for nodes in kept[1].nodes:
+                samples.setdefault((context, rows, nodes), [kept[1].pass_ms(nodes, rows, context) / 1e3])
+    own = [sorted({point[axis] for point in samples}) for axis in range(3)]
+    grid: Grid = {"contexts": tuple(own[0]), "rows": tuple(own[1]), "nodes": tuple(own[2])}
+    cost = replace(_fitted(grid, samples), stairs=bool(target.buckets.nodes))
+    _write(target, {"nodes": (), "rows": (), "contexts": ()}, cost)  # Nothing of it was asked for
 
 
 def free_rows(target: Target, count: int) -> list[int]:

@@ -607,15 +607,16 @@ def policy_for(
     chains: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Policy:
-    """A policy for these drafters, which are built; what they and the target cost is found out. ForerunError: whatever
-    keeps a drafter from being built.
+    """A policy for these drafters, which are built; what they and the target cost is read, or assumed. ForerunError:
+    whatever keeps a drafter from being built.
 
     Args:
         configs: of one drafter, or of those to choose among (`arms_of`).
         setup: what drafters are built from.
         nodes: most drafted nodes of a row.
         reproducible: whether seeded requests are drafted for deterministically (`repeats`).
-        costs: known costs, with what drafters cost in ``drafts``, if anything. None reads or measures the target's.
+        costs: known costs, with what drafters cost in ``drafts``, if anything. None: what is kept of the target's, else
+            nominal ones.
         measure: whether steps correct `costs`; those of None they do.
         chains, clock: as `Policy` takes them.
     """
