@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from cli.conftest import Ran
 from forerun import LLM, SamplingParams, SpeculativeConfig
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.cli import serve, session
+from forerun.cli import console, serve, session
 from forerun.drafters import methods
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.errors import ArgumentError
@@ -49,6 +53,44 @@ def test_generate_prints_the_text_and_nothing_else(forerun: Forerun, checkpoint:
     )
     assert ran.code == 0 and ran.out == expected.text + "\n"
     assert "tokens per target pass" in ran.err and "accepted draft" in ran.err and "\x1b" not in ran.out + ran.err
+
+
+def test_loading_says_what_it_does_and_for_whom(
+    forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[str]()
+
+    @contextmanager
+    def telling(_beginning: str) -> Iterator[Callable[[str], None]]:
+        yield told.append
+
+    monkeypatch.setattr(console, "telling", telling)
+    ran = forerun("generate", checkpoint, "-p", PROMPT, "-n", 2)
+    assert f"{checkpoint}: float32 on cpu, ready in " in ran.err
+    assert any("GB of weights" in one for one in told) and any("checking" in one for one in told)
+    count = len(told)
+    assert forerun("generate", checkpoint, "-p", PROMPT, "-n", 2, "--json").err == ""
+    log = logging.getLogger("forerun.model.prepare")
+    assert len(told) == 2 * count and not log.handlers and log.level == logging.NOTSET
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        (["--help"], ["torch", "numpy", "transformers", "pydantic"]),
+        (
+            ["generate", "MODEL", "-p", PROMPT, "-n", "2"],
+            ["numba", "pydantic", "fastapi", "uvicorn", "datasets", "sklearn", "pandas", "gguf"],
+        ),
+    ],
+    ids=["help", "generate"],
+)
+def test_nothing_is_imported_that_is_not_needed(checkpoint: Path, arguments: list[str], unwanted: list[str]) -> None:
+    words = [str(checkpoint) if one == "MODEL" else one for one in arguments]
+    code = f"import sys; from forerun.cli import main; assert main({words!r}) == 0; "
+    code += f"print([name for name in {unwanted!r} if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and ran.stdout.splitlines()[-1] == "[]", (ran.stdout, ran.stderr)
 
 
 def test_generate_json_with_every_way_to_name_a_drafter(
@@ -175,7 +217,8 @@ def test_a_lossy_rule_is_called_lossy(forerun: Forerun, checkpoint: Path, tmp_pa
 def test_bad_input_is_one_clear_error(forerun: Forerun, checkpoint: Path, arguments: list[str], message: str) -> None:
     ran = forerun(*(checkpoint if argument == "MODEL" else argument for argument in arguments))
     assert ran.code == 2 and ran.out == ""
-    assert ran.err.startswith("error: ") and message in ran.err and "Traceback" not in ran.err
+    told = [line for line in ran.err.splitlines() if "ready in" not in line]
+    assert told[0].startswith("error: ") and message in ran.err and "Traceback" not in ran.err
 
 
 def test_debug_shows_the_traceback(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def chat(
         Colour every token by its source.
     """
     config, params = speculation.config(), sampling.params()
-    llm = session.load(model, loading, config, max_num_seqs=1)
+    llm = session.load(model, loading, config, announce=True, max_num_seqs=1)
     talk = Conversation(llm, params, config, system=system, show_draft=show_draft)
     log = console.log()
     log.print(Text(f"{model}: type a message; /help lists the commands", "dim"))

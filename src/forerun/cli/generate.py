@@ -47,7 +47,8 @@ def generate(
     expected = {} if prediction_file is None else {"prediction": read_prompt(None, prediction_file)}
     from forerun.cli import session
 
-    llm = session.load(model, loading, config or ({"method": "prediction"} if expected else None), max_num_seqs=1)
+    config = config or ({"method": "prediction"} if expected else None)
+    llm = session.load(model, loading, config, announce=not json, max_num_seqs=1)
     given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else {"prompt": text}
     if json:
         output = llm.generate([{**given, **expected}], params)[0]

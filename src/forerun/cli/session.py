@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -127,15 +130,49 @@ def context_of(model: str) -> int:
     return most_positions(read_config(resolve(model), LoadOptions()).get_text_config(decoder=True))
 
 
-def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, **more: Any) -> LLM:
-    """The model behind the Python API, with a spinner on stderr while it loads. An unknown rule is refused first."""
-    with console.telling(f"loading {model}"):
+def load(
+    model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, *, announce: bool = False, **more: Any
+) -> LLM:
+    """The model behind the Python API, with what is being done on stderr while it loads; with `announce` a line stays
+    that says how long that took. An unknown rule is refused first."""
+    began = time.perf_counter()
+    with console.telling(f"loading {model}") as tell, _told(tell):
         quiet_libraries()
         from forerun import LLM, SpeculativeConfig
 
         config = SpeculativeConfig.parse(speculative_config)
         check_rule(None if config is None else config.rule)
-        return LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
+        llm = LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
+    if announce:
+        what = f"{llm.target.dtype_name} on {llm.target.device}, ready in {time.perf_counter() - began:.1f} s"
+        console.log().print(Text(f"{model}: {what}", "dim"), soft_wrap=True)
+    return llm
+
+
+@contextmanager
+def _told(tell: Callable[[str], None]) -> Iterator[None]:
+    """While open, what loading says of its progress goes to `tell`."""
+    log, handler = logging.getLogger("forerun.model.prepare"), _Telling(tell)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+class _Telling(logging.Handler):
+    """Hands on messages, of the level INFO alone."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            self._tell(record.getMessage())
 
 
 def check_rule(name: str | None) -> None:

@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter
-
 from forerun.caching import cache_root
 from forerun.engine.costs import CostModel, Nominal, PassCost, along
 from forerun.engine.policy.settings import SETTINGS
@@ -280,6 +278,10 @@ def device_name(device: torch.device) -> str:
 def _read(target: Target) -> tuple[Grid, CostModel] | None:
     """What is kept for this target: the sizes that were asked for, and their costs."""
     path = file_of(target)
+    if not path.exists():
+        return None
+    from pydantic import TypeAdapter
+
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         body = {key: kept[key] for key in ("format", "identity", "grid", "cost")}

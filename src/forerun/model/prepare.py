@@ -16,6 +16,7 @@ from forerun.devices import trim_heap
 from forerun.errors import ArgumentError, OutOfMemoryError
 from forerun.model.cache import promised_bytes
 from forerun.model.kernels import accelerate
+from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import device_of, is_quantised
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.model.names import resolve
@@ -56,6 +57,7 @@ def prepare(
     faster_now = partial(_accelerate, model, options, named) if faster else None
     trial, limit = None, None
     if options.self_check:
+        _log.info("checking it against transformers")
         room = available_bytes(device_of(model.get_input_embeddings()))
         trial, limit = proved(cls, model, options.tokenizer, faster_now, room)
     elif faster_now is not None:
@@ -78,9 +80,10 @@ def _accelerate(model: Any, options: LoadOptions, named: bool, ids: Sequence[int
 
 def _let_go_of_files(model: Any) -> None:
     """Copy the few weights that were not repacked: transformers leaves them in the mapped file, and one of them keeps
-    all of it that was read in memory."""
-    for own in (*model.parameters(), *model.buffers()):
-        if own.device.type == "cpu" and own.untyped_storage().nbytes() > own.nbytes:
+    all that was read of it in memory."""
+    rest = [own for own in (*model.parameters(), *model.buffers()) if own.device.type == "cpu"]
+    if sum(own.nbytes for own in rest) < packed_bytes(model):
+        for own in rest:
             own.data = own.data.clone()
 
 
@@ -102,6 +105,7 @@ def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, i
     device = options.first_device() if options.device_map is None and options.tp_plan is None else None
     itemsize = (resolved_dtype(options, config) or torch.float32).itemsize
     slots = _slots(config.get_text_config(decoder=True), sizes, device, weights, itemsize)
+    _log.info("reading %.2f GB of weights", weights / 1e9)
     return open_model(name, options, config, quiet=weights < _SMALL), slots
 
 

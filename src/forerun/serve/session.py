@@ -97,6 +97,7 @@ class Session:
 
     async def start(self) -> None:
         """Load the model; `state` and `failure` tell how it ended."""
+        began = time.perf_counter()
         try:
             self._engine = await asyncio.to_thread(self._opened)
         except BaseException as error:
@@ -110,7 +111,7 @@ class Session:
             return
         if self.state is State.LOADING:
             self.state = State.READY
-            log.info("serving %s", self.settings.model_name)
+            log.info("serving %s after %.1f s", self.settings.model_name, time.perf_counter() - began)
 
     def _opened(self) -> AsyncLLM:
         """The engine; what would fail at the first request is tried here."""
