@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.core.tree import TokenTree
 from forerun.model import Target
-from forerun.model.kernels import forwards, packing
+from forerun.model.kernels import forwards, packing, products
 from forerun.model.kernels.accelerate import accelerate, undone
-from forerun.model.kernels.forwards import AttentionForward, GatedForward, NormForward
+from forerun.model.kernels.forwards import AttentionForward, GatedForward, LayerForward, NormForward
 from model_kernels.conftest import COMMON
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
@@ -44,7 +44,7 @@ def test_the_answers_stay(family: str) -> None:
     plain = small(family, **({"sliding_window": 8} if family == "mistral" else {}))
     faster = copy.deepcopy(plain)
     assert accelerate(faster).forwards == sum(1 for _ in faster.modules() if "forward" in _.__dict__) > 0
-    assert kinds(faster) == {NormForward, GatedForward, AttentionForward}
+    assert kinds(faster) == {NormForward, GatedForward, AttentionForward, LayerForward}
     ids = torch.randint(3, 128, (2, 20))
     with torch.inference_mode():
         expected = plain(input_ids=ids).logits
@@ -192,3 +192,108 @@ def test_a_replaced_projection_is_not_bypassed(names: list[str]) -> None:
             old = getattr(parent, name)
             setattr(parent, name, nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16))
     assert not torch.equal(target.score([0], [TokenTree(8)]).logits, before)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {"num_key_value_heads": 1},
+}
+
+
+def whole_layers(model: Any) -> list[LayerForward]:
+    found = [layer.__dict__.get("forward") for layer in model.model.layers]
+    return [each for each in found if isinstance(each, LayerForward)]
+
+
+def logits_of_steps(model: Any) -> list[torch.Tensor]:
+    """Prompts, a tree and chains, of several rows, unequal and more than the cache had room for at first."""
+    target = Target(model, rows=4, slots=120)
+    found = [target.prefill([0, 2], [list(range(3, 25)), [9, 8, 7]]).logits]
+    for rows in ([0, 2], [2], [0], [2, 0], [0, 2]):
+        trees = [TokenTree(row + 3) for row in rows]
+        for number, tree in enumerate(trees):
+            tree.add_path(range(4, 4 + 9 * number))
+            tree.add_path([7, 5])
+        found.append(target.score(rows, trees).logits)
+        target.commit(rows, [(1,) for _ in rows])
+    found.append(target.prefill([1], [[100 - token for token in range(70)]]).logits)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_layer_has_the_bits_of_its_parts(family: str, dtype: torch.dtype) -> None:
+    model = small(family, **FAMILIES[family]).to(dtype)
+    accelerate(model)
+    assert len(whole_layers(model)) == 2
+    found = logits_of_steps(model)
+    for layer in model.model.layers:
+        del layer.forward
+    assert all(map(torch.equal, found, logits_of_steps(model)))
+
+
+def test_layers_where_bf16_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "kind_of", lambda _: products.Kind.WIDENED)
+    model = small("qwen2")
+    accelerate(model)
+    assert len(whole_layers(model)) == 2
+    found = logits_of_steps(model)
+    for layer in model.model.layers:
+        del layer.forward
+    assert all(map(torch.equal, found, logits_of_steps(model)))
+
+
+@pytest.mark.parametrize("inside", ["self_attn", "mlp.act_fn", "input_layernorm", "mlp.down_proj", "self_attn.o_proj"])
+def test_what_stands_inside_a_layer_can_be_watched(inside: str) -> None:
+    model, seen = small("llama"), list[nn.Module]()
+    accelerate(model)
+    target = Target(model, rows=1, slots=64)
+    target.prefill([0], [[3, 4, 5]])
+    model.model.layers[1].get_submodule(inside).register_forward_hook(lambda module, *_: seen.append(module))
+    before = target.score([0], [TokenTree(6)]).logits
+    assert len(seen) == (inside != "mlp.act_fn")  # which a faster MLP computes by itself
+    assert before.isfinite().all()
+
+
+def test_states_at_a_boundary_are_kept() -> None:
+    """The states that a pass hands out are not overwritten by its other layers, nor by the next pass."""
+    model = small("llama", num_hidden_layers=3)
+    accelerate(model)
+    assert len(whole_layers(model)) == 3
+    target = Target(model, rows=1, slots=64)
+    target.prefill([0], [[3, 4, 5]])
+    found = target.score([0], [TokenTree(6)], boundaries=frozenset({1, 2, 3})).hidden_states
+    kept = {boundary: value.clone() for boundary, value in found.items()}
+    target.score([0], [TokenTree(9)])
+    assert len({value.data_ptr() for value in found.values()}) == 3
+    assert all(torch.equal(found[boundary], kept[boundary]) for boundary in kept)
+
+
+def test_a_layer_reads_weights_that_were_exchanged() -> None:
+    model, other = small("qwen2"), small("qwen2")
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(0.75)
+    fresh = copy.deepcopy(other)
+    accelerate(model)
+    before = logits_of_steps(model)
+    former = packing.exchange(packing.ready(model, other.state_dict()))
+    accelerate(fresh)
+    found = logits_of_steps(model)
+    assert all(map(torch.equal, found, logits_of_steps(fresh))) and not torch.equal(found[0], before[0])
+    packing.exchange(former)
+    assert all(map(torch.equal, logits_of_steps(model), before))
+
+
+def test_copies_of_layers_run_for_themselves() -> None:
+    model = small("qwen2")
+    accelerate(model)
+    before = logits_of_steps(model)
+    twin = copy.deepcopy(model)
+    with torch.inference_mode():
+        twin.model.layers[0].input_layernorm.weight.zero_()
+    changed = logits_of_steps(twin)
+    assert not torch.equal(changed[0], before[0])
+    assert all(map(torch.equal, logits_of_steps(model), before))

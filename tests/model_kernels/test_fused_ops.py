@@ -36,6 +36,24 @@ def test_norm(size: int, scale: float) -> None:
     torch.testing.assert_close(found.double(), normed(states, weight, 1e-5), rtol=2**-7, atol=1e-6)
 
 
+def test_float32_is_rounded_nowhere() -> None:
+    """The same functions, compiled for another dtype."""
+    if not native.ready(torch.device("cpu"), torch.float32):
+        pytest.skip("no AVX-512")
+    states, weight, both = torch.randn(3, 5, 48), torch.randn(48), 4 * torch.randn(3, 5, 2 * 96)
+    both[0, 0, :8] = torch.tensor([0.0, -0.0, 1e4, -1e4, 90.0, -90.0, -104.0, 3e-5])
+    found = native.rms_norm(states, weight, 1e-5)
+    torch.testing.assert_close(found.double(), normed(states, weight, 1e-5), rtol=1e-6, atol=1e-7)
+    gate, up = both.split(96, dim=-1)
+    torch.testing.assert_close(native.silu_and_mul(both), functional.silu(gate) * up, rtol=1e-5, atol=1e-30)
+    logits = torch.randn(2, 3, 49)
+    logits[1, 2, 7] = torch.nan
+    logits[1, 0, 40:] = 9.0
+    expected = logits.argmax(-1).tolist()
+    expected[1][2] = -1
+    assert native.largest(logits) == expected and expected[1][0] == 40
+
+
 def test_gated() -> None:
     both = 4 * torch.randn(3, 5, 2 * 96)
     both[0, 0, :8] = torch.tensor([0.0, -0.0, 1e4, -1e4, 90.0, -90.0, -104.0, 3e-5])
@@ -92,7 +110,7 @@ def test_a_tokens_bits_are_its_own() -> None:
 def test_what_it_does_not_take() -> None:
     states = torch.randn(2, 32).bfloat16()
     assert native.takes_states(states)
-    assert not native.takes_states(states.float())
+    assert not native.takes_states(states.half()) and not native.takes_states(states.double())
     assert not native.takes_states(states[:, :16])
     with torch.inference_mode(False), torch.enable_grad():
         assert not native.takes_states(states)

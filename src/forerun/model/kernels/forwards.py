@@ -1,4 +1,5 @@
-"""Faster forwards for the norms, gated MLPs and attentions of a packed model: the same modules, fewer operations.
+"""Faster forwards for the norms, gated MLPs and attentions of a packed model: the same modules, fewer operations; and
+for whole decoder layers made of them.
 
 Only `forward` of a module is replaced, on the object; where a pass is not what the kernels take (gradients, another
 cache, a compiler that traces) the module's own runs. A module gets one if it answers the states of a plain pass as
@@ -7,6 +8,7 @@ before, see `acceptance`. The operations are those of its device, see `fused`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -14,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from forerun.model.cache import SlotCache
-from forerun.model.kernels import acceptance, attention, fused
-from forerun.model.kernels.native import HeadNorm, Heads
-from forerun.model.kernels.packing import PackedLinear, PackedWeight
+from forerun.model.kernels import acceptance, attention, fused, products
+from forerun.model.kernels.native import HeadNorm, Heads, LayerCalls, LayerParts, LayerRoom
+from forerun.model.kernels.packing import PackedLinear, PackedWeight, PanelWeight
 from forerun.model.layers import cache_argument
 
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Classes of transformers that do nothing but project, perhaps normalise heads, rotate, attend and project."""
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Classes that do nothing but norm, attend and add, norm, mix and add."""
 SMALL = 1e-3  # States are tried at this scale too, where a norm's epsilon counts
 
 
@@ -174,7 +178,7 @@ class AttentionForward(_JointForward):
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.module
         cache: Any = kwargs.get(self.cache_argument)
-        if not self._fits(hidden_states, position_embeddings, attention_mask, cache):
+        if not self.fits(hidden_states, position_embeddings, attention_mask, cache):
             return self.plain(  # type: ignore[no-any-return]
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
@@ -184,13 +188,20 @@ class AttentionForward(_JointForward):
         heads, layer = self.heads, module.layer_idx
         states = self.joint.apply(hidden_states)
         stores, places = cache.opened(layer, (heads.keys, heads.depth), like=states)
-        assert position_embeddings is not None
-        query = self.ops.rope_and_write(states, position_embeddings, heads, stores, places).transpose(1, 2)
-        keys, values = cache.seen(layer)
-        attended, _ = attention.fold_attention(module, query, keys, values, attention_mask, scaling=module.scaling)
-        return module.o_proj(attended.flatten(2)), None
+        assert position_embeddings is not None and attention_mask is not None
+        query = self.ops.rope_and_write(states, position_embeddings, heads, stores, places)
+        return module.o_proj(self.attend(query, cache, attention_mask)), None
 
-    def _fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
+    def attend(self, query: Tensor, cache: SlotCache, mask: Tensor) -> Tensor:
+        """What queries (B, N, heads, D) find in the cache: (B, N, heads * D)."""
+        module: Any = self.module
+        keys, values = cache.seen(module.layer_idx)
+        query = query.transpose(1, 2)
+        attended, _ = attention.fold_attention(module, query, keys, values, mask, scaling=module.scaling)
+        return attended.flatten(2)
+
+    def fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
+        """Whether a pass is one that the kernels take."""
         angle = (*states.shape[:-1], self.heads.depth)  # for every token, in the form in which the kernel reads them
         return (
             type(cache) is SlotCache
@@ -205,20 +216,168 @@ class AttentionForward(_JointForward):
     def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
         """What attention makes of causal rows on a cache of its own, and the keys and values that it writes there. The
         module's own forward attends as it did before attention was folded."""
-        module: Any = self.module
-        batch, count = states.shape[:2]
-        cache = SlotCache(batch, count)
-        cache.begin(range(batch), torch.arange(count, device=states.device).expand(batch, -1), count)
-        mask = torch.full((count, count), torch.finfo(states.dtype).min).triu(1).to(states)
-        angles = [part.expand(batch, -1, -1).contiguous() for part in kwargs["position_embeddings"]]
-        with attention.unfolded(module) if forward is self.plain else nullcontext():
-            attended = forward(
-                hidden_states=states.contiguous(),
-                position_embeddings=tuple(angles),
-                attention_mask=mask.expand(batch, 1, -1, -1),
-                **{self.cache_argument: cache},
-            )[0]
-        return [attended, *(part for row in range(batch) for part in cache.read(module.layer_idx, row, count))]
+        with attention.unfolded(self.module) if forward is self.plain else nullcontext():
+            return _on_a_cache(self, forward, states, kwargs, lambda found: found[0])
+
+
+def _on_a_cache(
+    own: AttentionForward, forward: Any, states: Tensor, kwargs: dict[str, Any], chosen: Callable[[Any], Tensor]
+) -> list[Tensor]:
+    """What is `chosen` of what a forward makes of causal rows (B, N, width) on a cache of its own, and the keys and
+    values that it writes there."""
+    batch, count = states.shape[:2]
+    cache, module = SlotCache(batch, count), own.module
+    cache.begin(range(batch), torch.arange(count, device=states.device).expand(batch, -1), count)
+    mask = torch.full((count, count), torch.finfo(states.dtype).min).triu(1).to(states)
+    angles = [part.expand(batch, -1, -1).contiguous() for part in kwargs["position_embeddings"]]
+    found = forward(
+        hidden_states=states.contiguous(),
+        position_embeddings=tuple(angles),
+        attention_mask=mask.expand(batch, 1, -1, -1),
+        **{own.cache_argument: cache},
+    )
+    layer: Any = module.layer_idx
+    return [chosen(found), *(part for row in range(batch) for part in cache.read(layer, row, count))]
+
+
+class _Shared:
+    """What the layers of a model know of the pass that they run in, found out by the first: they run one at a time."""
+
+    def __init__(self) -> None:
+        self.given: tuple[Any, ...] = (None, None, None)  # Mask, angles and cache of a pass that the kernels take
+        self.room: LayerRoom | None = None
+        self.this = object()  # Stands for the pass
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Shared:
+        memo[id(self)] = found = _Shared()
+        return found
+
+
+class LayerForward(_Forward):
+    """A decoder layer on a CPU in two calls, and its attention between them. Its parts have got their own faster
+    forwards before; the bits are those of the parts."""
+
+    PARTS: ClassVar = {
+        "input_layernorm": NormForward,
+        "self_attn": AttentionForward,
+        "post_attention_layernorm": NormForward,
+        "mlp": GatedForward,
+    }
+
+    def __init__(self, module: Any, shared: _Shared) -> None:
+        super().__init__(module, module.input_layernorm.weight)
+        self.cache_argument = cache_argument(module.self_attn)
+        self.shared, self.calls, self.begun = shared, LayerCalls(), object()
+        self.places: Tensor | None = None  # Of the pass that was begun
+        before, self.attention, behind, mlp = (module._modules[name].__dict__["forward"] for name in self.PARTS)
+        self.norms = (before, behind)
+        self.weights = [self.attention.joint, module.self_attn.o_proj.packed_weight]
+        self.weights += [mlp.joint, module.mlp.down_proj.packed_weight]
+        inside = [(module, name) for name in self.PARTS] + _projections(module)
+        inside += [(each.module, name) for each in (self.attention, mlp) for name in each.PARTS]
+        self.inside = [(owner._modules, name) for owner, name in inside]
+        self.held = [children[name] for children, name in self.inside]
+        self.replaced = [part.__dict__ for part in self.held if "forward" in part.__dict__]
+        self.by = [attributes["forward"] for attributes in self.replaced]
+        self.hooks = [hooks for part in self.held for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        """Asked once the parts have their forwards."""
+        if type(module).__name__ not in LAYERS or not type(module).__module__.startswith("transformers.models."):
+            return False
+        parts = [(module._modules.get(name), kind) for name, kind in cls.PARTS.items()]
+        if any(part is None or type(part.__dict__.get("forward")) is not kind for part, kind in parts):
+            return False
+        last = [owner._modules.get(name) for owner, name in _projections(module)]
+        layer: Any = module
+        attention, mlp = layer.self_attn.forward, layer.mlp.forward
+        weights = [attention.joint, mlp.joint, *(one.packed_weight for one in last if _alone(one))]  # type: ignore
+        width, inner = attention.joint.in_features, mlp.joint.sizes[0]
+        return (
+            len(weights) == 4
+            and all(type(one) is PanelWeight and one.in_features % products.STEP == 0 for one in weights)
+            and [one.in_features for one in weights] == [width, width, attention.joint.sizes[0], inner]
+            and weights[2].sizes == weights[3].sizes == [width]
+        )
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        cache: Any = kwargs.get(self.cache_argument)
+        given = (attention_mask, position_embeddings, cache)
+        if not self._intact() or not self._fits(hidden_states, *given):
+            return self.plain(
+                hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
+            )
+        attention = self.attention
+        heads, layer = attention.heads, attention.module.layer_idx
+        stores, places = cache.opened(layer, (heads.keys, heads.depth), like=hidden_states)
+        if self.begun is not self.shared.this or self.places is not places:
+            assert position_embeddings is not None
+            self._begin(hidden_states, position_embeddings, places)
+        query = self.calls.enter(hidden_states, stores, stores[0].shape[0] * stores[0].shape[1])
+        attended = attention.attend(query, cache, attention_mask).contiguous()
+        return self.calls.leave(attended, hidden_states)
+
+    def _fits(self, states: Tensor, mask: Any, angles: Any, cache: Any) -> bool:
+        """Whether the kernels take this pass; what all layers share is looked at once."""
+        shared = self.shared
+        if all(one is other for one, other in zip(shared.given, (mask, angles, cache), strict=True)):
+            same = shared.room is not None and states.shape == shared.room.shape and states.is_contiguous()
+            if same and states.dtype is self.dtype and not torch.is_grad_enabled():
+                return True
+        shared.this, shared.given = object(), (None, None, None)
+        if not self.attention.fits(states, angles, mask, cache):
+            return False
+        shared.given = (mask, angles, cache)
+        return True
+
+    def _begin(self, states: Tensor, angles: tuple[Tensor, Tensor], places: Tensor) -> None:
+        """The first time in a pass: say where everything lies."""
+        first, second = ((norm.module._parameters["weight"], norm.epsilon) for norm in self.norms)
+        joint, mix, gates, down = self.weights
+        parts = LayerParts(
+            first=first,
+            second=second,
+            joint=joint,
+            mix=mix,
+            gates=gates,
+            down=down,
+            heads=self.attention.heads,
+            kind=products.kind_of(self.dtype),
+            multiply=products.address(),
+        )
+        shared = self.shared
+        if shared.room is None or not shared.room.fits(parts, states):
+            shared.room = LayerRoom(parts, states)
+        self.calls.begin(parts, shared.room, angles, places)
+        self.begun, self.places = shared.this, places
+
+    def _intact(self) -> bool:
+        """Whether nothing inside has been exchanged or is watched."""
+        return (
+            not any(self.hooks)
+            and [children.get(name) for children, name in self.inside] == self.held
+            and [attributes.get("forward") for attributes in self.replaced] == self.by
+        )
+
+    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        """What the layer makes of causal rows on a cache of its own, and what it writes there."""
+        return _on_a_cache(self.attention, forward, states, kwargs, lambda found: found)
+
+
+def _projections(layer: Any) -> list[tuple[Any, str]]:
+    """Where the projections that nothing is joined with stand: their owners and names."""
+    return [(layer._modules["self_attn"], "o_proj"), (layer._modules["mlp"], "down_proj")]
+
+
+def _alone(part: Any) -> bool:
+    return type(part) is PackedLinear and part.group is None
 
 
 KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormForward, GatedForward, AttentionForward)
@@ -239,12 +398,18 @@ def install(model: nn.Module, ids: Tensor | None) -> int:
         found = acceptance.accepted_alone([(each, each.random_states()) for each in made if each.width])
     for replacement in found:
         replacement.module.forward = replacement
+    if ids is not None:
+        shared = _Shared()
+        whole = [LayerForward(module, shared) for module in model.modules() if LayerForward.suits(module)]
+        for layer in (layers := acceptance.accepted(model, whole, ids) if whole else []):
+            layer.module.forward = layer
+        return len(found) + len(layers)
     return len(found)
 
 
 def remove(model: nn.Module) -> int:
     """Undo `install`; how many modules have their own forward again."""
-    replaced = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), KINDS)]
+    replaced = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), _Forward)]
     for module in replaced:
         del module.forward
     return len(replaced)
@@ -258,4 +423,6 @@ def _epsilon(module: Any) -> float:
 def _takes(weight: Tensor, size: int = 0) -> bool:
     """Whether its device has operations for states of its dtype, of so many values."""
     ops = fused(weight.device)
-    return ops is not None and ops.ready(weight.device) and weight.dtype in ops.DTYPES and size % ops.LANES == 0
+    if ops is None or weight.dtype not in ops.DTYPES or size % ops.LANES:
+        return False
+    return bool(ops.ready(weight.device, weight.dtype))

@@ -1,5 +1,6 @@
-// Fused kernels: RMSNorm, RoPE with the write to the KV cache, the gated activation (SwiGLU), argmax of the logits. bf16,
-// AVX-512; every intermediate value is rounded where transformers' modules round it.
+// Fused kernels: RMSNorm, RoPE with the write to the KV cache, the gated activation (SwiGLU), argmax of the logits, and all
+// of a decoder layer that stands before and behind its attention. bf16 or float32, AVX-512; every intermediate value is
+// rounded where transformers' modules round it.
 //
 // What a token gets depends on that token alone, to the bit. Knows pointers; everything is contiguous, widths are
 // multiples of 16, a head's of 32; a vocabulary is as large as it likes. Slots that are not there are refused before
@@ -8,11 +9,18 @@
 #include <math.h>
 
 #include "lanes.h"
+#include "product.h"
+
+#ifdef FLOAT32_ELEMENTS
+#define LEAST (-INFINITY)
+#else
+#define LEAST 0xFF80    // minus infinity
+#endif
 
 enum { WORTH = 1 << 15, MOST_DEPTH = 512 };    // entries from which on several threads share the work; of a head
 
 // (rows, width) / root mean square of each row * weight (width,).
-INLINE void norm(const uint16_t *in, const uint16_t *weight, uint16_t *out, int64_t width, float epsilon) {
+INLINE void norm(const Element *in, const Element *weight, Element *out, int64_t width, float epsilon) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t at = 0; at < width; at += LANES) {
         __m512 values = load(in + at);
@@ -24,40 +32,42 @@ INLINE void norm(const uint16_t *in, const uint16_t *weight, uint16_t *out, int6
 }
 
 void forerun_norm(
-    const uint16_t *in, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t width, float epsilon, int32_t threads) {
+    const Element *in, const Element *weight, Element *out, int64_t rows, int64_t width, float epsilon, int32_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width >= WORTH)
     for (int64_t row = 0; row < rows; row++) norm(in + row * width, weight, out + row * width, width, epsilon);
 }
 
+// silu(gate) * up of LANES entries.
+INLINE void gated(const Element *gate, const Element *up, Element *out) {
+    __m512 x = load(gate), one = _mm512_set1_ps(1.0f);
+    __m512 shrunk = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+    __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    __m512 above = _mm512_mask_blend_ps(negative, one, shrunk);
+    __m512 silu = _mm512_mul_ps(x, _mm512_div_ps(above, _mm512_add_ps(one, shrunk)));
+    store(out, _mm512_mul_ps(rounded(silu), load(up)));
+}
+
 // silu(first half of a row) * second half: (rows, 2 * width) -> (rows, width).
-void forerun_gate(const uint16_t *both, uint16_t *out, int64_t rows, int64_t width, int32_t threads) {
+void forerun_gate(const Element *both, Element *out, int64_t rows, int64_t width, int32_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width >= WORTH)
-    for (int64_t row = 0; row < rows; row++) {
-        const uint16_t *gate = both + row * 2 * width, *up = gate + width;
-        for (int64_t at = 0; at < width; at += LANES) {
-            __m512 x = load(gate + at), one = _mm512_set1_ps(1.0f);
-            __m512 shrunk = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
-            __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-            __m512 above = _mm512_mask_blend_ps(negative, one, shrunk);
-            __m512 silu = _mm512_mul_ps(x, _mm512_div_ps(above, _mm512_add_ps(one, shrunk)));
-            store(out + row * width + at, _mm512_mul_ps(rounded(silu), load(up + at)));
-        }
-    }
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t at = 0; at < width; at += LANES)
+            gated(both + row * 2 * width + at, both + (row * 2 + 1) * width + at, out + row * width + at);
 }
 
 typedef struct {
-    const uint16_t *states;                    // (tokens, (heads + 2 * key_heads) * depth): queries, keys, values
-    const uint16_t *cosine, *sine;             // (tokens, depth)
-    const uint16_t *query_norm, *key_norm;     // (depth,) weights, or NULL
+    const Element *states;                    // (tokens, (heads + 2 * key_heads) * depth): queries, keys, values
+    const Element *cosine, *sine;             // (tokens, depth)
+    const Element *query_norm, *key_norm;     // (depth,) weights, or NULL
     const int64_t *places;                     // (tokens,) slots of the cache, counted through all its rows
-    uint16_t *query;                           // (tokens, heads, depth)
-    uint16_t *keys, *values;                   // (slots, key_heads, depth)
+    Element *query;                           // (tokens, heads, depth)
+    Element *keys, *values;                   // (slots, key_heads, depth)
     int64_t tokens, slots, heads, key_heads, depth;
     float query_epsilon, key_epsilon;
     int32_t threads;
 } Placing;
 
-INLINE void rotate(const uint16_t *in, const uint16_t *cosine, const uint16_t *sine, uint16_t *out, int64_t depth) {
+INLINE void rotate(const Element *in, const Element *cosine, const Element *sine, Element *out, int64_t depth) {
     int64_t half = depth / 2;
     for (int64_t at = 0; at < half; at += LANES) {
         __m512 low = load(in + at), high = load(in + half + at), zero = _mm512_setzero_ps();
@@ -69,16 +79,16 @@ INLINE void rotate(const uint16_t *in, const uint16_t *cosine, const uint16_t *s
 }
 
 static void place(const Placing *p, int64_t token) {
-    const uint16_t *cosine = p->cosine + token * p->depth, *sine = p->sine + token * p->depth;
-    const uint16_t *in = p->states + token * (p->heads + 2 * p->key_heads) * p->depth;
-    uint16_t *query = p->query + token * p->heads * p->depth;
-    uint16_t *key = p->keys + p->places[token] * p->key_heads * p->depth;
-    uint16_t *value = p->values + p->places[token] * p->key_heads * p->depth;
-    uint16_t normed[MOST_DEPTH];
+    const Element *cosine = p->cosine + token * p->depth, *sine = p->sine + token * p->depth;
+    const Element *in = p->states + token * (p->heads + 2 * p->key_heads) * p->depth;
+    Element *query = p->query + token * p->heads * p->depth;
+    Element *key = p->keys + p->places[token] * p->key_heads * p->depth;
+    Element *value = p->values + p->places[token] * p->key_heads * p->depth;
+    Element normed[MOST_DEPTH];
     for (int64_t head = 0; head < p->heads + p->key_heads; head++, in += p->depth) {
         int asks = head < p->heads;
-        const uint16_t *weight = asks ? p->query_norm : p->key_norm;
-        uint16_t *out = asks ? query + head * p->depth : key + (head - p->heads) * p->depth;
+        const Element *weight = asks ? p->query_norm : p->key_norm;
+        Element *out = asks ? query + head * p->depth : key + (head - p->heads) * p->depth;
         if (weight) norm(in, weight, normed, p->depth, asks ? p->query_epsilon : p->key_epsilon);
         rotate(weight ? normed : in, cosine, sine, out, p->depth);
     }
@@ -87,26 +97,32 @@ static void place(const Placing *p, int64_t token) {
 
 int64_t forerun_placing_size(void) { return sizeof(Placing); }
 
+// Whether sizes and places are in range.
+static int placeable(const Placing *p) {
+    if (p->heads < 1 || p->key_heads < 1 || p->depth < 32 || p->depth > MOST_DEPTH || p->depth % 32) return 0;
+    for (int64_t token = 0; token < p->tokens; token++)
+        if (p->places[token] < 0 || p->places[token] >= p->slots) return 0;
+    return 1;
+}
+
 // 0, or 1 where sizes or places are out of range.
 int32_t forerun_place(const Placing *p) {
-    if (p->heads < 1 || p->key_heads < 1 || p->depth < 32 || p->depth > MOST_DEPTH || p->depth % 32) return 1;
-    for (int64_t token = 0; token < p->tokens; token++)
-        if (p->places[token] < 0 || p->places[token] >= p->slots) return 1;
+    if (!placeable(p)) return 1;
     int64_t entries = (p->heads + 2 * p->key_heads) * p->depth;
 #pragma omp parallel for num_threads(p->threads) if (p->tokens > 1 && p->tokens * entries >= WORTH)
     for (int64_t token = 0; token < p->tokens; token++) place(p, token);
     return 0;
 }
 
-INLINE __m512 load_some(const uint16_t *from, int64_t left) {
+INLINE __m512 load_some(const Element *from, int64_t left) {
     if (left >= LANES) return load(from);
-    uint16_t padded[LANES];
-    for (int64_t lane = 0; lane < LANES; lane++) padded[lane] = lane < left ? from[lane] : 0xFF80;  // minus infinity
+    Element padded[LANES];
+    for (int64_t lane = 0; lane < LANES; lane++) padded[lane] = lane < left ? from[lane] : LEAST;
     return load(padded);
 }
 
 // The first place of the largest of (width,); -1 where there is NaN.
-static int64_t largest(const uint16_t *in, int64_t width) {
+static int64_t largest(const Element *in, int64_t width) {
     __m512 most = _mm512_set1_ps(-INFINITY);
     __mmask16 unordered = 0;
     for (int64_t at = 0; at < width; at += LANES) {
@@ -124,7 +140,98 @@ static int64_t largest(const uint16_t *in, int64_t width) {
 }
 
 // (rows, width) -> (rows,) by `largest`.
-void forerun_largest(const uint16_t *in, int64_t *out, int64_t rows, int64_t width, int32_t threads) {
+void forerun_largest(const Element *in, int64_t *out, int64_t rows, int64_t width, int32_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width >= 32 * WORTH)
     for (int64_t row = 0; row < rows; row++) out[row] = largest(in + row * width, width);
+}
+
+// What stands before a layer's attention: norm, joint projection of queries, keys and values, `place`.
+typedef struct {
+    Product joint;           // of `normed`, into what `placing` reads
+    Placing placing;
+    const Element *states;   // (tokens, width)
+    const Element *norm;     // (width,)
+    Element *normed;         // (tokens, width)
+    Multiply multiply;
+    int64_t width;
+    float epsilon;
+    int32_t threads;
+} Entry;
+
+int64_t forerun_entry_size(void) { return sizeof(Entry); }
+
+// 0, or 1 where places are out of range.
+int32_t forerun_enter(const Entry *e) {
+    const Placing *placing = &e->placing;
+    if (!placeable(placing)) return 1;
+#pragma omp parallel num_threads(e->threads)
+    {
+        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#pragma omp for
+        for (int64_t token = 0; token < placing->tokens; token++)
+            norm(e->states + token * e->width, e->norm, e->normed + token * e->width, e->width, e->epsilon);
+        widen_states(&e->joint, thread, threads);
+#pragma omp barrier
+        e->multiply(&e->joint, thread, threads);
+#pragma omp barrier
+#pragma omp for
+        for (int64_t token = 0; token < placing->tokens; token++) place(placing, token);
+    }
+    return 0;
+}
+
+// What stands behind it: output projection, residual, norm, joint projection of gate and up, activation, down projection,
+// residual.
+typedef struct {
+    Product mix;             // of what attention found, into (tokens, width)
+    Product joint;           // of `normed`, into (tokens, 2 * inner)
+    Product down;            // of (tokens, inner), into (tokens, width), the layer's answer
+    const Element *states;   // (tokens, width) the layer's input
+    const Element *norm;     // (width,)
+    Element *normed;         // (tokens, width)
+    Multiply multiply;
+    int64_t width, inner;
+    float epsilon;
+    int32_t threads;
+} Exit;
+
+int64_t forerun_exit_size(void) { return sizeof(Exit); }
+
+// to += from
+INLINE void add(Element *to, const Element *from, int64_t width) {
+    for (int64_t at = 0; at < width; at += LANES) store(to + at, _mm512_add_ps(load(from + at), load(to + at)));
+}
+
+void forerun_leave(const Exit *e) {
+    int64_t tokens = e->mix.rows, width = e->width, parts = e->inner / LANES;
+    Element *mixed = e->mix.out, *answer = e->down.out, *inner = (Element *)e->down.states;
+    const Element *both = e->joint.out;
+#pragma omp parallel num_threads(e->threads)
+    {
+        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        widen_states(&e->mix, thread, threads);
+#pragma omp barrier
+        e->multiply(&e->mix, thread, threads);
+#pragma omp barrier
+#pragma omp for
+        for (int64_t token = 0; token < tokens; token++) {
+            add(mixed + token * width, e->states + token * width, width);
+            norm(mixed + token * width, e->norm, e->normed + token * width, width, e->epsilon);
+        }
+        widen_states(&e->joint, thread, threads);
+#pragma omp barrier
+        e->multiply(&e->joint, thread, threads);
+#pragma omp barrier
+#pragma omp for
+        for (int64_t at = 0; at < tokens * parts; at++) {
+            const Element *gate = both + at / parts * 2 * e->inner + at % parts * LANES;
+            gated(gate, gate + e->inner, inner + at * LANES);
+        }
+        widen_states(&e->down, thread, threads);
+#pragma omp barrier
+        e->multiply(&e->down, thread, threads);
+#pragma omp barrier
+#pragma omp for
+        for (int64_t token = 0; token < tokens; token++) add(answer + token * width, mixed + token * width, width);
+    }
 }

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")  # Tried in this order unless ``$CC`` names one
-FLAGS: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
-FLAGS += ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma")
+AVX512: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl")
+AVX512 += ("-mfma",)
+FLAGS: tuple[str, ...] = (*AVX512, "-mavx512bf16")
+FLOAT32 = "-DFLOAT32_ELEMENTS"
 _PATIENCE_S = 300.0  # A compiler takes seconds, on a busy machine minutes
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ONE_BUILDS = threading.Lock()
@@ -208,8 +210,9 @@ def attention_kernel() -> ctypes._NamedFuncPointer | None:
     return library.forerun_attend
 
 
-DTYPES = (torch.bfloat16,)
+DTYPES = (torch.bfloat16, torch.float32)
 LANES = 16  # Widths are multiples of it
+WIDENED = 1  # The `products.Kind` that takes states in float32
 ROTATED = range(32, 513, 32)  # Widths of a head that `rope_and_write` takes
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
@@ -217,6 +220,7 @@ _ARGUMENTS = {
     "forerun_gate": (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_int32),
     "forerun_place": (_POINTER,),
     "forerun_largest": (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_int32),
+    "forerun_leave": (_POINTER,),
 }
 
 
@@ -230,44 +234,81 @@ class _Placing(ctypes.Structure):
     )
 
 
+class _Product(ctypes.Structure):
+    """`Product` of ``product.h``."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("states", "weights", "bias", "out", "wide")),
+        *((name, ctypes.c_int64) for name in ("rows", "depth", "outputs")),
+        ("kind", ctypes.c_int32),
+    ]
+
+
+class _Entry(ctypes.Structure):
+    """`Entry` of ``fused_ops.c``."""
+
+    _fields_: ClassVar = [
+        ("joint", _Product),
+        ("placing", _Placing),
+        *_fields("states norm normed multiply", "width", "epsilon"),
+    ]
+
+
+class _Exit(ctypes.Structure):
+    """`Exit` of ``fused_ops.c``."""
+
+    _fields_: ClassVar = [
+        *((name, _Product) for name in ("mix", "joint", "down")),
+        *_fields("states norm normed multiply", "width inner", "epsilon"),
+    ]
+
+
 @cache
-def fused_kernels() -> ctypes.CDLL | None:
-    """The compiled library; None where this machine cannot have it."""
-    library = compiled_library("fused_ops", ctypes.PyDLL)
+def fused_kernels(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
+    """The library that is compiled for values of that dtype; None where this machine cannot have it."""
+    flags = None
+    if dtype is torch.float32 or not torch.cpu._is_avx512_bf16_supported():
+        if dtype not in DTYPES or not torch.cpu._is_avx512_supported():
+            return None
+        flags = (*AVX512, FLOAT32) if dtype is torch.float32 else AVX512
+    library = compiled_library("fused_ops", ctypes.PyDLL, flags=flags)
     if library is None:
         return None
     assert library.forerun_placing_size() == ctypes.sizeof(_Placing)
+    assert library.forerun_entry_size() == ctypes.sizeof(_Entry)
+    assert library.forerun_exit_size() == ctypes.sizeof(_Exit)
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = None, arguments
-    library.forerun_place.restype = ctypes.c_int32
+    library.forerun_place.restype = library.forerun_enter.restype = ctypes.c_int32
     return library
 
 
-def ready(_device: torch.device) -> bool:
-    """Whether this machine has the functions below."""
-    return fused_kernels() is not None
+def ready(_device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether this machine has the functions below for values of that dtype."""
+    return dtype in DTYPES and fused_kernels(dtype) is not None
 
 
 def takes_states(states: Tensor) -> bool:
-    """Whether the functions below take values like these: contiguous bf16 on a fitting CPU, without a gradient."""
+    """Whether the functions below take values like these: contiguous, on a fitting CPU, without a gradient."""
     return (
-        states.dtype == torch.bfloat16
+        states.dtype in DTYPES
         and states.is_contiguous()
         and states.device.type == "cpu"
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and ready(states.device)
+        and ready(states.device, states.dtype)
     )
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm of (.., size), in float32, times `weight` (size,). ArgumentError: sizes that do not fit."""
     size = states.shape[-1]
-    if weight.shape != (size,) or size % LANES:
-        raise ArgumentError(f"a norm of {size} values needs as many weights, in {LANES}s; got {tuple(weight.shape)}")
+    if weight.shape != (size,) or weight.dtype is not states.dtype or size % LANES:
+        got = f"got {tuple(weight.shape)} of {weight.dtype}"
+        raise ArgumentError(f"a norm of {size} values needs as many weights of their dtype, in {LANES}s; {got}")
     result = torch.empty_like(states)
-    _library().forerun_norm(
+    _library(states).forerun_norm(
         *(tensor.data_ptr() for tensor in (states, weight, result)),
         *(states.numel() // size, size, epsilon, torch.get_num_threads()),
     )
@@ -281,17 +322,17 @@ def silu_and_mul(both: Tensor) -> Tensor:
         raise ArgumentError(f"gates and values come in {LANES}s each, got {both.shape[-1]} of both")
     result = both.new_empty(*both.shape[:-1], size)
     rows = result.numel() // size
-    _library().forerun_gate(both.data_ptr(), result.data_ptr(), rows, size, torch.get_num_threads())
+    _library(both).forerun_gate(both.data_ptr(), result.data_ptr(), rows, size, torch.get_num_threads())
     return result
 
 
 def largest(logits: Tensor) -> list[list[int]]:
     """(B, N) ids of the largest of (B, N, V) on a CPU, the first of equals; -1 where there is NaN. Our own kernel finds
-    those of bf16, numpy the others: torch takes three to six times as long."""
+    them where it can, else numpy: torch takes three to six times as long."""
     batch, nodes, width = logits.shape
     if takes_states(logits):
         ids = (ctypes.c_int64 * (batch * nodes))()
-        _library().forerun_largest(logits.data_ptr(), ids, batch * nodes, width, torch.get_num_threads())
+        _library(logits).forerun_largest(logits.data_ptr(), ids, batch * nodes, width, torch.get_num_threads())
         return [ids[start : start + nodes] for start in range(0, len(ids), nodes)]
     flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
     best = flat.argmax(-1)
@@ -331,34 +372,181 @@ def rope_and_write(
         stores: keys and values (rows, slots, keys, D), contiguous.
         places: (M,) int64, index into (rows * slots).
     """
+    placing, query = _placing(states, angles, heads, stores, places)
+    if placing is None or _library(states).forerun_place(ctypes.byref(placing)):
+        raise _misplaced(states, heads, stores, places)
+    return query
+
+
+def _placing(
+    states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
+) -> tuple[_Placing | None, Tensor]:
+    """The problem, None where shapes do not belong together, and where its queries come to lie."""
     tokens, size = places.numel(), heads.keys * heads.depth
     slots = stores[0].numel() // size
+    norms = (heads.query_norm, heads.key_norm)
+    weights = [None if norm is None else norm.weight for norm in norms]
     fitting = (
         states.numel() == tokens * (heads.queries + 2 * heads.keys) * heads.depth
-        and all(part.numel() == tokens * heads.depth for part in angles)
+        and all(part.numel() == tokens * heads.depth and part.dtype == states.dtype for part in angles)
         and all(store.numel() == slots * size and store.dtype == states.dtype for store in stores)
-        and all(norm is None or norm.weight.numel() == heads.depth for norm in (heads.query_norm, heads.key_norm))
+        and all(weight is None or weight.numel() == heads.depth for weight in weights)
         and places.dtype == torch.int64
         and places.is_contiguous()
     )
     query = states.new_empty(*states.shape[:-1], heads.queries, heads.depth)
-    norms = (heads.query_norm, heads.key_norm)
-    weights = (None if norm is None else norm.weight for norm in norms)
+    if not fitting:
+        return None, query
     tensors = (states, *angles, *weights, places, query, *stores)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     epsilons = (0.0 if norm is None else norm.epsilon for norm in norms)
     sizes = (tokens, slots, heads.queries, heads.keys, heads.depth)
-    placing = _Placing(*pointers, *sizes, *epsilons, torch.get_num_threads())
-    if not fitting or _library().forerun_place(ctypes.byref(placing)):
-        raise ArgumentError(
-            f"states {tuple(states.shape)} of {heads} cannot be written to keys {tuple(stores[0].shape)} and values "
-            f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below "
-            "rows * slots for each token, with an angle for each of its entries"
+    return _Placing(*pointers, *sizes, *epsilons, torch.get_num_threads()), query
+
+
+def _misplaced(states: Tensor, heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor) -> ArgumentError:
+    return ArgumentError(
+        f"states {tuple(states.shape)} of {heads} cannot be written to keys {tuple(stores[0].shape)} and values "
+        f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below "
+        "rows * slots for each token, with an angle for each of its entries"
+    )
+
+
+class Matrix(Protocol):
+    """Weights in panels (`packing.PanelWeight`)."""
+
+    packed: Tensor
+    bias: Tensor | None  # (outputs,)
+    in_features: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerParts:
+    """What a decoder layer is made of, but for its attention."""
+
+    first: tuple[Tensor, float]  # Weight (width,) of the norm before attention, and epsilon
+    second: tuple[Tensor, float]  # Of the norm behind it
+    joint: Matrix  # Queries, keys and values
+    mix: Matrix  # Output projection of attention
+    gates: Matrix  # Gate and up
+    down: Matrix
+    heads: Heads
+    kind: int  # One of `products.Kind`
+    multiply: int  # Address of the function that multiplies
+
+    @property
+    def inner(self) -> int:
+        """Width between `gates` and `down`."""
+        return self.down.in_features
+
+
+class LayerRoom:
+    """Room for what lies between the steps of a layer, shared by the layers of a model, which run one after another."""
+
+    def __init__(self, parts: LayerParts, states: Tensor) -> None:
+        heads, lead = parts.heads, states.shape[:-1]
+        self.shape, self.dtype = states.shape, states.dtype
+        self.key = (parts.inner, heads.queries, heads.keys, heads.depth)
+        self.normed, self.mixed = torch.empty_like(states), torch.empty_like(states)
+        self.joint = states.new_empty(*lead, (heads.queries + 2 * heads.keys) * heads.depth)
+        self.query = states.new_empty(*lead, heads.queries, heads.depth)
+        self.both, self.gated = (states.new_empty(*lead, times * parts.inner) for times in (2, 1))
+        deepest = max(states.shape[-1], heads.queries * heads.depth, parts.inner)
+        tokens = states.numel() // states.shape[-1]
+        self.wide = torch.empty(tokens * deepest if parts.kind == WIDENED else 0, dtype=torch.float32)
+
+    def fits(self, parts: LayerParts, states: Tensor) -> bool:
+        """Whether it is room for these states in such a layer."""
+        heads = parts.heads
+        return (
+            self.shape == states.shape
+            and self.dtype is states.dtype
+            and self.key == (parts.inner, heads.queries, heads.keys, heads.depth)
         )
-    return query
 
 
-def _library() -> ctypes.CDLL:
-    found = fused_kernels()
+class LayerCalls:
+    """The two calls of a decoder layer around its attention. Their arguments are kept from pass to pass, for to fill
+    them in takes longer than many a product: one pass at a time. Bits are those of the single operations."""
+
+    def __init__(self) -> None:
+        self._entry, self._exit = _Entry(), _Exit()
+        self._room: LayerRoom | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerCalls:
+        return LayerCalls()
+
+    def begin(self, parts: LayerParts, room: LayerRoom, angles: tuple[Tensor, Tensor], places: Tensor) -> None:
+        """Announce a pass: cosines and sines (.., D) of its M tokens, their `places` (M,), as in `rope_and_write`."""
+        if self._room is not room:
+            self._fill(parts, room)
+        entry, leaving = self._entry, self._exit
+        placing, heads = entry.placing, parts.heads
+        placing.cosine, placing.sine, placing.places = angles[0].data_ptr(), angles[1].data_ptr(), places.data_ptr()
+        if heads.query_norm is not None:
+            placing.query_norm = heads.query_norm.weight.data_ptr()
+        if heads.key_norm is not None:
+            placing.key_norm = heads.key_norm.weight.data_ptr()
+        entry.norm, leaving.norm = parts.first[0].data_ptr(), parts.second[0].data_ptr()
+        products = (entry.joint, leaving.mix, leaving.joint, leaving.down)
+        for product, matrix in zip(products, (parts.joint, parts.mix, parts.gates, parts.down), strict=True):
+            product.weights = matrix.packed.data_ptr()
+            if matrix.bias is not None:
+                product.bias = matrix.bias.data_ptr()
+        entry.threads = placing.threads = leaving.threads = torch.get_num_threads()
+
+    def _fill(self, parts: LayerParts, room: LayerRoom) -> None:
+        """What stays from pass to pass."""
+        heads, width, inner = parts.heads, room.shape[-1], parts.inner
+        tokens = room.normed.numel() // width
+        normed, joint, query = room.normed.data_ptr(), room.joint.data_ptr(), room.query.data_ptr()
+        wide, both, gated = room.wide.data_ptr(), room.both.data_ptr(), room.gated.data_ptr()
+
+        def product(states: int | None, out: int | None, depth: int, outputs: int) -> _Product:
+            return _Product(states, None, None, out, wide, tokens, depth, outputs, parts.kind)
+
+        attended = heads.queries * heads.depth
+        norms = (heads.query_norm, heads.key_norm)
+        epsilons = (0.0 if norm is None else norm.epsilon for norm in norms)
+        sizes = (tokens, 0, heads.queries, heads.keys, heads.depth)
+        placing = _Placing(joint, None, None, None, None, None, query, None, None, *sizes, *epsilons, 1)
+        first, second = parts.first[1], parts.second[1]
+        entry = product(normed, joint, width, attended + 2 * heads.keys * heads.depth)
+        self._entry = _Entry(entry, placing, None, None, normed, parts.multiply, width, first, 1)
+        products = (
+            product(None, room.mixed.data_ptr(), attended, width),
+            product(normed, both, width, 2 * inner),
+            product(gated, None, inner, width),
+        )
+        self._exit = _Exit(*products, None, None, normed, parts.multiply, width, inner, second, 1)
+        self._room = room
+
+    def enter(self, states: Tensor, stores: tuple[Tensor, Tensor], slots: int) -> Tensor:
+        """Norm, joint projection and `rope_and_write` of states (.., width) to `stores` of so many slots in all: the
+        queries (.., queries, D), until the next layer enters. ArgumentError: there is no such slot; nothing was
+        written."""
+        entry, room = self._entry, self._room
+        assert room is not None, "begin() comes first"
+        entry.states = states.data_ptr()
+        placing = entry.placing
+        placing.keys, placing.values, placing.slots = stores[0].data_ptr(), stores[1].data_ptr(), slots
+        if _library(states).forerun_enter(ctypes.byref(entry)):
+            raise ArgumentError(
+                f"a layer cannot write {placing.tokens} tokens to {slots} slots: a place is out of range"
+            )
+        return room.query
+
+    def leave(self, attended: Tensor, states: Tensor) -> Tensor:
+        """What attention found (.., queries * D), projected and added to the layer's input; norm, gated MLP, and that
+        added too: (.., width)."""
+        leaving, answer = self._exit, torch.empty_like(states)
+        leaving.states, leaving.mix.states = states.data_ptr(), attended.data_ptr()
+        leaving.down.out = answer.data_ptr()
+        _library(states).forerun_leave(ctypes.byref(leaving))
+        return answer
+
+
+def _library(states: Tensor) -> ctypes.CDLL:
+    found = fused_kernels(states.dtype)
     assert found is not None, "takes_states() is asked first"
     return found

@@ -291,8 +291,8 @@ static void by_tiles(const Product *p, int64_t first, int64_t last, int64_t pane
 }
 #endif
 
-// Its share of the work for one of so many threads; `wide` has been filled.
-void product_part(const Product *p, int64_t thread, int64_t threads) {
+// A `Multiply`.
+void forerun_product_part(const Product *p, int64_t thread, int64_t threads) {
     int64_t panels = (p->outputs + LANES - 1) / LANES;
     int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
 #ifdef __AMX_BF16__
@@ -306,12 +306,6 @@ void product_part(const Product *p, int64_t thread, int64_t threads) {
         by_lanes(p, 0, p->rows, panel, count);
         panel += count;
     }
-}
-
-static void widen_rows(const Product *p, int64_t row) {
-    const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
-    uint32_t *wide = (uint32_t *)p->wide + row * p->depth;
-    for (int64_t at = 0; at < p->depth; at++) wide[at] = (uint32_t)states[at] << 16;
 }
 
 // Whether products of this kind can be computed here.
@@ -336,11 +330,10 @@ int32_t forerun_multiply(
     if (kind == WIDENED && !(p->wide = malloc((size_t)(rows * depth + 1) * sizeof(float)))) return 1;
 #pragma omp parallel num_threads(threads) if (outputs * depth >= WORTH)
     {
-        if (p->wide) {
-#pragma omp for
-            for (int64_t row = 0; row < rows; row++) widen_rows(p, row);
-        }
-        product_part(p, omp_get_thread_num(), omp_get_num_threads());
+        int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
+        widen_states(p, thread, count);
+#pragma omp barrier
+        forerun_product_part(p, thread, count);
     }
     free(p->wide);
     return 0;

@@ -25,4 +25,15 @@ typedef struct {
     int32_t kind;
 } Product;
 
+// One thread's share of a product; `wide` has been filled.
+typedef void (*Multiply)(const Product *, int64_t thread, int64_t threads);
+
+// Its share of filling `wide`, where that is needed.
+INLINE void widen_states(const Product *p, int64_t thread, int64_t threads) {
+    if (p->kind != WIDENED) return;
+    int64_t count = p->rows * p->depth;
+    for (int64_t at = count * thread / threads; at < count * (thread + 1) / threads; at++)
+        ((uint32_t *)p->wide)[at] = (uint32_t)((const uint16_t *)p->states)[at] << 16;
+}
+
 #endif

@@ -77,6 +77,14 @@ def ready(dtype: torch.dtype) -> bool:
     return dtype in DTYPES and library() is not None
 
 
+@cache
+def address() -> int:
+    """Where the function lies with which other kernels multiply (`Multiply` of ``product.h``)."""
+    found = library()
+    assert found is not None, "ready() is asked first"
+    return ctypes.cast(found.forerun_product_part, ctypes.c_void_p).value or 0
+
+
 def packed(matrix: Tensor) -> Tensor:
     """(outputs, depth) in panels: (P, depth, LANES), bf16 (P, depth / 2, LANES, 2); zeros fill the last panel up, and
     the depth of bf16 to a multiple of `STEP`."""

@@ -28,7 +28,7 @@ _WAVES = 2  # Programs for each multiprocessor
 
 
 @cache
-def ready(device: torch.device) -> bool:
+def ready(device: torch.device, _dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether the kernels run on this device: Triton may find no compiler for what calls them, or not know the GPU."""
     try:
         silu_and_mul(torch.ones(1, 2, device=device, dtype=DTYPES[1]))
