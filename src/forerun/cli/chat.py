@@ -39,7 +39,7 @@ def chat(
     Parameters
     ----------
     model
-        Directory or hub id of a Hugging Face causal LM with a chat template.
+        Directory or hub id of a Hugging Face causal LM with a chat template, or a GGUF file.
     system
         A system message to begin with.
     show_draft

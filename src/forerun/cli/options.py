@@ -37,7 +37,7 @@ class SpeculationOptions:
     drafter: str | None = None
     """Name of the drafter, see `forerun drafters`, or module:Class, one of your own; without one decoding is plain."""
     drafter_model: str | None = None
-    """Directory or hub id of the drafter's model or head."""
+    """Directory, hub id or GGUF file of the drafter's model, or a head's directory or hub id."""
     num_speculative_tokens: Annotated[int | None, Parameter(alias="-k")] = None
     """Tokens to draft per step."""
     speculative_config: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
