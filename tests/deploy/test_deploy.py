@@ -305,7 +305,7 @@ def test_auto_chooses_among_what_copies_inside_vllm(forerun: Run, monkeypatch: p
         given = options("FORERUN_VLLM_CONFIG")
         assert given["method"] == "auto" and bool(given.get("drafters")) == bool(more)
         made = Sequences({"num_speculative_tokens": 8, **given}, vocab_size=50, rows=2, slots=100, nodes=8)
-        assert {one.method for one in made.drafters} == {"ngram", "suffix", "prediction"}
+        assert {one.method for one in made.drafters} == {"suffix", "prediction"}
         assert json.loads(command["words"][-1])["num_speculative_tokens"] == 24
     head = forerun(
         "deploy",

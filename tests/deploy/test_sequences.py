@@ -357,8 +357,10 @@ class TestAdaptive:
         gains = [10 * (1 + accepted) / (10 + node_ms * drafted) for drafted, accepted in found]
         assert fmean(gains) > (1.08 if node_ms == 1.0 else 0.93) and min(gains) > 0.85
 
-    def test_auto_asks_all_that_copy(self) -> None:
-        assert [one.method for one in sequences({"method": "auto"}).drafters] == ["ngram", "suffix", "prediction"]
+    def test_auto_asks_what_copies_and_ngram_where_it_is_named(self) -> None:
+        assert [one.method for one in sequences({"method": "auto"}).drafters] == ["suffix", "prediction"]
+        named = sequences({"method": "auto", "drafters": ["ngram"]})
+        assert [one.method for one in named.drafters] == ["suffix", "prediction", "ngram"]
 
     @pytest.mark.parametrize(
         ("given", "words"),
@@ -485,7 +487,7 @@ class TestVllm:
 
     def test_a_policy_decides_for_auto_and_where_it_is_asked_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
         many = proposer(monkeypatch, '{"method": "auto"}')
-        assert [one.method for one in many.sequences.drafters] == ["ngram", "suffix", "prediction"]
+        assert [one.method for one in many.sequences.drafters] == ["suffix", "prediction"]
         one = proposer(monkeypatch, '{"method": "ngram", "adaptive": true}')
         for made in (many, one):
             (draft,) = proposed(made, [self.REPEATS], [[1]])

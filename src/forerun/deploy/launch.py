@@ -468,7 +468,7 @@ def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
     from forerun.drafters.combined.members import options_of
 
     if config.method == AUTO:
-        return arms_of(config)
+        return arms_of(config, every=True)  # An engine may have `ngram` alone
     if config.method not in COMBINED:
         return [config]
     options = checked_options(config.method, config.drafter_options)

@@ -140,14 +140,18 @@ def _plain(value: Any) -> Any:
 # --- what `auto` chooses among ----------------------------------------------------------------------------------------
 
 _AUTO_OPTIONS = ("drafters", "model", "reproducible")
+_COVERED = frozenset({"ngram"})
+"""What `auto` asks only where it is named: `suffix` finds what `ngram` finds. Both took 24 questions of Spec-Bench
+1.01 times the passes' time (SmolLM2-135M-Instruct, T = 0), and a step 0.4 ms more of the host's."""
 
 
-def arms_of(config: SpeculativeConfig) -> list[SpeculativeConfig]:
+def arms_of(config: SpeculativeConfig, *, every: bool = False) -> list[SpeculativeConfig]:
     """One configuration for each drafter that takes part; a named drafter itself where the method is not `auto`.
 
-    `auto` takes every drafter that copies and needs no option of its own, `prediction` and `suffix` among them; those
-    in option ``drafters``, a list of configurations, which replace the ones of the same name; and option ``model``, a
-    draft model or head. ArgumentError: an option that `auto` does not have, or `auto` within `auto`.
+    `auto` takes every drafter that copies and needs no option of its own, `prediction` and `suffix` among them, but not
+    `ngram` (`_COVERED`) unless `every` one is wanted; those in option ``drafters``, a list of configurations, which
+    replace the ones of the same name; and option ``model``, a draft model or head. ArgumentError: an option that `auto`
+    does not have, or `auto` within `auto`.
     """
     if config.method != AUTO:
         return [config]
@@ -158,7 +162,7 @@ def arms_of(config: SpeculativeConfig) -> list[SpeculativeConfig]:
                 f"its own entry of drafters.{nearest(option, _AUTO_OPTIONS)}"
             )
     named = _named(config)
-    taken = {arm.method for arm in named}
+    taken = {arm.method for arm in named} | (frozenset() if every else _COVERED)
     free = [_like(config, {"method": name}) for name in DRAFTERS if name not in taken and _copies_as_it_is(name)]
     return [*free, *named]
 
