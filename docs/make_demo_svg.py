@@ -23,8 +23,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "demo.svg")
     parser.add_argument("--width", type=int, default=100, help="columns of the terminal")
+    parser.add_argument("--prompt-name", default="edit", help="the question; all three make a long picture")
     parser.add_argument("--max-tokens", type=int, help="instead of the demo's own number")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each arm")
     asked = parser.parse_args()
     terminal = Console(
         record=True,
@@ -37,7 +37,7 @@ def main() -> int:
         soft_wrap=True,
     )
     console.out = lambda: terminal
-    code = demo(max_tokens=asked.max_tokens, repeats=asked.repeats)
+    code = demo(prompt_name=asked.prompt_name, max_tokens=asked.max_tokens)
     terminal.save_svg(str(asked.output), title="forerun demo", code_format=WITHOUT_WEB_FONT, unique_id="forerun-demo")
     return code
 

@@ -40,7 +40,7 @@ def path() -> Path:
 @pytest.fixture(scope="session", params=["float32", "bfloat16"])
 def llm(path: Path, request: pytest.FixtureRequest) -> LLM:
     """The engine of one dtype; pytest runs all tests of one before those of the other, which frees the one before."""
-    return LLM(path, dtype=request.param, max_num_seqs=len(ASKED), max_model_len=512, self_check=False)
+    return LLM(path, dtype=request.param, max_num_seqs=len(ASKED), max_model_len=512)
 
 
 @pytest.fixture(scope="session")

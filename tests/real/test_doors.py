@@ -63,7 +63,7 @@ def live(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
 
 def test_the_server_answers_as_the_engine_does(live: Live, llm: LLM, plain: Plain) -> None:
     expected = [llm.tokenizer.decode(answer, skip_special_tokens=True) for answer in plain(GREEDY)]
-    with live.client() as client:
+    with live.client().with_options(timeout=600) as client:
         for messages, text in zip(ASKED, expected, strict=True):
             asked: Any = {"model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": TOKENS}
             assert client.chat.completions.create(**asked).choices[0].message.content == text
@@ -76,7 +76,7 @@ def test_the_server_answers_as_the_engine_does(live: Live, llm: LLM, plain: Plai
 @ONLY_FLOAT32
 def test_a_chat_with_tools(live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "How warm is it in Oslo?"}], "tools": TOOLS}
-    with live.client() as client:
+    with live.client().with_options(timeout=600) as client:
         with pytest.raises(BadRequestError, match="takes no tools"):
             client.chat.completions.create(**asked)
         monkeypatch.setattr(llm.tokenizer, "chat_template", WITH_TOOLS)

