@@ -69,7 +69,7 @@ def test_the_server_answers_as_the_engine_does(live: Live, llm: LLM, plain: Plai
             assert client.chat.completions.create(**asked).choices[0].message.content == text
         streamed = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**asked, stream=True)]
         assert "".join(filter(None, streamed)) == expected[-1] and len(streamed) > 2
-        usage = client.chat.completions.create(**asked, extra_body={"speculative": {"drafter": "recycling"}}).usage
+        usage = client.chat.completions.create(**asked, extra_body={"speculative": {"drafter": "ngram"}}).usage
         assert usage is not None and usage.completion_tokens == len(plain(GREEDY)[-1])
 
 
