@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import acceptance, attention, fused, products
-from forerun.model.kernels.native import HeadNorm, Heads, LayerCalls, LayerParts, LayerRoom
+from forerun.model.kernels.native import Attention, HeadNorm, Heads, LayerCalls, LayerParts, LayerRoom
 from forerun.model.kernels.packing import PackedLinear, PackedWeight, PanelWeight
 from forerun.model.layers import cache_argument
+from forerun.model.padding import current
 
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Classes of transformers that do nothing but project, perhaps normalise heads, rotate, attend and project."""
@@ -247,10 +249,31 @@ class _Shared:
         self.given: tuple[Any, ...] = (None, None, None)  # Mask, angles and cache of a pass that the kernels take
         self.room: LayerRoom | None = None
         self.this = object()  # Stands for the pass
+        self.asked: _Asked | None = None  # Of attention, by the first layer of a pass
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Shared:
         memo[id(self)] = found = _Shared()
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a layer asked of attention. Others whose stores lie alike ask the same of theirs."""
+
+    call: Attention
+    during: object  # Stands for the pass
+    stores: tuple[Tensor, Tensor]  # Whole, of which the layer may read a window
+    offsets: tuple[int, int]  # Bytes from a store to its window
+
+    def fits(self, stores: tuple[Tensor, Tensor], scale: float) -> bool:
+        """Whether a layer with these stores asks the same."""
+        key, value = self.stores
+        return scale == self.call.scale and stores[0].shape == key.shape and stores[1].shape == value.shape
+
+    def again(self, stores: tuple[Tensor, Tensor]) -> Tensor:
+        """The answer for these stores; it lies where the last one lay."""
+        found = self.call.run_on(stores[0].data_ptr() + self.offsets[0], stores[1].data_ptr() + self.offsets[1])
+        return found.flatten(2)
 
 
 class LayerForward(_Forward):
@@ -269,6 +292,7 @@ class LayerForward(_Forward):
         self.cache_argument = cache_argument(module.self_attn)
         self.shared, self.calls, self.begun = shared, LayerCalls(), object()
         self.places: Tensor | None = None  # Of the pass that was begun
+        self.made: LayerParts | None = None
         before, self.attention, behind, mlp = (module._modules[name].__dict__["forward"] for name in self.PARTS)
         self.norms = (before, behind)
         self.weights = [self.attention.joint, module.self_attn.o_proj.packed_weight]
@@ -321,8 +345,35 @@ class LayerForward(_Forward):
             assert position_embeddings is not None
             self._begin(hidden_states, position_embeddings, places)
         query = self.calls.enter(hidden_states, stores, stores[0].shape[0] * stores[0].shape[1])
-        attended = attention.attend(query, cache, attention_mask).contiguous()
+        attended = self._attend(query, stores, cache, attention_mask)
         return self.calls.leave(attended, hidden_states)
+
+    def _attend(self, query: Tensor, stores: tuple[Tensor, Tensor], cache: SlotCache, mask: Any) -> Tensor:
+        """What queries (B, N, heads, D) find: (B, N, heads * D), contiguous."""
+        shared, scale = self.shared, self.attention.module.scaling
+        asked = shared.asked
+        if asked is None or asked.during is not shared.this:
+            asked = shared.asked = self._asked(query, stores, cache, mask)
+        if asked is None or not asked.fits(stores, scale):
+            return self.attention.attend(query, cache, mask).contiguous()
+        return asked.again(stores)
+
+    def _asked(self, query: Tensor, stores: tuple[Tensor, Tensor], cache: SlotCache, mask: Tensor) -> _Asked | None:
+        """The problem that attention would be given in C; None where it runs elsewhere or on other tokens."""
+        this, module = current(), self.attention.module
+        keys, values = cache.seen(module.layer_idx)
+        rows = query.transpose(1, 2)
+        aliased = all(
+            one.untyped_storage().data_ptr() == store.untyped_storage().data_ptr()
+            for one, store in zip((keys, values), stores, strict=True)
+        )  # scattered rows may have been copied
+        if this.flat is not None or not aliased or not self.ops.takes_attention(rows, keys, values, mask):
+            return None
+        if mask.shape[1] != 1:
+            return None
+        call = Attention(rows, keys, values, mask, module.scaling, this.rows, paths=this.paths)
+        offsets = keys.data_ptr() - stores[0].data_ptr(), values.data_ptr() - stores[1].data_ptr()
+        return _Asked(call, self.shared.this, stores, offsets)
 
     def _fits(self, states: Tensor, mask: Any, angles: Any, cache: Any) -> bool:
         """Whether the kernels take this pass; what all layers share is looked at once."""
@@ -339,11 +390,21 @@ class LayerForward(_Forward):
 
     def _begin(self, states: Tensor, angles: tuple[Tensor, Tensor], places: Tensor) -> None:
         """The first time in a pass: say where everything lies."""
-        first, second = ((norm.module._parameters["weight"], norm.epsilon) for norm in self.norms)
+        before, behind = (norm.module._parameters["weight"] for norm in self.norms)
+        parts = self.made
+        if parts is None or parts.first[0] is not before or parts.second[0] is not behind:
+            parts = self.made = self._parts(before, behind)
+        shared = self.shared
+        if shared.room is None or not shared.room.fits(parts, states):
+            shared.room = LayerRoom(parts, states)
+        self.calls.begin(parts, shared.room, angles, places)
+        self.begun, self.places = shared.this, places
+
+    def _parts(self, before: Tensor, behind: Tensor) -> LayerParts:
         joint, mix, gates, down = self.weights
-        parts = LayerParts(
-            first=first,
-            second=second,
+        return LayerParts(
+            first=(before, self.norms[0].epsilon),
+            second=(behind, self.norms[1].epsilon),
             joint=joint,
             mix=mix,
             gates=gates,
@@ -352,11 +413,6 @@ class LayerForward(_Forward):
             kind=products.kind_of(self.dtype),
             multiply=products.address(),
         )
-        shared = self.shared
-        if shared.room is None or not shared.room.fits(parts, states):
-            shared.room = LayerRoom(parts, states)
-        self.calls.begin(parts, shared.room, angles, places)
-        self.begun, self.places = shared.this, places
 
     def _intact(self) -> bool:
         """Whether nothing inside has been exchanged or is watched."""

@@ -168,27 +168,53 @@ def attend(
         rows: (B,) int64, which of the R keys and values each sequence has; None: R is B, its own.
         paths: what no path leads to is unseen, whatever the mask says.
     """
-    batch, heads, count, depth = query.shape
-    held, key_heads, width, _ = key.shape
-    found = attention_kernel()
-    assert found is not None, "takes_attention() is asked first"
-    fitting = value.shape[:3] == key.shape[:3] and key.shape[3] == depth
-    if rows is not None:
-        fitting = fitting and rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
-    lengths, nodes = (None, None) if paths is None else (paths.lengths, paths.nodes.contiguous())
-    if lengths is not None and nodes is not None:
-        fitting = fitting and (lengths.dtype, nodes.dtype) == (torch.int64, torch.int32) and lengths.is_contiguous()
-        fitting = fitting and lengths.shape == (batch,) and nodes.shape[:2] == (batch, count) and nodes.dim() == 3
-    out = query.new_empty(batch, count, heads, value.shape[-1])
-    mask = mask.expand(batch, 1, count, width)
-    longest = 0 if nodes is None else nodes.shape[-1]
-    sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1], longest)
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2))
-    tensors = (query, key, value, mask, rows, out, lengths, nodes)
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    problem = _Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads())
-    if not fitting or found(ctypes.byref(problem)):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value, mask))
+    return Attention(query, key, value, mask, scale, rows, paths=paths).run()
+
+
+class Attention:
+    """A problem for the attention kernel. `run` answers it; `run_on` asks the same of another layer's keys and values,
+    which lie as these do. Its tensors must live as long as it, unchanged in place."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scale: float,
+        rows: Tensor | None = None,
+        *,
+        paths: Paths | None = None,
+    ) -> None:
+        """As `attend`."""
+        batch, heads, count, depth = query.shape
+        held, key_heads, width, _ = key.shape
+        fitting = value.shape[:3] == key.shape[:3] and key.shape[3] == depth
+        if rows is not None:
+            fitting = fitting and rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
+        lengths, nodes = (None, None) if paths is None else (paths.lengths, paths.nodes.contiguous())
+        if lengths is not None and nodes is not None:
+            fitting = fitting and (lengths.dtype, nodes.dtype) == (torch.int64, torch.int32) and lengths.is_contiguous()
+            fitting = fitting and lengths.shape == (batch,) and nodes.shape[:2] == (batch, count) and nodes.dim() == 3
+        self.out = query.new_empty(batch, count, heads, value.shape[-1])
+        self.scale, self.fitting = scale, fitting
+        wide = mask.expand(batch, 1, count, width)
+        longest = 0 if nodes is None else nodes.shape[-1]
+        sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1], longest)
+        strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], wide.stride(0), wide.stride(2))
+        self.tensors = (query, key, value, mask, rows, self.out, lengths, nodes)
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self.tensors]
+        self._problem = _Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads())
+        self._paths = paths
+
+    def run(self) -> Tensor:
+        """(B, N, heads, D'). ArgumentError: the shapes do not belong together, or there is no such row or slot."""
+        found = attention_kernel()
+        assert found is not None, "takes_attention() is asked first"
+        if self.fitting and not found(ctypes.byref(self._problem)):
+            return self.out
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors[:4] if tensor is not None)
+        rows, paths = self.tensors[4], self._paths
         chosen = "" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}"
         if paths is not None:
             chosen += f" along paths {tuple(paths.nodes.shape)} behind {paths.lengths.tolist()}"
@@ -196,7 +222,11 @@ def attend(
             f"attention cannot be computed over query, key, value and mask {shapes}{chosen}; expected (B, heads, N, "
             "D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W), int64 rows below R and int32 paths within W"
         )
-    return out
+
+    def run_on(self, key: int, value: int) -> Tensor:
+        """`run` with keys and values at these addresses; the answer lies where the last one lay."""
+        self._problem.key, self._problem.value = key, value
+        return self.run()
 
 
 @cache
