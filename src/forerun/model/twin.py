@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from forerun.errors import ForerunError
+from forerun.model.kernels import accelerate
 from forerun.model.layers import base_name, base_of, is_quantised, layers_of, replaced
 from forerun.model.support import text_config
 
@@ -28,7 +29,10 @@ def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | Non
         return None
     if part is None or 4 * part.num_parameters() > most_bytes:
         return None
-    twin = copy.deepcopy(part).float().eval()
+    twin = copy.deepcopy(part)
+    for _ in accelerate.undone(twin):  # packed weights have no other dtype
+        pass
+    twin = twin.float().eval()
     if part is not model:
         try:
             with torch.inference_mode():
