@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forerun.types import OutputToken, RequestOutput, SamplingParams
 
 ASKED_CHARACTERS = 360  # Of a question, as far as it is shown
-WARM_UP_TOKENS = 8  # Of an answer before the first one that counts
+WARM_UP_TOKENS = 32  # Of an answer before the first one that counts
 ARMS = ("plain", "speculative")
 _RUNS = itertools.count()
 
