@@ -82,7 +82,7 @@ def test_a_commit_that_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_repacking_that_breaks_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(model: Any, *, compile: bool, ids: Any) -> str:
+    def broken(model: Any, **_: Any) -> str:
         with torch.no_grad():
             model.model.layers[2].mlp.down_proj.weight.mul_(1.05)
         return "broken"

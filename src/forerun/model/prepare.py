@@ -14,6 +14,7 @@ import torch
 
 from forerun.devices import trim_heap
 from forerun.errors import ArgumentError, OutOfMemoryError
+from forerun.model import verdicts
 from forerun.model.cache import promised_bytes
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
@@ -58,10 +59,10 @@ def prepare(
     trial, limit = None, None
     if options.self_check:
         _log.info("checking it against transformers")
-        room = available_bytes(device_of(model.get_input_embeddings()))
-        trial, limit = proved(cls, model, options.tokenizer, faster_now, room)
+        key = verdicts.fingerprint(model, faster, options.compile) if named and options.adapter is None else None
+        trial, limit = proved(cls, model, options.tokenizer, faster_now, _room(model), key)
     elif faster_now is not None:
-        faster_now(sample(model, options.tokenizer))
+        faster_now(sample(model, options.tokenizer), None)
     target: Made = cls(model, rows=rows, slots=slots)
     if limit is not None:
         target.max_length = min(target.max_length, limit)
@@ -71,9 +72,21 @@ def prepare(
     return target
 
 
-def _accelerate(model: Any, options: LoadOptions, named: bool, ids: Sequence[int]) -> None:
-    """Make the model faster; modules are compared on the text `ids`."""
-    _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=options.compile, ids=ids))
+def judge(cls: type[Any], model: Any, tokenizer: Any) -> None:
+    """Refuse a model that was loaded to be trained on or for, by the same errors as where it is to be served."""
+    proved(cls, model, lambda: tokenizer, None, _room(model), verdicts.fingerprint(model, False, False))
+
+
+def _room(model: Any) -> int:
+    return available_bytes(device_of(model.get_input_embeddings()))
+
+
+def _accelerate(
+    model: Any, options: LoadOptions, named: bool, ids: Sequence[int], accepted: Sequence[str] | None
+) -> None:
+    """Make the model faster; modules are compared on the text `ids` unless they were `accepted` before."""
+    done = accelerate.accelerate(model, compile=options.compile, ids=ids, accepted=accepted)
+    _log.info("%s: %s", model.name_or_path, done)
     if named:
         _let_go_of_files(model)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from forerun.errors import UNSERVED, ForerunError, UnsupportedModelError
-from forerun.model import self_check
+from forerun.model import self_check, verdicts
 from forerun.model.kernels import accelerate
 from forerun.model.layers import base_of, turn_of
 from forerun.model.sample import sample
@@ -23,6 +23,7 @@ from forerun.model.twin import float32_copy, spread
 
 _log = logging.getLogger(__name__)
 
+Faster = Callable[[Sequence[int], Sequence[str] | None], None]  # (text, accepted) -> nothing
 Made = TypeVar("Made", bound=Any)  # A `Target`, of whatever class
 
 
@@ -30,20 +31,26 @@ def proved(
     cls: type[Made],
     model: Any,
     tokenizer: Callable[[], Any] | None,
-    faster: Callable[[Sequence[int]], None] | None,
+    faster: Faster | None,
     room: int,
+    key: str | None,
 ) -> tuple[Made, int | None]:
-    """Check a model as it is, and as `faster` leaves it, which is called with a text. Returns a target of two rows that
-    was tried, and the tokens up to which the model was found right; None: any number.
+    """Check a model as it is, and as `faster` leaves it. Returns a target of two rows that was tried, and the tokens up
+    to which the model was found right; None: any number.
 
     Args:
         tokenizer: gives the model's tokenizer; None: it is looked for beside the model.
+        faster: called with a text, or with what of the model was replaced when it was found right before.
+        key: under which the verdict is kept, see `verdicts`; None: it is not.
         room: bytes that are free on its device; a float32 copy takes half of them at most.
 
     Raises:
         UnsupportedModelError: it fails although nothing of it is replaced any longer.
         NumericError: its weights or logits are not finite.
     """
+    accepted = verdicts.kept(key)
+    if accepted is not None:
+        return _as_before(cls, model, faster, accepted), None
     limit, removed = None, list[str]()
     with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
         self_check.check_embeddings(model)
@@ -53,7 +60,7 @@ def proved(
             limit = _structure(cls, twin, ids)
         expected = self_check.expect(model, ids, sizes=twin is None)
         if faster is not None:
-            faster(ids)
+            faster(ids, None)
         trial, found, wrong = _tried(cls, model, expected)
         if wrong is not None:
             first = wrong
@@ -66,7 +73,21 @@ def proved(
         if wrong is not None:
             told = f"{wrong}. Speculation would not be lossless. {_remedy(cls, model, ids, removed, room)}"
             raise UnsupportedModelError(told)
-    return trial, min((one for one in (limit, found) if one is not None), default=None)
+    least = min((one for one in (limit, found) if one is not None), default=None)
+    if least is None and not removed:
+        verdicts.keep(key, name_of(model), accelerate.replaced(model))
+    return trial, least
+
+
+def _as_before(cls: type[Made], model: Any, faster: Faster | None, accepted: Sequence[str]) -> Made:
+    """A target of a model that was found right before, with one token in its cache, which tells that one's shape."""
+    _log.debug("%s was found right before", name_of(model))
+    if faster is not None:
+        faster((), accepted)
+    with refusing(model):
+        trial: Made = cls(model, rows=2, slots=1)
+        trial.prefill([0], [[0]])
+    return trial
 
 
 def _tried(cls: type[Made], model: Any, expected: self_check.Expected) -> tuple[Made, int | None, str | None]:

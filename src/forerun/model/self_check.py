@@ -346,7 +346,9 @@ def errors(target: Any, expected: Reference) -> dict[str, float]:
         last, path = len(prefix) - 1 - start, len(_PATHS[row])  # The root's place among the expected logits
         end, other = last + 1 + path, list(_PATHS[1 - row])
         wanted = torch.cat([kept[last:end], dropped[last + 1 : end]])
-        pairs[phases[0]].append((prompt[row, :last], kept[:last]))
+        # In 16 bits a text's first tokens are noisier by far than those at which the noise is measured.
+        first = 0 if start or expected.noise is None else min(_SHORT_WINDOW, last - 1)
+        pairs[phases[0]].append((prompt[row, first:last], kept[first:last]))
         pairs[phases[1]].append((tree[row, [0, *_PATHS[row], *other]], wanted))
         pairs[phases[2]].append((second[row], kept[end : end + 1 + _LATER]))
     return {

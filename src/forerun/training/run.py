@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from forerun.checkpoints import TargetFacts
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
+from forerun.model import Target
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
 from forerun.model.names import resolve
-from forerun.model.prepare import available_bytes
+from forerun.model.prepare import available_bytes, judge
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
 from forerun.training.data.on_policy import Writer
@@ -345,7 +346,8 @@ def _bytes_of(name: str, dtype: str, device: torch.device) -> int:
 def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
     """The frozen causal LM and its tokenizer; every process must call it. `spread`: ``fsdp`` shards the decoder layers
     and gathers one when it runs; ``tp`` computes a part of each layer on every process, by transformers' ``tp_plan``,
-    or ArgumentError. Embedding and output head stay whole: the head that is trained reads both."""
+    or ArgumentError. Embedding and output head stay whole: the head that is trained reads both. A target that could not
+    be served is refused as there, where it is whole in a process."""
     from transformers import AutoTokenizer
 
     path = resolve(name, dtype)
@@ -353,7 +355,10 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
         model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device)))
     else:
         model = _tensor_parallel(path, dtype, parallel) if spread == "tp" else _sharded(path, dtype, parallel)
-    return model.requires_grad_(False), AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if parallel.world == 1 or spread == "none":
+        parallel.on_first(lambda: judge(Target, model, tokenizer))
+    return model.requires_grad_(False), tokenizer
 
 
 def _open(name: str | Path, options: LoadOptions) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,20 +152,38 @@ class Acceleration:
         return found or "nothing to accelerate on this device and dtype"
 
 
-def accelerate(model: Any, *, compile: bool = False, ids: Sequence[int] = ()) -> Acceleration:
+@torch.inference_mode()
+def accelerate(
+    model: Any, *, compile: bool = False, ids: Sequence[int] = (), accepted: Collection[str] | None = None
+) -> Acceleration:
     """Make the passes of a causal LM in evaluation mode cheaper, in place. With `compile` the first pass with one token
     and the first with more take up to a minute each, in later processes seconds; compiled passes round differently.
-    `ids` is text on which replaced modules are compared with their own forwards; empty: what the model draws."""
+
+    Args:
+        ids: text on which what is replaced is compared with what was there; empty: what the model draws.
+        accepted: what `replaced` said when it was compared before: nothing is compared now.
+    """
     packed = packing.pack(model)
-    folded = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
-    if folded:
+    folds = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
+    text: Tensor | None = None
+    if folds and accepted is None:
+        chosen = list(ids) or drawn(model, COMPARED)
+        text = torch.tensor([chosen[:COMPARED]], device=device_of(model.get_input_embeddings()))
+        if wrong := attention.refusal(model, text):
+            log.debug("attention is not folded: %s", wrong)
+            folds = False
+    elif accepted is not None:
+        folds = folds and attention.NAME in accepted
+    if folds:
         attention.install(model)
     compiled = compile and compile_forward(model)
-    count = 0
-    if folded and not compiled:
-        text = list(ids) or drawn(model, COMPARED)
-        count = forwards.install(model, torch.tensor([text[:COMPARED]], device=device_of(model.get_input_embeddings())))
-    return Acceleration(packing=packed, folded_attention=folded, forwards=count, compiled=compiled)
+    count = forwards.install(model, text, accepted) if folds and not compiled else 0
+    return Acceleration(packing=packed, folded_attention=folds, forwards=count, compiled=compiled)
+
+
+def replaced(model: Any) -> list[str]:
+    """Return the names of what was compared and replaced in a model."""
+    return [*([attention.NAME] if attention.installed(model) else []), *forwards.installed(model)]
 
 
 def undone(model: Any) -> Iterator[str]:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
-from forerun.model.kernels import fused
+from forerun.model.kernels import acceptance, fused
 from forerun.model.padding import Pass, current
 
 NAME = "forerun_fold"  # Under which transformers knows it
+TRIAL = "forerun_trial"  # The same while it is compared
 MIN_ROWS = 4  # From this many rows on, every row's bits are the same on every processor that was tried
 
 COMPILED = "forerun_compiled"  # Keyword of a compiled pass, whose keys and values have not been through the cache
@@ -128,6 +129,45 @@ def suits(model: Any) -> bool:
 def installed(model: Any) -> bool:
     """Whether `model` uses `fold_attention`."""
     return getattr(model.config, "_attn_implementation", None) == NAME
+
+
+def refusal(model: Any, ids: Tensor) -> str | None:
+    """Run a plain pass over `ids` (B, N) with transformers' ``sdpa``, and in every layer compare what `attend` makes of
+    the same queries, keys and values; in words, what differs, None: nothing does (see `acceptance`)."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    wrong = list[str]()
+
+    def compared(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **others: Any) -> Any:
+        right: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **others)
+        count, lowest = query.shape[2], torch.finfo(query.dtype).min
+        seen = (
+            torch.full((count, count), lowest, device=query.device)
+            .triu(1)
+            .to(query.dtype)
+            .expand(len(query), 1, -1, -1)
+        )
+        if mask is not None and mask.dtype != torch.bool:
+            seen = mask
+        elif mask is not None:
+            seen = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+        moved, _ = sdpa_attention_forward(module, acceptance.nudged(query), key, value, mask, **others)
+        found = attend(query, key, value, seen, Pass(), scaling=others.get("scaling"))
+        units, most = acceptance.units(found, right[0], moved), acceptance.most_units(query.dtype)
+        if not units <= most:
+            wrong.append(f"in layer {getattr(module, 'layer_idx', '?')} by {units:.3g} units, {most} are allowed")
+        return right
+
+    AttentionInterface.register(TRIAL, compared)
+    AttentionMaskInterface.register(TRIAL, sdpa_mask)
+    model.set_attn_implementation(TRIAL)
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        model.set_attn_implementation("sdpa")
+    return f"it differs from transformers' {', '.join(wrong)}" if wrong else None
 
 
 @contextmanager

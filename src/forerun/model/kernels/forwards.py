@@ -8,9 +8,10 @@ before, see `acceptance`. The operations are those of its device, see `fused`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -316,7 +317,7 @@ class LayerForward(_Forward):
         last = [owner._modules.get(name) for owner, name in _projections(module)]
         layer: Any = module
         attention, mlp = layer.self_attn.forward, layer.mlp.forward
-        weights = [attention.joint, mlp.joint, *(one.packed_weight for one in last if _alone(one))]  # type: ignore
+        weights = [attention.joint, mlp.joint, *(one.packed_weight for one in last if _alone(one))]
         width, inner = attention.joint.in_features, mlp.joint.sizes[0]
         return (
             len(weights) == 4
@@ -439,28 +440,45 @@ def _alone(part: Any) -> bool:
 KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormForward, GatedForward, AttentionForward)
 
 
-def install(model: nn.Module, ids: Tensor | None) -> int:
+def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | None = None) -> int:
     """Give every module of `model` that suits and answers as before a faster forward; how many got one.
 
     Args:
         ids: (B, N) tokens, text of the model's own kind, over which the modules are compared. None: `model` takes no
             tokens (a head); norms and MLPs are compared on random states, and no attention gets one.
+        accepted: names of modules that were compared before: they alone get one, and nothing is compared.
     """
-    kinds = ((module, next((kind for kind in KINDS if kind.suits(module)), None)) for module in model.modules())
-    made = [kind(module) for module, kind in kinds if kind is not None and "forward" not in module.__dict__]
-    if ids is not None:
-        found = acceptance.accepted(model, made, ids)
+    found = _tried(model, ids, accepted, lambda module: next((kind for kind in KINDS if kind.suits(module)), None))
+    if ids is None and accepted is None:
+        return len(found)
+    shared = _Shared()  # Whole layers, of modules that have faster forwards by now
+    one = partial(LayerForward, shared=shared)
+    return len(found) + len(_tried(model, ids, accepted, lambda module: one if LayerForward.suits(module) else None))
+
+
+def _tried(
+    model: nn.Module,
+    ids: Tensor | None,
+    accepted: Collection[str] | None,
+    kind_of: Callable[[nn.Module], Callable[[Any], Any] | None],
+) -> list[Any]:
+    """The faster forwards that modules get now, of the kind that suits each, where it answers as before."""
+    named = [(name, module, kind_of(module)) for name, module in model.named_modules()]
+    made = {name: kind(module) for name, module, kind in named if kind is not None and "forward" not in module.__dict__}
+    if accepted is not None:
+        found = [replacement for name, replacement in made.items() if name in accepted]
+    elif ids is not None:
+        found = acceptance.accepted(model, list(made.values()), ids) if made else []
     else:
-        found = acceptance.accepted_alone([(each, each.random_states()) for each in made if each.width])
+        found = acceptance.accepted_alone([(each, each.random_states()) for each in made.values() if each.width])
     for replacement in found:
         replacement.module.forward = replacement
-    if ids is not None:
-        shared = _Shared()
-        whole = [LayerForward(module, shared) for module in model.modules() if LayerForward.suits(module)]
-        for layer in (layers := acceptance.accepted(model, whole, ids) if whole else []):
-            layer.module.forward = layer
-        return len(found) + len(layers)
-    return len(found)
+    return found
+
+
+def installed(model: nn.Module) -> list[str]:
+    """Return the names of the modules that have a faster forward."""
+    return [name for name, module in model.named_modules() if isinstance(module.__dict__.get("forward"), _Forward)]
 
 
 def remove(model: nn.Module) -> int:
