@@ -357,7 +357,8 @@ class LayerForward(_Forward):
             asked = shared.asked = self._asked(query, stores, cache, mask)
         if asked is None or not asked.fits(stores, scale):
             return self.attention.attend(query, cache, mask).contiguous()
-        return asked.again(stores)
+        found: Tensor = asked.again(stores)
+        return found
 
     def _asked(self, query: Tensor, stores: tuple[Tensor, Tensor], cache: SlotCache, mask: Tensor) -> _Asked | None:
         """The problem that attention would be given in C; None where it runs elsewhere or on other tokens."""
