@@ -19,9 +19,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from forerun.core.tree import TokenTree
 from forerun.model import Target
+from forerun.model.inputs import Nodes
 from forerun.model.kernels import accelerate, attention, forwards, packing
 from forerun.model.kernels.forwards import AttentionForward, GatedForward, NormForward
 from forerun.model.kernels.native import HeadNorm, Heads
+from forerun.model.padding import Paths
 from model_kernels.conftest import COMMON
 
 INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"
@@ -182,3 +184,32 @@ def test_where_triton_fails_torch_computes(
     finally:
         triton_ops.ready.cache_clear()
     assert caplog.text.count("Failed to find C compiler") == 1
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(6, 3), (4, 4), (8, 2)])
+@pytest.mark.parametrize("length", [5, 60, 250])
+def test_along_its_path_a_node_has_the_bits_of_plain_decoding(
+    dtype: torch.dtype, heads: int, key_heads: int, length: int
+) -> None:
+    """Whatever else is in the tree, however wide the cache is, and whether it stands in a chain."""
+    tree = TokenTree.of(1, [*range(12)], [0, 0, 1, 1, 3, 2, 5, 5, 8, 8, 9, 9])
+    nodes = Nodes.of_trees([tree])
+    assert nodes.paths is not None
+    width, count = length + 40, 13
+    query = torch.randn(1, count, heads, 32).to(DEVICE, dtype).transpose(1, 2)
+    key, value = torch.randn(2, 1, width, key_heads, 32).to(DEVICE, dtype).transpose(2, 3)
+    mask = torch.full((1, 1, count, width), torch.finfo(dtype).min).to(DEVICE, dtype)
+    mask[..., :length] = 0
+    mask[0, 0, :, length : length + count][nodes.sees[0].to(DEVICE)] = 0
+    lengths = torch.tensor([length], device=DEVICE)
+    found = triton_ops.attend(query, key, value, mask, 0.2, paths=Paths(lengths, nodes.paths.to(DEVICE)))
+    near(found, triton_ops.attend(query, key, value, mask, 0.2))
+    for node in range(count):
+        own = [one for one in nodes.paths[0, node].tolist() if one >= 0]
+        slots = [*range(length), *(length + one for one in own)]
+        seen = torch.zeros(1, 1, 1, len(slots)).to(DEVICE, dtype)
+        committed = torch.tensor([len(slots) - 1], device=DEVICE)
+        root = Paths(committed, torch.zeros(1, 1, 1, dtype=torch.int32, device=DEVICE))
+        asked = query[:, :, node : node + 1]
+        plain = triton_ops.attend(asked, key[:, :, slots], value[:, :, slots], seen, 0.2, paths=root)
+        assert torch.equal(plain[0, 0], found[0, node]), node

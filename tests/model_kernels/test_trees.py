@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.tree import TokenTree
-from forerun.model import Target
+from forerun.model import Buckets, Target
 from forerun.model.inputs import Nodes
 from forerun.model.kernels import native
 from forerun.model.kernels.accelerate import accelerate
@@ -207,6 +207,16 @@ def pair(request: pytest.FixtureRequest) -> list[Target]:
 
 @pytest.mark.parametrize("pair", FAMILIES, indirect=True)
 def test_a_model_scores_and_keeps_every_node_as_plain_decoding_does(pair: list[Target]) -> None:
+    for step, kind in enumerate(("deep", "bushy", "binary")):
+        assert unlike_plain(*pair, kind, step) == 0
+
+
+@pytest.mark.parametrize("pair", ["llama", "mistral"], indirect=True)
+def test_the_reproducible_mode_needs_no_kernel_of_ours(pair: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch attends, which knows slots alone, each node is then handed its keys in their order."""
+    monkeypatch.setattr(native, "attention_kernel", lambda: None)
+    for one in pair:
+        one.buckets = Buckets(nodes=(17,))
     for step, kind in enumerate(("deep", "bushy", "binary")):
         assert unlike_plain(*pair, kind, step) == 0
 

@@ -86,6 +86,12 @@ class Nodes:
         paths = _paths(parents.tobytes(), parents.shape) if branches else None
         return cls(ids=ids, depths=depths, sees=sees, real=real, start=start, paths=paths, resume=resume)
 
+    def chains(self) -> Tensor:
+        """What `paths` would say of chains."""
+        size = self.ids.shape[1]
+        steps = torch.arange(size, dtype=torch.int32)
+        return steps.where(steps <= steps.unsqueeze(1), -1).expand(len(self.ids), -1, -1)
+
     @property
     def fresh(self) -> int:
         return self.ids.shape[1] - self.start

@@ -93,6 +93,7 @@ class Pass:
 
     flat: Flat | None = None  # How its tokens stand; None: as a rectangle
     paths: Paths | None = None  # None: every token counts the keys that it sees in the order of their slots
+    exact: bool = False  # Whether attention follows `paths` even where that is dear: in reproducible mode
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
     cache: Any = None  # Of a compiled pass, whose graph holds none
     attended: int = 0  # Layers of a compiled pass that used the cache

@@ -455,7 +455,7 @@ class Target:
         missing, used = size - nodes.fresh, max(committed) + nodes.start + size
         width = self.buckets.pad_width(used, self.cache.slots, on_cpu=self.device.type == "cpu")
         host = [*self._structure(committed, nodes, missing, 0), torch.tensor(rows, dtype=torch.int64)]
-        host += self._paths(nodes, missing)
+        host += self._paths(nodes, missing) if padded else []
         ids = _filled(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
             *there, ids = sent([*host, ids], self.device)
@@ -463,7 +463,9 @@ class Target:
             there = sent(host, self.device)
         block, (places, index, *paths) = masks.Block(*there[:4]), there[4:]
         self.cache.begin(rows, places, width, index=index, real=flat, select=select)
-        this = Pass(flat=flat, rows=self.cache.unselected, paths=Paths(block.lengths, *paths) if paths else None)
+        this = Pass(flat=flat, rows=self.cache.unselected, exact=bool(self.buckets.nodes))
+        if paths:
+            this.paths = Paths(block.lengths, *paths)
         return self._inputs(block, ids, width, flat), this
 
     def _packed(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
@@ -497,10 +499,14 @@ class Target:
         ]
 
     def _paths(self, nodes: Nodes, missing: int) -> list[Tensor]:
-        """Of a pass over `nodes` and `missing` ones of padding: (B, N, D), or nothing where all rows are chains."""
-        if nodes.paths is None:
+        """Of a pass over `nodes` and `missing` ones of padding: (B, N, D), or nothing where slots do as well: on a CPU
+        where all rows are chains; elsewhere bits depend on shapes, and chains go the way of trees or none does."""
+        if self.device.type != "cpu" and not self.buckets.nodes:
             return []
-        paths = nodes.paths[:, nodes.start :]
+        found = nodes.paths
+        if found is None and self.device.type == "cpu":
+            return []
+        paths = (nodes.chains() if found is None else found)[:, nodes.start :]
         return [nn.functional.pad(paths, (0, 0, 0, missing), value=-1) if missing else paths]
 
     def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
 from forerun.model.kernels import acceptance, fused
-from forerun.model.padding import Pass, current
+from forerun.model.padding import Pass, Paths, current
 
 NAME = "forerun_fold"  # Under which transformers knows it
 TRIAL = "forerun_trial"  # The same while it is compared
@@ -89,6 +89,10 @@ def attend(
         return attended
     if this.rows is not None:
         key, value = key.index_select(0, this.rows), value.index_select(0, this.rows)
+    if this.exact and this.paths is not None:
+        query, key, value, mask = _apart(query, key, value, mask, this.paths)
+        alone = attend(query, key, value, mask, Pass(), scaling=scaling, dropout=dropout)
+        return alone.view(batch, count, heads, value.shape[-1])
     groups = heads // key.shape[1]
     copies = -(-MIN_ROWS // (groups * count)) if query.device.type == "cpu" else 1
     rows = query.reshape(batch, key.shape[1], groups * count, depth)
@@ -97,6 +101,23 @@ def attend(
     mask = this.repeated(mask, groups * copies)
     seen = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1]).transpose(1, 2)
+
+
+def _apart(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, paths: Paths
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every node as a sequence of its own, of one query, with copies of the keys on its path in their order: what a
+    library attends to can be ordered in no other way."""
+    batch, width, longest = len(query), key.shape[2], paths.nodes.shape[2]
+    ranks, lengths = torch.arange(width, device=query.device), paths.lengths.view(-1, 1, 1)
+    behind = (ranks - lengths).expand(-1, query.shape[2], -1)  # (B, N, W)
+    node = paths.nodes.long().gather(2, behind.clamp(0, longest - 1))
+    there = (behind < 0) | (behind < longest) & (node >= 0)
+    slots = ranks.where(behind < 0, lengths + node).where(there, 0)
+    seen = mask[:, 0].expand(batch, -1, -1).gather(2, slots).where(there, torch.finfo(mask.dtype).min)
+    index = torch.arange(batch, device=query.device).view(-1, 1, 1)
+    keys, values = (part.transpose(1, 2)[index, slots].flatten(0, 1).transpose(1, 2) for part in (key, value))
+    return query.transpose(1, 2).flatten(0, 1).unsqueeze(2), keys, values, seen.flatten(0, 1)[:, None, None]
 
 
 _LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]

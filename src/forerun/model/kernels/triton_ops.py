@@ -24,6 +24,7 @@ LANES = 1  # Widths are multiples of it
 ROTATED = DEPTHS = (16, 32, 64, 128, 256)  # Widths of a head that `rope_and_write` and `attend` take
 MOST_ROWS = 512  # Queries of a group in one sequence: with more, torch's attention is as fast
 _SLOTS = 64  # Of the cache, that a program takes at a time
+_SHARE = 256  # Slots of a program that follows a path
 _WAVES = 2  # Programs for each multiprocessor
 
 
@@ -129,6 +130,8 @@ def attend(
         value: (R, kv_heads, W, D')
         mask: (B, 1, N, W) or (1, 1, N, W), additive; what is added half the dtype's lowest number or less is unseen.
         rows: (B,) int64, which of the R keys and values each sequence has; None: R is B, its own.
+        paths: every node then has a program of its own, which reads the keys of its path in their order and in shares
+            of one size: its bits depend on that path alone. What no path leads to is unseen.
     """
     if rows is not None:
         key, value = key.index_select(0, rows), value.index_select(0, rows)
@@ -139,6 +142,9 @@ def attend(
     blocks, sequences = triton.cdiv(groups * count, tile), batch * key_heads
     shares = max(1, min(triton.cdiv(_WAVES * _processors(query.device), sequences * blocks), width // _SLOTS))
     share = triton.cdiv(triton.cdiv(width, shares), _SLOTS) * _SLOTS
+    if paths is not None:
+        tile, blocks, share = max(16, triton.next_power_of_2(groups)), count, _SHARE
+    lengths, nodes = (mask, mask) if paths is None else (paths.lengths, paths.nodes.contiguous())  # or read by nobody
     shares = triton.cdiv(width, share)
     out = query.new_empty(batch, count, heads, value_depth)
     shape = (batch, count, heads, shares)
@@ -159,6 +165,9 @@ def attend(
             *value.stride()[:3],
             mask.stride(0),
             mask.stride(2),
+            lengths,
+            nodes,
+            nodes.shape[-1],
             key_heads,
             count,
             width,
@@ -171,6 +180,7 @@ def attend(
             VALUE_DEPTH=value_depth,
             ROWS=tile,
             SLOTS=_SLOTS,
+            ALONG=paths is not None,
         )
         if shares > 1:
             padded = triton.next_power_of_2(shares)
@@ -289,6 +299,9 @@ def _attend(
     value_slot,
     mask_batch,
     mask_row,
+    lengths,
+    paths,
+    longest,
     key_heads,
     count,
     width,
@@ -301,11 +314,19 @@ def _attend(
     VALUE_DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
+    ALONG: tl.constexpr,
 ):
     batch, group = (tl.program_id(0) // key_heads).to(tl.int64), tl.program_id(0) % key_heads
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    real = row < GROUPS * count
-    head, node = group * GROUPS + row // count, row % count
+    if ALONG:  # one node, and the heads of its group
+        row = tl.arange(0, ROWS)
+        real = row < GROUPS
+        head, node = group * GROUPS + row, row * 0 + tl.program_id(2)
+        length = tl.load(lengths + batch)
+        path = paths + (batch * count + tl.program_id(2)) * longest
+    else:
+        row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+        real = row < GROUPS * count
+        head, node = group * GROUPS + row // count, row % count
     depth, value_depth, offset = tl.arange(0, DEPTH), tl.arange(0, VALUE_DEPTH), tl.arange(0, SLOTS)
     asked = query + batch * query_batch + head[:, None] * query_head + node[:, None] * query_row + depth[None, :]
     rows = tl.load(asked, mask=real[:, None], other=0.0)
@@ -319,6 +340,11 @@ def _attend(
     for start in range(first, tl.minimum(first + share, width), SLOTS):
         slot = start + offset
         inside = slot < width
+        if ALONG:
+            behind = slot - length
+            own = tl.load(path + behind, mask=(behind >= 0) & (behind < longest), other=-1)
+            inside = inside & ((behind < 0) | (own >= 0))
+            slot = tl.where(inside, tl.where(behind < 0, slot, length + own), 0)
         bias = tl.load(biases + slot[None, :], mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
         bias = tl.where(real[:, None], bias, 2 * unseen)
         bias = tl.where(inside[None, :], bias, float("-inf"))
