@@ -171,11 +171,11 @@ def plainly(made: Target, row: int, tokens: Sequence[int], *, keep: bool = False
     return torch.stack(found)
 
 
-def unlike_plain(made: Target, plain: Target, kind: str, seed: int) -> int:
+def unlike_plain(made: Target, plain: Target, kind: str, seed: int, sizes: Sequence[int] = (16, 7, 2)) -> int:
     """Trees are scored, a path of each is kept, then some tokens follow one by one, all in both ways: the number of
     nodes, cached tokens and later steps that differ in a bit."""
     draw, rows, wrong = random.Random(seed), [0, 1, 2], 0
-    drafts = trees(kind, [16, 7, 2], seed)
+    drafts = trees(kind, sizes, seed)
     logits, kept = made.score(rows, drafts).logits, []
     for row, tree in zip(rows, drafts, strict=True):
         for leaf in set(range(tree.size + 1)) - set(tree.parents):
@@ -209,6 +209,12 @@ def pair(request: pytest.FixtureRequest) -> list[Target]:
 def test_a_model_scores_and_keeps_every_node_as_plain_decoding_does(pair: list[Target]) -> None:
     for step, kind in enumerate(("deep", "bushy", "binary")):
         assert unlike_plain(*pair, kind, step) == 0
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_passes_over_many_nodes_are_no_others(pair: list[Target]) -> None:
+    """Products of more than 32 rows take another way in oneDNN."""
+    assert unlike_plain(*pair, "binary", 0, sizes=(44, 19, 2)) == 0
 
 
 @pytest.mark.parametrize("pair", ["llama", "mistral"], indirect=True)

@@ -280,6 +280,26 @@ def _place(
 
 
 @triton.jit
+def _rows_of(program, count, GROUPS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr):
+    """Heads of a group and nodes that a program attends for, and whether there are such."""
+    row = tl.arange(0, ROWS)
+    if ALONG:  # one node, and the heads of its group
+        return row, row * 0 + program, row < GROUPS
+    else:
+        row += program * ROWS
+        return row // count, row % count, row < GROUPS * count
+
+
+@triton.jit
+def _on_path(rank, inside, length, path, longest):
+    """Where the tokens of these ranks stand, and whether there are such."""
+    behind = rank - length
+    node = tl.load(path + behind, mask=(behind >= 0) & (behind < longest), other=-1)
+    inside = inside & ((behind < 0) | (node >= 0))
+    return tl.where(inside, tl.where(behind < 0, rank, length + node), 0), inside
+
+
+@triton.jit
 def _attend(
     query,
     key,
@@ -317,16 +337,8 @@ def _attend(
     ALONG: tl.constexpr,
 ):
     batch, group = (tl.program_id(0) // key_heads).to(tl.int64), tl.program_id(0) % key_heads
-    if ALONG:  # one node, and the heads of its group
-        row = tl.arange(0, ROWS)
-        real = row < GROUPS
-        head, node = group * GROUPS + row, row * 0 + tl.program_id(2)
-        length = tl.load(lengths + batch)
-        path = paths + (batch * count + tl.program_id(2)) * longest
-    else:
-        row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-        real = row < GROUPS * count
-        head, node = group * GROUPS + row // count, row % count
+    member, node, real = _rows_of(tl.program_id(2), count, GROUPS, ROWS, ALONG)
+    head, path = group * GROUPS + member, paths + (batch * count + tl.program_id(2)) * longest
     depth, value_depth, offset = tl.arange(0, DEPTH), tl.arange(0, VALUE_DEPTH), tl.arange(0, SLOTS)
     asked = query + batch * query_batch + head[:, None] * query_head + node[:, None] * query_row + depth[None, :]
     rows = tl.load(asked, mask=real[:, None], other=0.0)
@@ -341,10 +353,7 @@ def _attend(
         slot = start + offset
         inside = slot < width
         if ALONG:
-            behind = slot - length
-            own = tl.load(path + behind, mask=(behind >= 0) & (behind < longest), other=-1)
-            inside = inside & ((behind < 0) | (own >= 0))
-            slot = tl.where(inside, tl.where(behind < 0, slot, length + own), 0)
+            slot, inside = _on_path(slot, inside, tl.load(lengths + batch), path, longest)
         bias = tl.load(biases + slot[None, :], mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
         bias = tl.where(real[:, None], bias, 2 * unseen)
         bias = tl.where(inside[None, :], bias, float("-inf"))
