@@ -1,0 +1,25 @@
+"""The real model in its own dtype: every fault of forerun's own parts that is planted is seen, and none without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.self_check import FAULTS, Fault, planted
+from forerun.errors import UnsupportedModelError
+from forerun.model import Target
+from forerun.model.load import LoadOptions, open_model, read_config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_planted_fault_is_seen(path: Path, dtype: str) -> None:
+    options = LoadOptions(dtype=dtype, device="cpu")
+    model = open_model(path, options, read_config(path, options), quiet=True)
+    Target.load(model, rows=1, slots=64)
+    own: list[Fault] = [fault for fault in FAULTS if fault.suits(model) and not fault.in_model]
+    assert len(own) == 8
+    for fault in own:
+        with planted(fault, model), pytest.raises(UnsupportedModelError, match="failed the self-check"):
+            Target.load(model, rows=1, slots=64)
