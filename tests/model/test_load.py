@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target
-from forerun.model.load import LoadOptions, explained, open_model, read_config, save_model, stored_bytes
+from forerun.model.load import LoadOptions, explained, open_model, read_config, resolved_dtype, save_model, stored_bytes
 from model.families import make, plain, random_tokens
 
 
@@ -73,7 +73,8 @@ def test_dtype_is_the_callers_choice(checkpoint: Path) -> None:
 def test_auto_takes_float32_where_a_cpu_only_emulates_the_checkpoints_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emulates: bool, dtype: str
 ) -> None:
-    monkeypatch.setattr("forerun.model.load.multiplies", lambda device, _: not emulates and device.type == "cpu")
+    for name in ("multiplies", "decodes"):  # as training asks, and as decoding does
+        monkeypatch.setattr(f"forerun.model.load.{name}", lambda device, _: not emulates and device.type == "cpu")
     make("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     options = LoadOptions(dtype=dtype, device="cpu")
     config = read_config(tmp_path, options)
@@ -82,6 +83,16 @@ def test_auto_takes_float32_where_a_cpu_only_emulates_the_checkpoints_dtype(
     assert {weight.dtype for weight in model.parameters()} == {wanted}
     assert stored_bytes(tmp_path, options, config) == wanted.itemsize * sum(w.numel() for w in model.parameters())
     assert Target.load(tmp_path, slots=64, device="cpu", dtype=dtype, repack=False).dtype is wanted
+
+
+def test_decoding_and_training_have_their_own_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that emulates bf16 decodes faster in it, with packed weights, and trains faster in float32."""
+    monkeypatch.setattr("forerun.model.load.multiplies", lambda *_: False)
+    monkeypatch.setattr("forerun.model.load.decodes", lambda *_: True)
+    make("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    for repack, wanted in ((None, torch.bfloat16), (True, torch.bfloat16), (False, torch.float32)):
+        options = LoadOptions(device="cpu", repack=repack)
+        assert resolved_dtype(options, read_config(tmp_path, options)) is wanted
 
 
 def test_a_model_that_is_handed_in_is_left_alone() -> None:

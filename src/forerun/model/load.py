@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 import threading
 import warnings
@@ -22,7 +23,10 @@ import torch
 
 from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
+from forerun.model.kernels.products import decodes
 from forerun.model.support import refuse_config
+
+_log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -173,6 +177,9 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     """The model with its adapter, in evaluation mode. CheckpointError: unreadable, or not the tensors that it names."""
     from transformers import AutoModelForCausalLM
 
+    own, dtype = getattr(config, "dtype", None), resolved_dtype(options, config)
+    if options.dtype in ("auto", None) and dtype is not None and dtype is not getattr(torch, str(own), own):
+        _log.info("%s is loaded in %s: on this processor products in %s, its own dtype, are slower", name, dtype, own)
     placed, parallel = options.device_map, dict[str, Any]()
     if options.tp_plan is not None:
         from transformers.distributed import DistributedConfig
@@ -185,7 +192,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
             model, found = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
-                dtype=resolved_dtype(options, config) or "auto",
+                dtype=dtype or "auto",
                 device_map=placed,
                 **parallel,
                 use_safetensors=True,
@@ -246,7 +253,8 @@ def _local(name: str | Path, options: LoadOptions) -> Path | None:
 
 def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
     """The floating type that the weights will have; None where neither the caller nor the configuration says. "auto" is
-    the checkpoint's own, but float32 on a CPU that only emulates it: there 16 rows cost 14 times one instead of 5."""
+    the checkpoint's own, but float32 on a CPU whose products are slower in it, as they are where it is emulated: those
+    of decoding where modules are repacked, else those of training."""
     auto = options.dtype in ("auto", None)
     dtype = getattr(config, "dtype", None) if auto else options.dtype
     named = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
@@ -255,7 +263,8 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
     placed = options.device_map is not None or options.tp_plan is not None
     if named is None or not auto or placed or getattr(config, "quantization_config", None) is not None:
         return named
-    return named if multiplies(options.first_device(), named) else torch.float32
+    fast = multiplies if options.repack is False else decodes
+    return named if fast(options.first_device(), named) else torch.float32
 
 
 def attach_adapter(model: Any, options: LoadOptions) -> Any:

@@ -339,7 +339,7 @@ def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
 
 def _bytes_of(name: str, dtype: str, device: torch.device) -> int:
     """Of a checkpoint's weights, were they loaded in `dtype` on `device`."""
-    path, options = resolve(name, dtype), LoadOptions(dtype=dtype, device=str(device))
+    path, options = resolve(name, dtype), LoadOptions(dtype=dtype, device=str(device), repack=False)
     return stored_bytes(path, options, read_config(path, options))
 
 
@@ -352,7 +352,7 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
 
     path = resolve(name, dtype)
     if parallel.world == 1 or spread == "none":
-        model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device)))
+        model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device), repack=False))
     else:
         model = _tensor_parallel(path, dtype, parallel) if spread == "tp" else _sharded(path, dtype, parallel)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -372,7 +372,7 @@ def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     model = None
     for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world))):
         if turn == mine:
-            model = _open(name, LoadOptions(dtype=dtype, device="cpu"))
+            model = _open(name, LoadOptions(dtype=dtype, device="cpu", repack=False))
             for layer in layers_of(base_of(model), text_config(model).num_hidden_layers)[1]:
                 fully_shard(layer, mesh=mesh)
             model.to(parallel.device)
@@ -382,7 +382,7 @@ def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
 
 
 def _tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> Any:
-    options = LoadOptions(dtype=dtype, tp_plan="auto")
+    options = LoadOptions(dtype=dtype, tp_plan="auto", repack=False)
     text = read_config(name, options).get_text_config(decoder=True)
     groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if groups % parallel.world:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.caching import cache_root
-from forerun.devices import processor_name
+from forerun.devices import multiplies, processor_name
 from forerun.errors import ArgumentError
 from forerun.model.kernels import native
 from forerun.writing import written
@@ -34,6 +34,7 @@ AVX512 = (*BASE, "-mavx512f", "-mavx512bw", "-mavx512vl")
 DOT_PRODUCTS = (*AVX512, "-mavx512bf16")
 _TRIALS = ((1, 1024, 4096), (8, 1024, 4096))  # Rows, depth and outputs of the products that are timed
 _REPEATS = 9
+_MUCH = 1.1  # Times that bf16 takes of float32's from which on float32 is the faster one
 _CLEARLY = 0.9  # Another way than the first that a machine has must take at most this much of its time
 
 
@@ -179,12 +180,29 @@ def _fastest(found: ctypes.CDLL, kinds: Sequence[Kind]) -> Kind:
     return best
 
 
+def decodes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether passes of few rows in that dtype take no longer than in float32: our own products are measured, once a
+    process; elsewhere it is the same question as for training."""
+    if device.type != "cpu" or dtype is not torch.bfloat16 or not ready(dtype):
+        return multiplies(device, dtype)
+    return _takes_of_float32() < _MUCH
+
+
+@cache
+def _takes_of_float32() -> float:
+    """What products of few rows take in bf16, in parts of what they take in float32."""
+    found = library()
+    assert found is not None, "ready() is asked first"
+    with torch.inference_mode():
+        return _seconds(found, kind_of(torch.bfloat16)) / _seconds(found, Kind.FLOAT32)
+
+
 def _seconds(found: ctypes.CDLL, kind: Kind) -> float:
     """The shortest times of a few products, added up."""
-    total = 0.0
+    total, dtype = 0.0, torch.float32 if kind is Kind.FLOAT32 else torch.bfloat16
     for count, depth, outputs in _TRIALS:
-        rows = torch.ones(count, depth, dtype=torch.bfloat16)
-        panels = packed(torch.ones(outputs, depth, dtype=torch.bfloat16))
+        rows = torch.ones(count, depth, dtype=dtype)
+        panels = packed(torch.ones(outputs, depth, dtype=dtype))
         times = []
         for _ in range(_REPEATS):
             began = time.perf_counter()
