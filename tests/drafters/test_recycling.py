@@ -66,6 +66,9 @@ def test_the_largest_logits_are_those_of_a_full_sort(size: int) -> None:
     logits[..., -1] += 3 * torch.arange(8).view(2, 4) % 5
     expected = logits.argsort(-1, descending=True)[..., :3]
     assert top_ids(logits, 3).tolist() == expected.tolist()
+    short = logits.bfloat16()  # In which many are equal
+    assert top_ids(short, 3).tolist() == top_ids(short.float(), 3).tolist()
+    assert short.gather(-1, top_ids(short, 3)).equal(short.topk(3).values)
 
 
 def test_every_scored_node_updates_its_row_and_the_last_of_equal_tokens_wins() -> None:

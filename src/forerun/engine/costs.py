@@ -278,10 +278,13 @@ class StepCosts:
         """By size: a pass over `rows` rows of up to `nodes` drafted nodes each, and a plain step's host work. What
         asking those that copy takes is no part of it: it is spent whatever is then submitted. In a trial, what was seen
         long ago of passes with nodes does not count."""
-        host = self.host_ms(rows)
+        host, factors = self.host_ms(rows), dict[tuple[int, int], float]()
 
         def time(size: int) -> float:
-            return self._predicted(size, rows, context) * self._pass.factor(_alike(size, rows), trial=trial) + host
+            alike = _alike(size, rows)
+            if alike not in factors:
+                factors[alike] = self._pass.factor(alike, trial=trial)
+            return self._predicted(size, rows, context) * factors[alike] + host
 
         return Times(self.shape.even(rows, nodes), time)
 

@@ -14,12 +14,15 @@ import torch
 
 from contract.harness import PROMPTS, as_prompts, dflash_head, eagle_head, llm, model, plain_greedy, relative
 from contract.test_greedy import NEUTRAL
-from forerun import LLM
+from forerun import LLM, SamplingParams
+from forerun.core.row import Row
+from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree, prune
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Deferred
 from forerun.drafters.lookup.ngram import NgramConfig
+from forerun.drafters.lookup.prediction import PredictionDrafter
 from forerun.engine import costs, drafting
 from forerun.engine.config import SpeculativeConfig, arms_of, method_of
 from forerun.engine.costs import DraftCost, Nominal, PassShape, StepCosts, Times
@@ -379,6 +382,28 @@ def test_tokens_and_states_are_put_aside_until_the_drafter_is_asked() -> None:
     assert heard.calls[2:] == [([7], [5], [[1, 2, 3, 4]])]
     deferred.truncate([7], [0])
     assert deferred._rows.keys() == {4}
+
+
+@pytest.mark.parametrize(("options", "asked"), [({}, [0]), ({"text": [1, 2, 3]}, [0, 1])], ids=["theirs", "given"])
+def test_a_prediction_is_followed_only_where_there_is_one(
+    options: dict[str, Any], asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def propose(self: PredictionDrafter, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        rows.extend(context.rows)
+        return context.trees()
+
+    rows = list[int]()
+    monkeypatch.setattr(PredictionDrafter, "propose", propose)
+    target: Any = SimpleNamespace(vocab_size=16, computes_padding=False, memory_bytes=lambda: 1)
+    config = SpeculativeConfig.parse({"method": "prediction", **options})
+    assert config is not None
+    setup = DrafterSetup(target=target, tokenizer=None, rows=2, slots=64)
+    policy = policy_for([config], setup, nodes=8, costs=Passes())
+    greedy = Sampler(SamplingParams(temperature=0.0), ())
+    shared: Any = {"prompt_length": 2, "sampler": greedy, "seed": 0, "stop_ids": frozenset[int](), "room": 9}
+    texts = [Row(cache_row=row, tokens=[1, 2], prediction=found, **shared) for row, found in enumerate([(3, 4), ()])]
+    policy.plan(texts, [0, 1], [8, 8])
+    assert rows == asked
 
 
 def test_what_auto_is_made_of(tmp_path: Path) -> None:

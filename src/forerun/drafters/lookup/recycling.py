@@ -159,31 +159,31 @@ class RecyclingDrafter(Drafter):
         pair, found = memory.successors(before, tree.tokens[0])
         # (-survival, order of entry, parent, index among the ranks, survival of the parent, where, its successors)
         heap = [(-ranked[pair, True][0][0], 0, 0, 0, 1.0, (pair, True), found)]
-        while heap and tree.size < nodes:
+        while heap and len(tree.tokens) <= nodes:
             negative, order, parent, index, above, where, found = heapq.heappop(heap)
             ranks = ranked[where]
             if index + 1 < len(ranks):
                 entry = -above * ranks[index + 1][0], order + 1, parent, index + 1, above, where, found
                 heapq.heappush(heap, entry)
-            rank = ranks[index][1]
+            _, rank, confidence = ranks[index]
             if (token := found[rank]) < 0:
                 continue
-            node = drafted.add(token, parent, self._evidence[where][rank])
+            node = tree.add(token, parent, confidence=confidence)
+            drafted.evidence.setdefault(node, self._evidence[where][rank])
             if tree.depths[node] < deepest:
                 pair, below = memory.successors(tree.tokens[parent], token)
                 likely = negative * ranked[pair, False][0][0]
                 heapq.heappush(heap, (likely, self.config.top_k * node, node, 0, -negative, (pair, False), below))
 
-    def _ranked(self, memory: _Memory) -> dict[Where, list[tuple[float, int]]]:
-        """How often successors of each rank are right, and the ranks, by that."""
-        estimate, learned = memory.acceptance.estimate, self.config.adaptive_tree
-        return {
-            where: sorted(
-                [(estimate(*one) if learned else one.prior, rank) for rank, one in enumerate(ranks)],
-                key=lambda entry: -entry[0],
-            )
-            for where, ranks in self._evidence.items()
-        }
+    def _ranked(self, memory: _Memory) -> dict[Where, list[tuple[float, int, float]]]:
+        """By how often successors of each rank are taken to be right: that, the rank, and how often they were right."""
+        estimate, learned, ranked = memory.acceptance.estimate, self.config.adaptive_tree, {}
+        for where, ranks in self._evidence.items():
+            right = [estimate(*one) for one in ranks]
+            taken = right if learned else [one.prior for one in ranks]
+            entries = zip(taken, range(len(ranks)), right, strict=True)
+            ranked[where] = sorted(entries, key=lambda entry: -entry[0])
+        return ranked
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         self._steps += 1

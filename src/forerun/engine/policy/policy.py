@@ -176,6 +176,7 @@ class Arm:
     drafter: Deferred
     copies: bool  # Asked before anybody is chosen, because a proposal costs no forward pass
     limit: int  # Most tokens on one path
+    needs_prediction: bool = False  # Not asked for rows that brought none
     confidence: Confidence = field(default_factory=Confidence)  # Of its deterministic trees, if it costs a forward pass
     lookup_trials: LookupTrials = field(default_factory=LookupTrials)
     survival: Survival = field(default_factory=Survival)
@@ -274,7 +275,7 @@ class Policy:
 
     def with_free_drafts(self) -> Policy:
         """The same drafters under a policy that has learned nothing yet and to which drafts are free."""
-        same = ("name", "key", "drafter", "copies", "limit")
+        same = ("name", "key", "drafter", "copies", "limit", "needs_prediction")
         arms = [Arm(**{name: getattr(arm, name) for name in same}) for arm in self.arms]
         free = StepCosts(Nominal(slope=0.0), dict.fromkeys([arm.key for arm in arms], FREE), self.costs.shape)
         return Policy(arms, free, nodes=self._nodes, measure=False, chains=self._chains, clock=self._clock)
@@ -394,7 +395,12 @@ class Policy:
             self._settle(plan)
 
     def _look_up(self, plan: _StepPlan, index: int, nodes: int) -> None:
-        arm, drafting = self.arms[index], [row for row, limit in plan.limits.items() if limit > 0]
+        arm = self.arms[index]
+        drafting = [
+            row
+            for row, limit in plan.limits.items()
+            if limit > 0 and (plan.rows[row].prediction or not arm.needs_prediction)
+        ]
         wanted = arm.lookup_trials.of(drafting)
         if not wanted:
             return
@@ -637,10 +643,12 @@ def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) 
     own = getattr(drafter.drafter, "config", None)
     shape = getattr(own, "shape", None)
     named = len(shape) if shape else getattr(own, "num_speculative_tokens", None)
+    entry = entry_named(config.method)
     return Arm(
         name=config.method,
         key=config.key,
         drafter=drafter,
-        copies=entry_named(config.method).copies,
+        copies=entry.copies,
         limit=drafter.depth or named or SETTINGS.unknown_limit,
+        needs_prediction=entry.needs_prediction and getattr(own, "text", None) is None,
     )
