@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forerun.model.layers import device_of
-from forerun.model.support import refusing, text_config
+from forerun.model.support import most_positions, refusing, text_config
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +74,20 @@ def _encoded(tokenizer: Any) -> list[int]:
 @torch.inference_mode()
 def drawn(model: Any, count: int) -> list[int]:
     """Return token ids that the model draws from its own distribution, always the same, without a cache: all positions
-    at once, again and again, each from what was drawn before it the last time; the first `ROUNDS` are exact draws."""
-    config, device = text_config(model), device_of(model.get_input_embeddings())
-    coins = torch.Generator().manual_seed(0)
+    at once, again and again, each from what was drawn before it the last time; the first `ROUNDS` are exact draws. They
+    are `count`, or as many as the context has, and none is a token whose embedding is not finite."""
+    config, embedding = text_config(model), model.get_input_embeddings()
+    device, coins = device_of(embedding), torch.Generator().manual_seed(0)
+    count = min(count, most_positions(config))
     begins = getattr(config, "bos_token_id", None)
     ids = torch.randint(config.vocab_size, (1, count), generator=coins)
     ids[0, 0] = begins if isinstance(begins, int) and 0 <= begins < config.vocab_size else 0
     luck = (
         -torch.empty(count - 1, config.vocab_size).exponential_(generator=coins).log()
     )  # Gumbel: the largest sum wins
+    weight = getattr(embedding, "weight", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.device.type != "meta":
+        luck[:, ~weight[: config.vocab_size].isfinite().all(-1).cpu()] = -torch.inf
     for _ in range(ROUNDS):
         with refusing(model, plainly=True):
             logits = model(input_ids=ids.to(device), use_cache=False).logits[0, :-1, : config.vocab_size]

@@ -131,11 +131,12 @@ def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
     reach = min(room, max(_NEAR, min(_MOST_TOKENS, work // model.num_parameters())))
     near = _reference(model, ids, 0, min(room, max([_PROMPT, *(size for size in named if size <= _NEAR)])))
     _check_causal(model, near)
-    if near.noise is not None and near.noise > _NOISY:
+    if near.noise is not None and (near.noise > _NOISY or is_quantised(model)):
+        why = "; its activations are quantised together" if is_quantised(model) else ""
         _log.warning(
-            "%s: in %s its own distributions differ by %.2g nats between token by token and one pass: speculative "
+            "%s: in %s its own distributions differ by %.2g nats between token by token and one pass%s: speculative "
             "output follows them within this noise only",
-            *(name_of(model), model.dtype, near.noise),
+            *(name_of(model), model.dtype, near.noise, why),
         )
     if not sizes:
         return Expected(sizes=named, near=near, far=[], unchecked=None)
@@ -148,7 +149,7 @@ def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
 def _reference(model: Any, ids: Sequence[int], size: int, passed: int) -> Reference:
     """One batch, no cache, no mask; the second prompt has `_BEHIND` tokens more than `passed`."""
     vocabulary, longer = text_config(model).vocab_size, passed + _BEHIND
-    shorter, path, behind = max(1, longer - 5), len(_PATHS[0]), 1 + _LATER
+    shorter, path, behind = max(2, longer - 5), len(_PATHS[0]), 1 + _LATER  # a prompt and a root, at least
     texts = [_text(ids, offset, length + path + behind) for offset, length in ((0, shorter), (len(ids) // 2, longer))]
     prefixes = tuple(text[: -path - behind] for text in texts)
     right = [text[-path - behind : -behind] for text in texts]
