@@ -234,6 +234,21 @@ def test_a_whole_layer_has_the_bits_of_its_parts(family: str, dtype: torch.dtype
     assert all(map(torch.equal, found, logits_of_steps(model)))
 
 
+def test_layers_of_unequal_width_have_the_bits_of_their_parts() -> None:
+    """Their queries lie in other places, and attention is asked once for all that ask alike."""
+    model = small("llama", num_hidden_layers=3)
+    torch.manual_seed(1)
+    for name, sizes in (("gate_proj", (256, 64)), ("up_proj", (256, 64)), ("down_proj", (64, 256))):
+        wide = nn.Linear(sizes[1], sizes[0], bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        setattr(model.model.layers[1].mlp, name, wide)
+    accelerate(model)
+    assert len(whole_layers(model)) == 3
+    found = logits_of_steps(model)
+    for layer in model.model.layers:
+        del layer.forward
+    assert all(map(torch.equal, found, logits_of_steps(model)))
+
+
 def test_layers_where_bf16_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "kind_of", lambda _: products.Kind.WIDENED)
     model = small("qwen2")

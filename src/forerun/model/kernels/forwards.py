@@ -262,14 +262,20 @@ class _Asked:
     """What a layer asked of attention. Others whose stores lie alike ask the same of theirs."""
 
     call: Attention
+    query: int  # Where its queries lie; layers of another width have theirs elsewhere
     during: object  # Stands for the pass
     stores: tuple[Tensor, Tensor]  # Whole, of which the layer may read a window
     offsets: tuple[int, int]  # Bytes from a store to its window
 
-    def fits(self, stores: tuple[Tensor, Tensor], scale: float) -> bool:
-        """Whether a layer with these stores asks the same."""
+    def fits(self, query: Tensor, stores: tuple[Tensor, Tensor], scale: float) -> bool:
+        """Whether a layer whose queries lie there, with these stores, asks the same."""
         key, value = self.stores
-        return scale == self.call.scale and stores[0].shape == key.shape and stores[1].shape == value.shape
+        return (
+            scale == self.call.scale
+            and query.data_ptr() == self.query
+            and stores[0].shape == key.shape
+            and stores[1].shape == value.shape
+        )
 
     def again(self, stores: tuple[Tensor, Tensor]) -> Tensor:
         """The answer for these stores; it lies where the last one lay."""
@@ -347,7 +353,8 @@ class LayerForward(_Forward):
             self._begin(hidden_states, position_embeddings, places)
         query = self.calls.enter(hidden_states, stores, stores[0].shape[0] * stores[0].shape[1])
         attended = self._attend(query, stores, cache, attention_mask)
-        return self.calls.leave(attended, hidden_states)
+        answer: Tensor = self.calls.leave(attended, hidden_states)
+        return answer
 
     def _attend(self, query: Tensor, stores: tuple[Tensor, Tensor], cache: SlotCache, mask: Any) -> Tensor:
         """What queries (B, N, heads, D) find: (B, N, heads * D), contiguous."""
@@ -355,10 +362,10 @@ class LayerForward(_Forward):
         asked = shared.asked
         if asked is None or asked.during is not shared.this:
             asked = shared.asked = self._asked(query, stores, cache, mask)
-        if asked is None or not asked.fits(stores, scale):
-            return self.attention.attend(query, cache, mask).contiguous()
-        found: Tensor = asked.again(stores)
-        return found
+        if asked is not None and asked.fits(query, stores, scale):
+            return asked.again(stores)
+        found: Tensor = self.attention.attend(query, cache, mask)
+        return found.contiguous()
 
     def _asked(self, query: Tensor, stores: tuple[Tensor, Tensor], cache: SlotCache, mask: Tensor) -> _Asked | None:
         """The problem that attention would be given in C; None where it runs elsewhere or on other tokens."""
@@ -375,7 +382,7 @@ class LayerForward(_Forward):
             return None
         call = Attention(rows, keys, values, mask, module.scaling, this.rows, paths=this.paths)
         offsets = keys.data_ptr() - stores[0].data_ptr(), values.data_ptr() - stores[1].data_ptr()
-        return _Asked(call, self.shared.this, stores, offsets)
+        return _Asked(call, query.data_ptr(), self.shared.this, stores, offsets)
 
     def _fits(self, states: Tensor, mask: Any, angles: Any, cache: Any) -> bool:
         """Whether the kernels take this pass; what all layers share is looked at once."""
