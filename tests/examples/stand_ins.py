@@ -22,7 +22,7 @@ from mtp_targets import with_fresh_layers
 
 HEAD = str(resolve("demo-eagle3"))
 WORDS = {
-    **dict.fromkeys(("MODEL", "TARGET"), "demo"),
+    **dict.fromkeys(("MODEL", "TARGET", "smollm2"), "demo"),  # smollm2 is downloaded; tests/real asks it
     **dict.fromkeys(("SMALL_MODEL", "SMALL-1", "SMALL-2", "SMALL-3"), "demo-draft"),
     **dict.fromkeys(("HEAD", "SOMEBODY/HEAD", "RedHatAI/SOME-HEAD"), HEAD),
     "DIR": "exported",
