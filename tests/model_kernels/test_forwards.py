@@ -222,16 +222,21 @@ def logits_of_steps(model: Any) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_layer_has_the_bits_of_its_parts(family: str, dtype: torch.dtype) -> None:
-    model = small(family, **FAMILIES[family]).to(dtype)
+def assert_the_bits_of_the_parts(model: Any, *, layers: int) -> None:
+    """Accelerate a model; all its layers become whole ones, and give what their parts give without them."""
     accelerate(model)
-    assert len(whole_layers(model)) == 2
+    assert len(whole_layers(model)) == layers
     found = logits_of_steps(model)
     for layer in model.model.layers:
         del layer.forward
     assert all(map(torch.equal, found, logits_of_steps(model)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_layer_has_the_bits_of_its_parts(family: str, dtype: torch.dtype) -> None:
+    model = small(family, **FAMILIES[family]).to(dtype)
+    assert_the_bits_of_the_parts(model, layers=2)
 
 
 def test_layers_of_unequal_width_have_the_bits_of_their_parts() -> None:
@@ -241,23 +246,13 @@ def test_layers_of_unequal_width_have_the_bits_of_their_parts() -> None:
     for name, sizes in (("gate_proj", (256, 64)), ("up_proj", (256, 64)), ("down_proj", (64, 256))):
         wide = nn.Linear(sizes[1], sizes[0], bias=False, dtype=torch.bfloat16).requires_grad_(False)
         setattr(model.model.layers[1].mlp, name, wide)
-    accelerate(model)
-    assert len(whole_layers(model)) == 3
-    found = logits_of_steps(model)
-    for layer in model.model.layers:
-        del layer.forward
-    assert all(map(torch.equal, found, logits_of_steps(model)))
+    assert_the_bits_of_the_parts(model, layers=3)
 
 
 def test_layers_where_bf16_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "kind_of", lambda _: products.Kind.WIDENED)
     model = small("qwen2")
-    accelerate(model)
-    assert len(whole_layers(model)) == 2
-    found = logits_of_steps(model)
-    for layer in model.model.layers:
-        del layer.forward
-    assert all(map(torch.equal, found, logits_of_steps(model)))
+    assert_the_bits_of_the_parts(model, layers=2)
 
 
 @pytest.mark.parametrize("inside", ["self_attn", "mlp.act_fn", "input_layernorm", "mlp.down_proj", "self_attn.o_proj"])

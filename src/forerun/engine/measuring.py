@@ -19,6 +19,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from forerun.caching import cache_root
+from forerun.devices import processor_name
 from forerun.engine.costs import CostModel, Nominal, PassCost, along
 from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
@@ -270,8 +271,6 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return str(device)
-    from forerun.devices import processor_name
-
     return processor_name()
 
 
