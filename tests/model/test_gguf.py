@@ -23,7 +23,7 @@ from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target
 from forerun.model.gguf import CACHE, _Names
 from forerun.model.names import load_tokenizer, resolve
-from model.ggufs import CHAT, SPECIAL, TOKENS, tiny_llama, write_tiny
+from model.ggufs import CHAT, SPECIAL, TOKENS, tiny, write_tiny
 from model.tiny import build
 
 REAL = Path(os.environ.get("FORERUN_REAL_GGUF", ""))
@@ -61,7 +61,7 @@ def test_the_weights_are_those_that_transformers_reads(tmp_path: Path, stored: T
 
 
 def test_unquantised_weights_keep_every_bit(tmp_path: Path) -> None:
-    model = tiny_llama()
+    model = tiny()
     file = write_tiny(tmp_path / "tiny.gguf", model=model)
     same(opened(resolve(file, "auto")).state_dict(), model.state_dict())
 
@@ -82,6 +82,62 @@ def test_it_is_a_target_with_the_logits_of_transformers(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = opened(tmp_path, gguf_file=file.name, dtype=torch.float32)(torch.tensor([ids])).logits[0, -1]
     assert torch.allclose(target.prefill([0], [ids]).logits[0, 0], expected, atol=1e-5)
+
+
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 30000.0}
+SHORT = {"sliding_window": 16}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, **SHORT}
+CAPS = {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 20.0}
+BOTH = {"full_attention": {**ROPE, "rope_theta": 1e6}, "sliding_attention": {**ROPE, "rope_theta": 1e4}}
+
+
+def window(writer: gguf.GGUFWriter) -> None:
+    writer.add_sliding_window(16)
+
+
+def caps(writer: gguf.GGUFWriter) -> None:
+    window(writer)
+    writer.add_attn_logit_softcapping(30.0)
+    writer.add_final_logit_softcapping(20.0)
+
+
+OTHERS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
+    "mistral": ("mistral", "llama", {"rope_parameters": ROPE, "head_dim": 32, "sliding_window": None}, None),
+    "qwen2": ("qwen2", "qwen2", {"rope_parameters": ROPE, "tie_word_embeddings": True}, None),
+    "qwen3": ("qwen3", "qwen3", {"rope_parameters": ROPE, "head_dim": 32}, None),
+    "gemma2": ("gemma2", "gemma2", {**GEMMA, **CAPS}, caps),
+    "gemma2 of 46 layers": (
+        "gemma2",
+        "gemma2",
+        {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 46},
+        window,
+    ),
+    "gemma3": ("gemma3_text", "gemma3", {**GEMMA, "rope_parameters": BOTH, "num_hidden_layers": 7}, window),
+    "phi3": ("phi3", "phi3", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, **SHORT}, window),
+    "starcoder2": ("starcoder2", "starcoder2", {"rope_parameters": ROPE}, None),
+    "stablelm": ("stablelm", "stablelm", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, None),
+}
+"""What it is -> model type, architecture in the file, configuration, what else the file says."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_architecture_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
+    """transformers leaves out what some files say of heads, windows, caps and ropes, so the model is the reference."""
+    kind, architecture, changes, more = OTHERS[name]
+    model = tiny(kind, **changes)
+    file = write_tiny(tmp_path / "tiny.gguf", model=model, architecture=architecture, more=more or (lambda _: None))
+    own, ids = opened(resolve(file, "float32")), torch.arange(3, 120).unsqueeze(0)
+    with torch.inference_mode():
+        assert torch.allclose(own(ids).logits, model(ids).logits, atol=1e-5)
+
+
+def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
+    def biases(writer: gguf.GGUFWriter) -> None:
+        for layer in range(2):
+            writer.add_tensor(f"blk.{layer}.attn_q.bias", np.ones(64, dtype=np.float32))
+
+    with pytest.raises(UnsupportedModelError, match=r"has no place: blk.0.attn_q.bias, blk.1.attn_q.bias. Without"):
+        resolve(write_tiny(tmp_path / "tiny.gguf", more=biases))
 
 
 def linear(writer: gguf.GGUFWriter) -> None:
@@ -119,7 +175,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_a_scaled_rope_is_the_models_own(tmp_path: Path, scaling: dict[str, Any], writes: Any) -> None:
     """transformers leaves it out, so the model itself is the reference."""
     rope = {"rope_theta": 20000.0, **scaling}
-    model = tiny_llama(rope_parameters=rope, max_position_embeddings=16384)
+    model = tiny(rope_parameters=rope, max_position_embeddings=16384)
     own = opened(resolve(write_tiny(tmp_path / "tiny.gguf", model=model, more=writes), "float32"))
     ids = torch.arange(3, 250).unsqueeze(0)
     with torch.inference_mode():
@@ -172,8 +228,8 @@ def test_it_is_converted_once_and_says_so_in_one_line(
 
 def test_another_file_of_the_name_is_another_model(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    first = resolve(write_tiny(file, model=tiny_llama(seed=1)), "auto")
-    second = resolve(write_tiny(file, model=tiny_llama(seed=2)), "auto")
+    first = resolve(write_tiny(file, model=tiny(seed=1)), "auto")
+    second = resolve(write_tiny(file, model=tiny(seed=2)), "auto")
     assert first != second
     assert not torch.equal(opened(first).lm_head.weight, opened(second).lm_head.weight)
 
@@ -214,6 +270,42 @@ def test_every_cut_is_refused_and_leaves_nothing(tmp_path: Path, kept: Path) -> 
     assert not kept.exists()
 
 
+@pytest.fixture
+def split(tmp_path: Path) -> list[Path]:
+    """The parts of a model, in a folder of their own."""
+    (folder := tmp_path / "split").mkdir()
+    write_tiny(folder / "tiny.gguf", Type.Q8_0, split=6)
+    return sorted(folder.iterdir())
+
+
+def test_a_split_model_is_the_whole_one_whichever_part_is_named(tmp_path: Path, split: list[Path]) -> None:
+    assert len(split) > 2
+    whole = opened(resolve(write_tiny(tmp_path / "tiny.gguf", Type.Q8_0), "float32")).state_dict()
+    directory = resolve(split[0], "float32")
+    same(opened(directory).state_dict(), whole)
+    assert resolve(split[0].parent, "float32") == resolve(split[2], "float32") == directory
+    assert Path(directory).name.startswith("tiny-float32-")
+    own = load_tokenizer(split[1], None)
+    assert own is not None and own.decode(own.encode(TEXT)) == TEXT
+
+
+def test_a_part_that_is_absent_cut_or_anothers_is_named(split: list[Path], kept: Path) -> None:
+    last, content = split[-1], split[-1].read_bytes()
+    last.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=rf"{last.name} is cut short"):
+        resolve(split[0])
+    last.write_bytes(split[1].read_bytes())
+    with pytest.raises(CheckpointError, match=r"tensors, \d+ are announced: they are not the parts of one model"):
+        resolve(split[0])
+    last.unlink()
+    with pytest.raises(CheckpointError, match=rf"and {last.name} is not beside it"):
+        resolve(split[1])
+    renamed = split[0].rename(split[0].with_name("first.gguf"))
+    with pytest.raises(CheckpointError, match=r"looked for beside it by their names: call the first NAME-00001-of"):
+        resolve(renamed)
+    assert not kept.exists()
+
+
 def of_kind(kind: str) -> Any:
     return lambda writer: writer.add_type(kind)
 
@@ -228,14 +320,14 @@ def refusals(folder: Path) -> dict[str, Path]:
     (folder / "empty.gguf").touch()
     (folder / "notes.gguf").write_text("This is no model.")
     (folder / "notes.txt").write_text("This is no model.")
-    shapes = tiny_llama()
+    shapes = tiny()
     shapes.config.intermediate_size //= 2
 
     def part(writer: gguf.GGUFWriter) -> None:
         writer.add_uint16("split.count", 3)
 
     return {
-        "holds 2 GGUF files (a.gguf, b.gguf): name one of them": two,
+        "holds 2 GGUF models (a.gguf, b.gguf): name one of them": two,
         "holds no config.json": folder / "directory.gguf",
         "empty.gguf is a file and no GGUF file": folder / "empty.gguf",
         "notes.gguf is a file and no GGUF file": folder / "notes.gguf",
@@ -243,7 +335,9 @@ def refusals(folder: Path) -> dict[str, Path]:
         "there is no file": folder / "absent.gguf",
         "projector of a multimodal model": write_tiny(folder / "mmproj-x.gguf", more=of_kind("mmproj")),
         "no language model but 'adapter'": write_tiny(folder / "adapter.gguf", more=of_kind("adapter")),
-        "one of 3 parts": write_tiny(folder / "x-00001-of-00003.gguf", more=part),
+        "is one of 3 parts of a model, and x-00002-of-00003.gguf, x-00003-of-00003.gguf are not beside it": write_tiny(
+            folder / "x-00001-of-00003.gguf", more=part
+        ),
         "of the architecture rwkv7, which": write_tiny(folder / "rwkv.gguf", architecture="rwkv7"),
         "holds no tokenizer": write_tiny(folder / "silent.gguf", tokens=None),
         "lacks tensors that a llama model has: model.norm.weight": write_tiny(
@@ -275,7 +369,7 @@ def test_the_command_line_generates_from_one(tmp_path: Path, capsys: pytest.Capt
 def test_a_head_has_fewer_rows_than_the_tokenizer_tokens_or_more(
     tmp_path: Path, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = write_tiny(tmp_path / "tiny.gguf", model=tiny_llama(rows))
+    file = write_tiny(tmp_path / "tiny.gguf", model=tiny(vocab_size=rows))
     llm = LLM(file, dtype="float32", device="cpu", max_num_seqs=1)
     short = rows < len(TOKENS)
     assert short == (f"the tokenizer has {len(TOKENS)} tokens and the model only {rows}" in caplog.text)

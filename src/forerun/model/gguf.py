@@ -3,7 +3,8 @@
 transformers reads such files, too, but through a reader that takes a minute for a large vocabulary and starts anew for
 configuration, tokenizer and weights. Here the file's header is read once. transformers' own converters make of it
 the configuration, the names and layouts of the tensors, the tokenizer and the chat template; the package ``gguf``
-dequantises. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+dequantises. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A model may be split into parts,
+files that are called ``NAME-00001-of-00003.gguf``; the first holds the metadata.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from math import prod
@@ -40,10 +41,13 @@ _log = logging.getLogger(__name__)
 
 CACHE = "gguf"  # Folder below `cache_root`
 MAGIC = b"GGUF"
-FORM = 1  # Of what is kept; another number makes everything anew
+FORM = 2  # Of what is kept; another number makes everything anew
 _VERSIONS = (2, 3)
 _SAMPLE = 2**20  # Bytes of a file's beginning that tell it from others, with its size and time
 _LONG = 1000  # Entries of a list of numbers that are a vocabulary's, and in no configuration
+
+_PART = re.compile(r"(?P<name>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
+"""The stem of a file that is a part of a model, as llama.cpp looks for it; the first part has number 1."""
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _LIST = 8, 9
@@ -53,7 +57,23 @@ _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of tensors that hold floating numbers as they are; any other is a quantised one."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS.values()}
 
+_STATED = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "rope.freq_base": "rope_theta",
+}
+"""What a file says of a model, and transformers' key for it: its converters leave out one or the other, and the model
+would silently be another one."""
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+"""Layers of the two published Gemmas whose queries are scaled by the hidden size over the heads, not by a head's size.
+No file says so; llama.cpp, too, goes by the number of layers."""
 _ROPE_FACTORS = "rope_freqs.weight"  # What each frequency is divided by; not a weight of the model
+_NO_WEIGHTS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
+"""Tensors that a model computes itself."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of every published Llama 3; a file says only what comes of them."""
 
@@ -64,6 +84,15 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of the model that `path` is, or is a part of, in their order, there or not."""
+    found = _PART.fullmatch(path.stem)
+    if found is None:
+        return [path]
+    count = int(found["parts"])
+    return [path.with_name(f"{found['name']}-{part:05}-of-{count:05}{path.suffix}") for part in range(1, count + 1)]
+
+
 def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
     """Return the directory of a GGUF file's checkpoint, which is made where the cache folder has none.
 
@@ -72,27 +101,43 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
             quantised one; None takes whatever is kept, for those who ask for no weights.
 
     Raises:
-        CheckpointError: no GGUF file, cut short, no language model, a part of a split one, or there is no room.
+        CheckpointError: no GGUF file, cut short, no language model, a part is missing, or there is no room.
         UnsupportedModelError: an architecture that transformers does not read from GGUF files, or forerun not at all.
     """
-    with _readable(path):
-        whole = path.expanduser().resolve()
-        about = whole.stat()
-        with whole.open("rb") as file:
-            sample = file.read(_SAMPLE)
-    seal = f"{FORM} {version('transformers')} {about.st_size} {about.st_mtime_ns} ".encode()
-    key = hashlib.sha256(seal + sample).hexdigest()[:12]
-    name = re.sub(r"[^\w.-]", "_", whole.stem) or CACHE
+    parts = _whole(path.expanduser())
+    seal = hashlib.sha256(f"{FORM} {version('transformers')} ".encode())
+    states = list[tuple[Path, int, int]]()
+    for part in parts:
+        with _readable(part):
+            file, about = part.resolve(), part.stat()
+            seal.update(f"{about.st_size} {about.st_mtime_ns} ".encode())
+            with file.open("rb") as content:
+                seal.update(content.read(_SAMPLE))
+        states.append((file, about.st_size, about.st_mtime_ns))
+    key, stem = seal.hexdigest()[:12], states[0][0].stem
+    name = re.sub(r"[^\w.-]", "_", stem if len(parts) == 1 else _PART.sub(r"\g<name>", stem)) or CACHE
     kept = [cache_root() / CACHE / f"{name}-{one}-{key}" for one in DTYPES]
     found = [folder for folder in kept if folder.is_dir()]
     if dtype is None and found:
         return found[0]
-    header = _header_once(whole, about.st_size, about.st_mtime_ns)
+    header = _joined([_header_once(*state) for state in states])
     wanted = DTYPES.get(dtype or "auto", header.dtype)
     folder = kept[list(DTYPES.values()).index(wanted)]
     if not folder.is_dir():
         _convert(header, wanted, folder)
     return folder
+
+
+def _whole(path: Path) -> list[Path]:
+    """The files of the model that a file is, or is a part of. CheckpointError: some are not there."""
+    parts = parts_of(path)
+    if absent := [part.name for part in parts if not part.is_file()]:
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        raise CheckpointError(
+            f"{path} is one of {len(parts)} parts of a model, and {', '.join(absent[:3])}{more} "
+            f"{'are' if len(absent) > 1 else 'is'} not beside it: put all parts into one directory"
+        )
+    return parts
 
 
 class _Stored(NamedTuple):
@@ -101,7 +146,7 @@ class _Stored(NamedTuple):
     name: str
     shape: tuple[int, ...]  # As torch has it: the last dimension lies together
     type: int
-    offset: int  # From the beginning of all tensors, bytes
+    offset: int  # From the beginning of all tensors of its file, bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +159,12 @@ class _Header:
     tensors: tuple[_Stored, ...]
     table: tuple[int, int]  # From where to where the tensors' entries lie
     start: int  # Where the tensors begin
+    more: tuple[_Header, ...] = ()  # Of the parts behind this one
+
+    @property
+    def everything(self) -> list[_Stored]:
+        """The tensors of all parts."""
+        return [tensor for part in (self, *self.more) for tensor in part.tensors]
 
     @property
     def architecture(self) -> str:
@@ -123,7 +174,7 @@ class _Header:
     def dtype(self) -> torch.dtype:
         """The file's own floating type: the narrow one where norms stand in float32 between narrow weights, bfloat16
         where anything is quantised."""
-        types = {tensor.type for tensor in self.tensors}
+        types = {tensor.type for tensor in self.everything}
         if not types <= _FLOATS.keys() or 30 in types:
             return torch.bfloat16
         return torch.float16 if 1 in types else torch.float32
@@ -148,7 +199,7 @@ class _Header:
 
     def check(self) -> None:
         """Raise CheckpointError unless this is a whole language model."""
-        size, kind = self.path.stat().st_size, self.metadata.get("general.type", "model")
+        kind = self.metadata.get("general.type", "model")
         if kind == "mmproj" or self.architecture == "clip":
             raise CheckpointError(
                 f"{self.path} is the projector of a multimodal model (mmproj), no language model: name the model's own "
@@ -156,14 +207,18 @@ class _Header:
             )
         if kind != "model" or not self.architecture:
             raise CheckpointError(f"{self.path} holds no language model but {kind!r}: name a model's GGUF file")
-        if (parts := self.metadata.get("split.count", 1)) > 1:
+        parts, found = self.metadata.get("split.count", 1), 1 + len(self.more)
+        if parts > 1 and (parts != found or self.metadata.get("split.no", 0) != 0):
+            first = f"NAME-{1:05}-of-{parts:05}.gguf"
             raise CheckpointError(
-                f"{self.path} is one of {parts} parts of a model, and parts are not read: merge them with llama.cpp's "
-                "llama-gguf-split --merge FIRST_PART MERGED, and name the merged file"
+                f"{self.path} is one of {parts} parts of a model, which are looked for beside it by their names: "
+                f"call the first {first}, and the others likewise"
             )
-        if size < self.end:
+        announced = self.metadata.get("split.tensors.count", len(self.everything))
+        if found > 1 and announced != len(self.everything):
             raise CheckpointError(
-                f"{self.path} is cut short: {size} bytes, its header announces {self.end}; download or copy it again"
+                f"{self.path} and the parts beside it hold {len(self.everything)} tensors, {announced} are announced: "
+                "they are not the parts of one model; download or copy them again"
             )
 
 
@@ -210,6 +265,13 @@ class _Reader:
         return count, False
 
 
+def _joined(headers: Sequence[_Header]) -> _Header:
+    """The header of a model in several parts. CheckpointError: it is no whole language model."""
+    header = replace(headers[0], more=tuple(headers[1:]))
+    header.check()
+    return header
+
+
 @cache
 def _header_once(path: Path, size: int, _time: int) -> _Header:
     """`_read_header`, once for each state of a file."""
@@ -217,7 +279,10 @@ def _header_once(path: Path, size: int, _time: int) -> _Header:
         raise CheckpointError(f"{path} is no GGUF file: it has {size} bytes; download or copy it again")
     with _readable(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         header = _read_header(path, _Reader(content))
-    header.check()
+    if size < header.end:
+        raise CheckpointError(
+            f"{path} is cut short: {size} bytes, its header announces {header.end}; download or copy it again"
+        )
     return header
 
 
@@ -300,7 +365,7 @@ def _convert(header: _Header, dtype: torch.dtype, folder: Path) -> None:
 
 def _check_room(header: _Header, dtype: torch.dtype, folder: Path) -> None:
     """Raise CheckpointError where the disk has no room for what is kept."""
-    needed = sum(prod(tensor.shape) for tensor in header.tensors) * dtype.itemsize
+    needed = sum(prod(tensor.shape) for tensor in header.everything) * dtype.itemsize
     parent = next(one for one in folder.parents if one.is_dir())
     if (free := shutil.disk_usage(parent).free) < needed:
         raise CheckpointError(
@@ -327,7 +392,7 @@ def _settings(header: _Header) -> dict[str, Any]:
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 
     if header.architecture in GGUF_CONFIG_ARCHS:
-        names = tuple(tensor.name for tensor in header.tensors)
+        names = tuple(tensor.name for tensor in header.everything)
         return cast(dict[str, Any], get_gguf_config(dict(header.metadata), names))
     legacy = _legacy()
     with _twin(header) as twin:
@@ -340,10 +405,33 @@ def _settings(header: _Header) -> dict[str, Any]:
                 f"{version('transformers')} does not read from GGUF files (only {known}): name a checkpoint of "
                 "transformers instead"
             ) from error
-    embedding = next((one for one in header.tensors if one.name == "token_embd.weight"), None)
+    embedding = next((one for one in header.everything if one.name == "token_embd.weight"), None)
     if embedding is not None:
         settings["vocab_size"] = embedding.shape[0]
     settings.pop("_model_name_or_path", None)
+    return _completed(header, settings)
+
+
+def _completed(header: _Header, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with what else the file says and this kind of model knows."""
+    from transformers import CONFIG_MAPPING
+
+    def stated(key: str) -> Any:
+        return header.metadata.get(f"{header.architecture}.{key}")
+
+    known = CONFIG_MAPPING[settings["model_type"]]().to_dict()
+    ropes = known.get("rope_parameters") or {}
+    for key, own in _STATED.items():
+        if stated(key) and (own in known or (own == "rope_theta" and own in ropes)):
+            settings.setdefault(own, stated(key))
+    if "global_head_dim" in settings:
+        settings.pop("head_dim", None)  # Gemma 4 has heads of two sizes, of which a file says the larger
+    wide = settings.get("hidden_size", 0) // settings.get("num_attention_heads", 1)
+    head = settings.get("head_dim", wide)
+    if "partial_rotary_factor" in ropes and stated("rope.dimension_count"):
+        settings["partial_rotary_factor"] = stated("rope.dimension_count") / head
+    if (layers := _SCALED_BY_WIDTH.get(header.architecture)) is not None:
+        settings["query_pre_attn_scalar"] = wide if settings["num_hidden_layers"] == layers else head
     return settings
 
 
@@ -358,14 +446,14 @@ def _scale_rope(header: _Header, config: Any) -> None:
     def stated(name: str) -> Any:
         return header.metadata.get(f"{header.architecture}.rope.scaling.{name}")
 
-    kind, tensors = stated("type"), {tensor.name: tensor for tensor in header.tensors}
+    kind, tensors = stated("type"), {tensor.name: tensor for tensor in header.everything}
     scaling: dict[str, Any] | None = None
     if kind in ("linear", "yarn"):
         scaling = {"rope_type": kind, "factor": stated("factor")}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = stated("original_context_length")
     elif (stored := tensors.get(_ROPE_FACTORS)) is not None:
-        [(_, factors)] = _dequantised(header, [stored])
+        [(_, factors)] = _dequantised(header, {stored.name})
         scaling = _llama3_scaling(factors, rope["rope_theta"])
     elif kind in (None, "none") and not any(name.startswith("rope_factors") for name in tensors):
         scaling = {}
@@ -390,15 +478,18 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float) -> dict[str, An
 def _twin(header: _Header) -> Iterator[Path]:
     """A file with the header but for the vocabulary, and a hole for the tensors: where only the configuration is asked
     for, transformers' reader finds there in 50 ms what it looks for, for seconds, between a hundred thousand tokens."""
-    with tempfile.TemporaryDirectory() as folder, header.path.open("rb") as file:
+    with tempfile.TemporaryDirectory() as folder:
         twin = Path(folder) / "header.gguf"
+        parts = (header, *header.more)
         with twin.open("wb") as out:
-            out.write(struct.pack("<4sIQQ", MAGIC, _VERSIONS[-1], len(header.tensors), len(header.short)))
-            for start, end in (*header.short, header.table):
-                file.seek(start)
-                out.write(file.read(end - start))
+            out.write(struct.pack("<4sIQQ", MAGIC, _VERSIONS[-1], len(header.everything), len(header.short)))
+            for part in parts:
+                with part.path.open("rb") as file:
+                    for start, end in (*(header.short if part is header else ()), part.table):
+                        file.seek(start)
+                        out.write(file.read(end - start))
             aligned = header.metadata.get("general.alignment", 32)
-            out.truncate(-(-out.tell() // aligned) * aligned + header.end - header.start)
+            out.truncate(-(-out.tell() // aligned) * aligned + max(part.end - part.start for part in parts))
         yield twin
 
 
@@ -456,11 +547,18 @@ def _model(header: _Header, settings: dict[str, Any], config: Any, dtype: torch.
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     processor = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)(config=settings)
     names = legacy.get_gguf_hf_weights_map(_Names.of(model), processor)
-    read = dict[str, Any](tensors={})
-    for name, weights in _dequantised(header, header.tensors):
+    read, unplaced = dict[str, Any](tensors={}), list[str]()
+    for name, weights in _dequantised(header):
         made = processor.process(weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=read)
         if made.name in names:
             read["tensors"][names[made.name]] = torch.from_numpy(np.array(made.weights)).to(dtype)
+        elif made.name is not None and not _NO_WEIGHTS.fullmatch(name):  # None: the converter has put it in its place
+            unplaced.append(name)
+    if unplaced:
+        raise UnsupportedModelError(
+            f"{header.path} holds tensors for which a {config.model_type} model of transformers has no place: "
+            f"{_some(unplaced)}. Without them it would be another model: name a checkpoint of transformers instead"
+        )
     tensors = {name: tensor.to(dtype) for name, tensor in read["tensors"].items()}
     try:
         model.load_state_dict(tensors, strict=False, assign=True)
@@ -469,12 +567,13 @@ def _model(header: _Header, settings: dict[str, Any], config: Any, dtype: torch.
         raise CheckpointError(f"{header.path} holds tensors of other shapes than it announces: {said}") from error
     model.tie_weights()
     if lacking := [name for name, weight in model.named_parameters() if weight.is_meta]:
-        more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
-        raise CheckpointError(
-            f"{header.path} lacks tensors that a {config.model_type} model has: {', '.join(lacking[:4])}{more}"
-        )
+        raise CheckpointError(f"{header.path} lacks tensors that a {config.model_type} model has: {_some(lacking)}")
     model.generation_config.eos_token_id = _ends(header) or model.generation_config.eos_token_id
     return model
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _ends(header: _Header) -> list[int]:
@@ -483,14 +582,17 @@ def _ends(header: _Header) -> list[int]:
     return sorted({token for token in found if token is not None})
 
 
-def _dequantised(header: _Header, tensors: Iterable[_Stored]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Names and values, float32, of these tensors, one after the other."""
+def _dequantised(header: _Header, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Names and values, float32, of the tensors with these names, one after the other; None: of all."""
     from gguf import GGMLQuantizationType, dequantize
     from gguf.quants import quant_shape_to_byte_shape
 
-    with header.path.open("rb") as file:
-        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-    for tensor in tensors:
-        start, kind = header.start + tensor.offset, GGMLQuantizationType(tensor.type)
-        stored = content[start : start + header.bytes_of(tensor)]
-        yield tensor.name, dequantize(stored.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)
+    for part in (header, *header.more):
+        with part.path.open("rb") as file:
+            content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        for tensor in part.tensors:
+            if names is not None and tensor.name not in names:
+                continue
+            start, kind = part.start + tensor.offset, GGMLQuantizationType(tensor.type)
+            stored = content[start : start + part.bytes_of(tensor)]
+            yield tensor.name, dequantize(stored.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)

@@ -21,12 +21,13 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
     """Return the directory of the model that a name means; a hub id, and the path of a directory, unchanged.
 
     Args:
-        name: a directory, a hub id, a GGUF file, a directory with one, or a shipped model's name (`forerun.demo`).
+        name: a directory, a hub id, a GGUF file or any part of a split one, a directory with one, or a shipped model's
+            name (`forerun.demo`).
         dtype: of the weights that are read then, as in `LoadOptions`; None where none are. What is kept of a GGUF file
             depends on it.
 
     Raises:
-        CheckpointError: a file that is no GGUF file or cannot be converted, or a directory with several.
+        CheckpointError: a file that is no GGUF file or cannot be converted, or a directory with several models.
         UnsupportedModelError: a GGUF file's architecture is not read.
     """
     from forerun import demo
@@ -40,23 +41,30 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
     if not file.is_file():
         raise CheckpointError(f"there is no file {file}: expected a GGUF file, a directory or a hub id (owner/name)")
     if not gguf.is_gguf(file):
+        inside = (file.parent / "config.json").is_file()
+        remedy = f"; name the directory that it lies in, {file.parent}" if inside else ""
         raise CheckpointError(
             f"{file} is a file and no GGUF file (it does not begin as one, or is empty): a model is a directory, a "
-            "GGUF file or a hub id (owner/name)"
+            f"GGUF file or a hub id (owner/name){remedy}"
         )
     return gguf.checkpoint_of(file, None if dtype is None else str(dtype).removeprefix("torch."))
 
 
 def _only_file(folder: Path) -> Path | None:
-    """The GGUF file of a directory that holds no checkpoint; None where it holds none. CheckpointError: several."""
+    """The GGUF file of a directory that holds no checkpoint, of a split one the first part; None where it holds none.
+    CheckpointError: several models."""
     if (folder / "config.json").is_file():
         return None
     files = sorted(file for file in folder.glob("*.gguf") if file.is_file())
-    models = [file for file in files if _PROJECTOR not in file.name.lower()] or files
+    if len(files) < 2:
+        return files[0] if files else None
+    from forerun.model.gguf import parts_of
+
+    models = sorted({parts_of(file)[0] for file in files if _PROJECTOR not in file.name.lower()} or set(files))
     if len(models) > 1:
         names = ", ".join(file.name for file in models[:8])
-        raise CheckpointError(f"{folder} holds {len(models)} GGUF files ({names}): name one of them")
-    return models[0] if models else None
+        raise CheckpointError(f"{folder} holds {len(models)} GGUF models ({names}): name one of them")
+    return models[0]
 
 
 def warn_of_more_tokens(tokenizer: Any, rows: int) -> None:
