@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from forerun.engine.grammar import GrammarCompiler
@@ -99,10 +100,12 @@ def ask(live: Live, thinking: bool | None, **more: Any) -> Any:
     return whole
 
 
-@pytest.fixture(scope="module")
-def compiler(checkpoint: Path) -> GrammarCompiler:
+@pytest.fixture(scope="module", params=[True, False])
+def compiler(request: pytest.FixtureRequest, checkpoint: Path) -> GrammarCompiler:
+    """Of one kind of marks the tokenizer has tokens: special ones, or others as Qwen's and DeepSeek R1's."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[/THINK]"]})
+    marks = ["[/THINK]"] if request.param else ["<think>", "</think>"]
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks], special_tokens=request.param)
     return GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from contract.harness import word_tokenizer
@@ -179,12 +180,18 @@ def llm(checkpoint: Path) -> LLM:
     return LLM(str(checkpoint), dtype="float32", max_num_seqs=2, device="cpu")
 
 
-@pytest.fixture(scope="module")
-def marked(checkpoint: Path) -> GrammarCompiler:
-    """Grammars for a tokenizer that has special tokens for every mark, as the models' own tokenizers have."""
+MARKS = sorted({mark for kind in FORMATS.values() for mark in (kind.mark, *kind.marks)})
+
+
+@pytest.fixture(scope="module", params=["special", "not special", "text"])
+def compiler(request: pytest.FixtureRequest, checkpoint: Path) -> GrammarCompiler:
+    """Grammars for tokenizers that have a special token for every mark (as Mistral's), one that is not special (as
+    those of Qwen, GLM and DeepSeek R1), and none."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    marks = {mark for kind in FORMATS.values() for mark in (kind.mark, *kind.marks)}
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    if request.param != "text":
+        special = request.param == "special"
+        tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS], special_tokens=special)
+        assert len(tokenizer.encode("".join(MARKS))) == len(MARKS)
     return GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 
 
@@ -225,15 +232,9 @@ def obeys(name: str, arguments: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize(("name", "template"), VERSIONS)
-def test_a_strict_function_is_obeyed_behind_the_mark_only(
-    llm: LLM, marked: GrammarCompiler, name: str, template: str, special: bool
-) -> None:
+def test_a_strict_function_is_obeyed_behind_the_mark_only(compiler: GrammarCompiler, name: str, template: str) -> None:
     kind = FORMATS[name](template, [WEATHER, CLOSED])
-    tokenizer = marked.tokenizer if special else llm.tokenizer
-    assert tokenizer is not None
-    compiler = marked if special else GrammarCompiler(tokenizer, len(tokenizer), [0])
     lark = Lark(compiler.mark)
     grammar = lark.text(kind.grammar(lark, forced=False, many=True))
     free, call = 'no { call < at all: {"a": 1}', CALLS_WRITTEN[name, template]
@@ -242,6 +243,30 @@ def test_a_strict_function_is_obeyed_behind_the_mark_only(
     assert spelled(compiler, grammar, lead + call) == lead + call
     place = call.rindex("C")
     assert spelled(compiler, grammar, f"{lead}{call[:place]}X{call[place + 1 :]}") == lead + call[:place]
+
+
+@pytest.mark.parametrize(("name", "template"), VERSIONS)
+def test_a_forced_call_is_allowed_from_its_first_token_to_its_last(
+    compiler: GrammarCompiler, name: str, template: str
+) -> None:
+    kind = FORMATS[name](template, [WEATHER, CLOSED])
+    lark = Lark(compiler.mark)
+    grammar, call = lark.text(kind.grammar(lark, forced=True, many=True)), CALLS_WRITTEN[name, template]
+    assert spelled(compiler, grammar, call) == call
+    assert spelled(compiler, grammar, f"Well. {call}") == "", "nothing but a call"
+
+
+@pytest.mark.parametrize(("name", "template"), VERSIONS)
+def test_a_mark_that_is_spelled_out_does_not_free_a_strict_function(
+    compiler: GrammarCompiler, name: str, template: str
+) -> None:
+    """A reader takes the characters of a mark for the mark, whichever tokens they are."""
+    kind = FORMATS[name](template, [WEATHER, CLOSED])
+    lark = Lark(compiler.mark)
+    grammar = lark.text(kind.grammar(lark, forced=False, many=True))
+    ids = [token for character in f"So: {kind.mark} who" for token in compiler.tokenizer.encode(character)]
+    valid = compiler.processor(StructuredOutputs(grammar=grammar), 0).valid([], ids)
+    assert len(f"So: {kind.mark}") - 1 <= valid < len(ids)
 
 
 DEGREES = '{"unit": "C"}'

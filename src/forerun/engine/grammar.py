@@ -186,14 +186,16 @@ class GrammarCompiler:
 
     def mark(self, text: str) -> str:
         """How a grammar in Lark's notation names `text`: as a string, or by its token's id where the tokenizer has one
-        special token for it, since llguidance never matches the spelling of those."""
-        token = self._special.get(text)
+        token for it whose spelling llguidance never matches."""
+        token = self._marks.get(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     @cached_property
-    def _special(self) -> dict[str, int]:
+    def _marks(self) -> dict[str, int]:
+        """Added tokens that no string of a grammar matches: the special ones, and all others that look like ``<...>``,
+        as the marks of Qwen, GLM and DeepSeek R1 do, which are not special."""
         added = self.tokenizer.added_tokens_decoder.items()
-        return {token.content: number for number, token in added if token.special}
+        return {token.content: number for number, token in added if self._tokenizer.is_special_token(number)}
 
     @cached_property
     def _described(self) -> dict[str, Any]:

@@ -50,7 +50,15 @@ class Lark:
     def until(self, mark: str) -> str:
         """Any text up to `mark`, and the mark."""
         written = self.mark(mark)
-        return self.rule(f"TEXT {written}", lazy=written.startswith('"'))
+        if written.startswith('"'):
+            return self.rule(f"TEXT {written}", lazy=True)
+        return self.rule(f"{self.without(mark)} {written}")
+
+    def without(self, mark: str, *, of: str = "TEXT") -> str:
+        """Any text (`of`: a terminal) in which `mark` is not spelled out, since a reader would take it for the mark."""
+        name = f"TEXT_{len(self._rules)}"
+        self._rules.append(f"{name}: {of} & ~(TEXT {literal(mark)} TEXT)")
+        return name
 
     def text(self, start: str) -> str:
         """The whole grammar."""
@@ -93,7 +101,8 @@ class ToolFormat(ABC):
             calls = lark.rule(f"{lark.mark(self.mark)} {block}")
             return calls if forced else lark.rule(f"{calls} | {content}")
         call = lark.rule(f"{lark.until(self.mark)} {block}")
-        return lark.rule(f"{call}* TEXT" if many else f"{call} | TEXT")
+        text = lark.without(self.mark)
+        return lark.rule(f"{call}* {text}" if many else f"{call} | {text}")
 
     def read_opening(self, text: Incoming) -> Steps[bool]:
         """Read calls that begin the answer without a mark; False, with nothing passed on, where there is none."""

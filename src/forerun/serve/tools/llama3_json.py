@@ -27,7 +27,8 @@ class Llama3Json(ToolFormat):
         calls = lark.rule(self.block(lark, many=many))
         if forced:
             return calls
-        return lark.rule(f"{calls} | {lark.mark(self.mark)} {calls} | /([^{{](.|\\n)*)?/")
+        text = lark.without(self.mark, of="/\\s*([^{\\s](.|\\n)*)?/")
+        return lark.rule(f"{calls} | {lark.mark(self.mark)} {calls} | {text}")
 
     def block(self, lark: Lark, *, many: bool) -> str:
         one = self._json_call(lark, "parameters")
