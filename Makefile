@@ -21,7 +21,7 @@ WORKERS ?= 2
 # Where the real model of the demo and of the tests is downloaded to, once.
 export FORERUN_MODELS ?= $(abspath build/models)
 
-.PHONY: help demo test test-real test-slow test-cuda test-triton test-vllm test-sglang test-llama release waits check bench docs clean
+.PHONY: help demo test test-real test-slow test-cuda test-triton test-vllm test-sglang test-llama dist release waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -97,6 +97,10 @@ test-sglang: $(SGLANG_VENV)/.ready ## the plug-in on SGLang's own classes, witho
 
 test-llama: $(LLAMA_VENV)/.ready ## heads in llama.cpp beside forerun, drafts in front of GGUF files (built in .venv-llama and build: 5 to 20 minutes)
 	PYTHONPATH=. $(LLAMA_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_llama --llama-cpp $(LLAMA_CPP) $(ARGS)
+
+dist: $(READY) ## wheel and sdist of forerun, and the wheel of its demo models, in build/dist
+	$(BIN)/python -m hatchling build -d build/dist
+	cd forerun-demo && $(abspath $(BIN))/python -m hatchling build -t wheel -d ../build/dist
 
 release: $(READY) ## changelog, version, wheel and sdist: make release VERSION=0.2.0
 	$(BIN)/python recipes/release.py $(VERSION)

@@ -152,7 +152,7 @@ def compare(
                 "ms_per_token" if not temperature else "ms_per_step": {
                     name: 1000 * median(costs[name]) for name in costs
                 },
-                "tokens_per_step": {name: tokens[name] / steps[name] for name in tokens},
+                "tokens_per_pass": {name: tokens[name] / steps[name] for name in tokens},
             }
             console.print(f"{arm}, T = {temperature:g}: {middle:.3f} ({low:.2f} to {high:.2f})")
     return found
@@ -160,10 +160,12 @@ def compare(
 
 def show(found: Mapping[str, Mapping[str, Any]], commit: str) -> None:
     """As a table."""
-    table = Table("arm", "old / new", "half of all prompts", "old ms", "new ms", "tokens a step", title=f"vs {commit}")
+    table = Table(
+        "arm", "old / new", "half of all prompts", "old ms", "new ms", "tokens per pass", title=f"vs {commit}"
+    )
     for name, one in found.items():
         times = one.get("ms_per_token") or one["ms_per_step"]
-        per_step = one["tokens_per_step"]
+        per_step = one["tokens_per_pass"]
         low, high = one["half_of_all_prompts"]
         numbers = [f"{times[OLD]:.2f}", f"{times[NEW]:.2f}", f"{per_step[OLD]:.2f}, {per_step[NEW]:.2f}"]
         table.add_row(name, f"{one['old_over_new']:.3f}", f"{low:.2f} to {high:.2f}", *numbers)

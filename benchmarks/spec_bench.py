@@ -401,7 +401,7 @@ def show(found: Mapping[str, Any], title: str) -> None:
 
     speeds = found["tokens_per_second"]
     kinds = list(dict.fromkeys(kind for own in speeds.values() for kind in own))
-    table = Table("", *kinds, "mean", "tokens a pass", "worst question", title=title, title_justify="left")
+    table = Table("", *kinds, "mean", "tokens per pass", "worst question", title=title, title_justify="left")
     for arm, own in speeds.items():
         cells = [f"{own[kind]:.1f}" if kind in own else "" for kind in kinds]
         mean = f"{fmean(own.values()):.1f}" if len(own) == len(kinds) else ""

@@ -49,7 +49,7 @@ def forerun(options: Mapping[str, Any]) -> Ask:
         prompts = [{"prompt_token_ids": ids} for ids in order["prompts"]]
         found = llm.generate(prompts, params, speculative=order["arm"], cache_salt=order["memory"])
         counts = [output.outputs[0].speculation for output in found]
-        passes = sum(one.num_spec_steps + one.num_plain_steps for one in counts)
+        passes = sum(one.num_passes for one in counts)
         told = {"passes": passes, "drafted": sum(one.num_draft_tokens for one in counts)}
         return [list(output.outputs[0].token_ids) for output in found], told
 

@@ -11,7 +11,7 @@ from typing import Any
 
 FIRST, LAST = "<!-- leader board -->\n", "<!-- end of the leader board -->\n"
 TITLES = ("drafter", "lossless", "parameters", "trained")
-COLUMNS = ("drafted_nodes", "nodes"), ("mean_acceptance_length", "tokens per pass"), ("speedup", "speed-up")
+COLUMNS = ("drafted_nodes", "nodes"), ("tokens_per_pass", "tokens per pass"), ("speedup", "speed-up")
 
 
 def table(found: dict[str, Any]) -> str:

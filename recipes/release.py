@@ -1,7 +1,8 @@
 """Make a release: ``python recipes/release.py 0.2.0``.
 
-The changelog's *Unreleased* becomes the version, which ``pyproject.toml`` gets, too; wheel and sdist are built. Nothing
-is published: what is left to do is printed.
+The changelog's *Unreleased* becomes the version, which ``pyproject.toml`` gets, too; wheel and sdist are built, and the
+wheel of the demo models, which keep their own version as long as they stay the same. Nothing is published: what is left
+to do is printed.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def main(arguments: list[str] | None = None, *, root: Path = ROOT) -> int:
         for file, text in zip(files, texts, strict=True):
             file.write_text(text)
         _told(sys.executable, "-m", "hatchling", "build", "-d", DIST, root=root)
+        models = ("build", "-t", "wheel", "-d", f"../{DIST}")
+        _told(sys.executable, "-m", "hatchling", *models, root=root / "forerun-demo")
     except (ReleaseError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None)
         print(f"error: {said.strip() if said else error}", file=sys.stderr)  # noqa: T201
@@ -66,7 +69,7 @@ def main(arguments: list[str] | None = None, *, root: Path = ROOT) -> int:
         f"git commit -am 'Release {version}'",
         f"git tag -a v{version} -m 'forerun {version}'",
         f"git push origin HEAD v{version}",
-        f"python -m twine upload {DIST}/forerun-{version}*",
+        f"python -m twine upload --skip-existing {DIST}/forerun-{version}* {DIST}/forerun_demo-*",
     )
     print("\n".join(todo))  # noqa: T201
     return 0

@@ -104,3 +104,18 @@ def test_the_reference_is_what_the_source_says() -> None:
     for option in ("prompt_lookup_max", "training.learning_rate", "max_body_bytes", "objective.", "LLM.generate"):
         assert option in page
     assert "0x" not in page, "no address of an object"
+
+
+def test_tokens_per_pass_has_one_name() -> None:
+    """All tokens over all passes; the other figure is vLLM's mean acceptance length, and called so."""
+    others = re.compile(r"per (target|drafted|speculative|verifying|verification) pass|tokens_per_step", re.IGNORECASE)
+    folders = ("src", "docs", "deploy", "benchmarks", "examples")
+    files = [ROOT / "README.md", *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        if path.suffix in {".py", ".md", ".js", ".html", ".json", ".ipynb"}
+        for match in others.finditer(path.read_text(encoding="utf-8"))
+    ]
+    # What `forerun train --dry-run` calls so are tokens of a step of the optimizer.
+    assert [one for one in found if not one.startswith("src/forerun/training/run.py")] == []

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from forerun.demo import MODELS
 
 ROOT = Path(__file__).parents[1]
 MEBI = 2**20
@@ -29,6 +32,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo models' wheel."""
+    folder = tmp_path_factory.mktemp("models")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT / "forerun-demo", check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +61,21 @@ def committed(folder: str) -> set[str]:
 def test_the_wheel_has_every_file_of_the_package(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())
-    own = {name.removeprefix("src/") for name in committed("src/forerun")}
+    weights = tuple(f"src/forerun/demo/{folder}/" for folder in MODELS.values())
+    own = {name.removeprefix("src/") for name in committed("src/forerun") if not name.startswith(weights)}
     assert len(own) > 300 and own <= names and "forerun/py.typed" in names
     assert not {name for name in names if not name.startswith("forerun") or "__pycache__" in name}
-    assert built[0].stat().st_size < 64 * MEBI
+    assert not {name for name in names if name.endswith(".safetensors")}
+    assert built[0].stat().st_size < 3 * MEBI
+
+
+def test_the_demo_models_are_a_package_of_their_own(models: Path) -> None:
+    with zipfile.ZipFile(models) as wheel:
+        names = {name for name in wheel.namelist() if name.startswith("forerun_demo/")}
+    weights = {name for folder in MODELS.values() for name in committed(f"src/forerun/demo/{folder}")}
+    assert names == {"forerun_demo/__init__.py"} | {
+        name.replace("src/forerun/demo", "forerun_demo") for name in weights
+    }
 
 
 def test_the_sdist_builds_the_wheel_again(built: tuple[Path, Path], tmp_path: Path) -> None:
@@ -81,43 +105,36 @@ def test_the_metadata_names_licence_extras_and_entry_points(installed: Path) -> 
     assert (folder / "licenses" / "LICENSE").is_file()
 
 
-def test_the_installed_package_answers(installed: Path, tmp_path: Path) -> None:
-    """The main job, from a folder that is not this one: nothing is found beside the package by chance."""
+def test_the_installed_package_answers(installed: Path, models: Path, tmp_path: Path) -> None:
+    """The main job, from a folder that is not this one: nothing is found beside the package by chance. Without the demo
+    models a line says how to get one."""
     environment = {**os.environ, "PYTHONPATH": str(installed), "FORERUN_CACHE": str(tmp_path / "cache")}
-    where = subprocess.run(
-        [sys.executable, "-c", "import forerun; print(forerun.__file__)"],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, *command]
+        return subprocess.run(words, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
+
+    where = run("-c", "import forerun; print(forerun.__file__)")
     assert Path(where.stdout.strip()).is_relative_to(installed)
-    command = [
-        sys.executable,
-        "-m",
-        "forerun.cli",
-        "generate",
-        "demo",
-        "--prompt",
-        "import os",
-        "-n",
-        "8",
-        "--drafter",
-        "eagle3",
-    ]
+    command = ["-m", "forerun.cli", "generate", "demo", "--prompt", "import os", "-n", "8", "--drafter", "eagle3"]
     command += ["--drafter-model", "demo-eagle3", "-t", "0", "--json"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert json.loads(ran.stdout)["text"]
+    environment |= {"PIP_INDEX_URL": "http://127.0.0.1:9", "FORERUN_MODELS": str(tmp_path / "models")}
+    for words in (command, ["-m", "forerun.cli", "demo"], ["-m", "forerun.cli", "demo", "--offline"]):
+        refused = run(*words)
+        [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+        assert refused.returncode == 2 and "pip install forerun-demo" in line
+    shutil.unpack_archive(models, tmp_path / "demo", "zip")
+    environment["PYTHONPATH"] += os.pathsep + str(tmp_path / "demo")
+    assert json.loads(run(*command).stdout)["text"]
 
 
 @pytest.mark.slow
-def test_an_empty_environment_runs_the_demo(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_empty_environment_runs_the_demo(built: tuple[Path, Path], models: Path, tmp_path: Path) -> None:
     python = tmp_path / "venv/bin/python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     torch = re.search(r"^TORCH .?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch is not None
-    for wanted in ([torch[1]], [f"{built[0]}[serve,train,bench]"]):
+    for wanted in ([torch[1]], [f"{built[0]}[serve,train,bench]", str(models)]):
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True, capture_output=True)
     command = [str(python.with_name("forerun")), "demo", "--json"]
     ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)

@@ -141,7 +141,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     found = config.stash.get(TRIALS, {})
     if not found:
         return
-    columns = ("kind", "llama.cpp", "first token accepted, llama.cpp / forerun", "tokens a step", "same steps")
+    columns = ("kind", "llama.cpp", "first token accepted, llama.cpp / forerun", "mean acceptance length", "same steps")
     table = Table(*columns, title=f"llama.cpp {next(iter(found.values())).version} beside forerun")
     for name, one in found.items():
         if one.refused:

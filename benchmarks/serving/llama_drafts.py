@@ -131,7 +131,7 @@ def _files(tokenizer: Any, count: int, tokens: int) -> list[tuple[list[int], int
 
 
 def measured(arms: dict[str, Arm], work: list[tuple[list[int], int]]) -> dict[str, dict[str, Any]]:
-    """By arm: tokens per second, the ratio to plain decoding (both medians over the texts), tokens per step."""
+    """By arm: tokens per second, the ratio to plain decoding (both medians over the texts), tokens per pass."""
     ratios: dict[str, list[float]] = {name: [] for name in arms}
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     steps, made, same = dict.fromkeys(arms, 0), dict.fromkeys(arms, 0), dict.fromkeys(arms, 0)

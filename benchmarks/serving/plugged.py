@@ -77,7 +77,7 @@ def main() -> int:
                     results.append({
                         "workload": name, "batch": batch, "drafted": drafted, "arm": arm,
                         "us_per_step": 1e6 * step, "us_per_row": 1e6 * step * runs[0].steps / runs[0].rows,
-                        "over_ngram": own, "tokens_per_step": runs[0].tokens / runs[0].rows,
+                        "over_ngram": own, "tokens_per_pass": runs[0].tokens / runs[0].rows,
                     })  # fmt: skip
                     if not asked.json:
                         print(_line(results[-1]))  # noqa: T201
@@ -88,7 +88,7 @@ def main() -> int:
 
 def _line(result: dict[str, Any]) -> str:
     shown = "{workload:12} batch {batch:2}  K = {drafted:2}  {arm:16} {us_per_step:7.0f} us a step, {us_per_row:5.1f} "
-    return (shown + "a row, {over_ngram:5.2f} x vLLM's ngram; {tokens_per_step:5.2f} tokens a step").format(**result)
+    return (shown + "a row, {over_ngram:5.2f} x vLLM's ngram; {tokens_per_pass:5.2f} tokens per pass").format(**result)
 
 
 def _workloads(contexts: Sequence[int]) -> Iterator[tuple[str, list[Text]]]:

@@ -1,4 +1,4 @@
-"""How many tokens a pass of the target gives, by drafter and by the shape of the draft, on held-out prompts.
+"""How long drafts are accepted, by drafter and by the shape of the draft, on held-out prompts.
 
 The small models are decoded for real; time plays no part. Lengths are pooled over all steps of all prompts and seeds
 and include the bonus token; intervals come from resampling the prompts. At temperature 1 the trees have the same number
@@ -369,7 +369,7 @@ class AcceptanceLine:
     form: str
     temperature: float
     length: float
-    """Mean tokens per pass in which something was drafted, bonus included."""
+    """Mean acceptance length."""
     low: float
     """Of the 95 % interval of `length`, prompts resampled."""
     high: float
@@ -529,7 +529,8 @@ def _line(way: Way, totals: Sequence[SpeculationStats], looping: float) -> Accep
     pooled = SpeculationStats()
     for total in totals:
         pooled.add(total)
-    emitted, passes = [total.num_emitted_tokens for total in totals], [total.num_spec_steps for total in totals]
+    passes = [total.num_spec_steps for total in totals]
+    emitted = [total.num_accepted_draft_tokens + count for total, count in zip(totals, passes, strict=True)]
     low, high = _interval(_resampled(emitted, passes))
     return AcceptanceLine(
         label=way.label,

@@ -108,6 +108,13 @@ class Isolation:
         return True
 
 
+def choices(name: str, known: Iterable[str], are: str = "There are") -> str:
+    """What to say behind an unknown name: ``" Did you mean 'x'? There are x, y, z."``, the nearest first, before a list
+    that may be long."""
+    names = list(known)
+    return f"{nearest(name, names)} {are} {', '.join(names)}."
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``" Did you mean 'x'?"``, or an empty string where nothing comes near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -17,6 +17,9 @@ from forerun.errors import ArgumentError
 GREEDY_BELOW = 1e-5  # Temperatures below this are 0, as in vLLM: logits divided by less leave float32
 MAX_TEMPERATURE = 1e4  # Larger ones are refused: all tokens are equally likely long before
 
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What a checkpoint may ask for, and what holds where neither it nor the request does."""
+
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """A user's processor: (all token ids so far, logits (V,) float32) -> logits (V,). Must be a function of these alone."""
 

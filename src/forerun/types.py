@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import NoReturn
 
+from forerun.figures import mean_acceptance_length, tokens_per_pass
 from forerun.params import LogitsProcessor as LogitsProcessor
 from forerun.params import SamplingParams as SamplingParams
 from forerun.params import StructuredOutputs as StructuredOutputs
@@ -123,20 +124,31 @@ class StepTrace:
 class SpeculationStats:
     """Counts over the steps of one request, or of many (`add`). Field names are vLLM's."""
 
+    num_tokens: int = 0  # Of the answers, each one's first, which the pass over its prompt gave, included
+    num_prompt_passes: int = 0  # Passes that gave a first token: one an answer, in however many pieces it was read
     num_spec_steps: int = 0  # Target passes in which something was drafted
     num_plain_steps: int = 0  # Target passes without a draft, the prompt's not counted
     drafter_errors: int = 0  # Times that a drafter raised, or proposed what it may not; the answer went on without it
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-    num_emitted_tokens: int = 0  # Tokens out of speculative steps, bonus and recovered ones included
     drafted_per_depth: list[int] = field(default_factory=list)  # Steps whose tree reached depth d + 1
     accepted_per_depth: list[int] = field(default_factory=list)  # Steps that accepted a node at depth d + 1
     steps_per_rule: Counter[str] = field(default_factory=Counter)  # Speculative steps by the rule that verified them
 
     @property
+    def num_passes(self) -> int:
+        """Passes of the target that gave tokens, with a draft or without, the prompt's included."""
+        return self.num_prompt_passes + self.num_plain_steps + self.num_spec_steps
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """All tokens over all passes: what speculation brought; 1.0 is plain decoding."""
+        return tokens_per_pass(self.num_tokens, self.num_passes)
+
+    @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per speculative target pass, bonus included; 1.0 where nothing was drafted."""
-        return self.num_emitted_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+        """1 + accepted drafted tokens over passes with a draft, as vLLM has it; 1.0 where nothing was drafted."""
+        return mean_acceptance_length(self.num_accepted_draft_tokens, self.num_spec_steps)
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -157,9 +169,15 @@ class SpeculationStats:
             else:
                 setattr(self, name, own + more)
 
-    def record(self, *, drafted: int, depth: int, accepted: int, rule: str | None = None) -> None:
-        """Count one step that drafted `drafted` nodes down to `depth`, of which `rule`, if known, kept a path of
-        `accepted`."""
+    def begin(self, tokens: int) -> None:
+        """Count the pass over a prompt, which gave an answer's first token."""
+        self.num_prompt_passes += 1
+        self.num_tokens += tokens
+
+    def record(self, *, tokens: int, drafted: int, depth: int, accepted: int, rule: str | None = None) -> None:
+        """Count one step that gave `tokens` and drafted `drafted` nodes down to `depth`, of which `rule`, if known,
+        kept a path of `accepted`."""
+        self.num_tokens += tokens
         if drafted == 0:
             self.num_plain_steps += 1
             return
@@ -168,7 +186,6 @@ class SpeculationStats:
             self.steps_per_rule[rule] += 1
         self.num_draft_tokens += drafted
         self.num_accepted_draft_tokens += accepted
-        self.num_emitted_tokens += accepted + 1
         _add_counts(self.drafted_per_depth, [1] * depth)
         _add_counts(self.accepted_per_depth, [1] * accepted + [0] * (depth - accepted))
 

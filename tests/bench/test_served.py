@@ -426,17 +426,17 @@ class TestCommand:
         with scripted(Script(lambda body: said("a", tokens=2))) as url:
             assert bench("--server", url, *words, "--num-prompts", 5) == 0
             told = capsys.readouterr().err
-            assert "every load asks the same 5 tasks" in told and "--num-prompts 4" in told
+            assert "5 of the 10 prompts were asked before" in told and "--num-prompts 4" in told
             assert bench("--server", url, *words, "--num-prompts", 4) == 0
-            assert "every load asks" not in capsys.readouterr().err
+            assert "asked before" not in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("words", "said_"),
         [
             ((), ""),
-            (("--warmup", 3), "the warm-up asks 3 of the load's 4 tasks"),
-            (("--num-prompts", 4), "the warm-up asks 2 of the load's 4 tasks"),
-            (("--num-prompts", 3), "the warm-up asks 1 of the load's 3 tasks"),
+            (("--warmup", 3), "3 of the 4 prompts were asked before"),
+            (("--num-prompts", 4), "2 of the 4 prompts were asked before"),
+            (("--num-prompts", 3), "1 of the 3 prompts were asked before"),
             (("--num-prompts", 2), ""),
             (("--warmup", 0), ""),
         ],
@@ -450,8 +450,18 @@ class TestCommand:
             assert bench("--server", url, "--workload", tmp_path / "a.jsonl", *words) == 0
         told = capsys.readouterr().err
         asked = [body["messages"][0]["content"] for body in script.bodies]
-        assert (len(set(asked)) < len(asked)) == bool(said_) == ("the warm-up asks" in told)
+        assert (len(set(asked)) < len(asked)) == bool(said_) == ("asked before" in told)
         assert said_ in told and ("--num-prompts" in told) == bool(said_)
+
+    def test_a_workload_that_repeats_itself_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Under other ids, too: what counts is what is asked."""
+        lines = (f'{{"id": "{number}", "prompt": "say {number % 2}"}}\n' for number in range(6))
+        (tmp_path / "a.jsonl").write_text("".join(lines))
+        with scripted(Script(lambda body: said("a", tokens=2))) as url:
+            assert bench("--server", url, "--workload", tmp_path / "a.jsonl", "--warmup", 0, "--json") == 0
+        shown = capsys.readouterr()
+        assert "4 of the 6 prompts were asked before" in shown.err and "the workload itself repeats them" in shown.err
+        assert json.loads(shown.out)["repeated_prompts"] == 4
 
     def test_a_server_without_metrics_is_said_once(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = ("--num-prompts", 2, "--warmup", 0, "--concurrency", 1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -49,10 +50,11 @@ def test_every_verb_has_help(forerun: Forerun, verb: str) -> None:
 
 def test_generate_prints_the_text_and_nothing_else(forerun: Forerun, checkpoint: Path, expected: Any) -> None:
     ran = forerun(
-        "generate", checkpoint, "-p", PROMPT, "-t", 0, "-n", 24, "--drafter", "ngram", "--no-adaptive", "--show-draft"
+        *("generate", checkpoint, "--raw", "-p", PROMPT, "-t", 0, "-n", 24),
+        *("--drafter", "ngram", "--no-adaptive", "--show-draft"),
     )
     assert ran.code == 0 and ran.out == expected.text + "\n"
-    assert "tokens per target pass" in ran.err and "accepted draft" in ran.err and "\x1b" not in ran.out + ran.err
+    assert "tokens per pass" in ran.err and "accepted draft" in ran.err and "\x1b" not in ran.out + ran.err
 
 
 def test_loading_says_what_it_does_and_for_whom(
@@ -104,7 +106,8 @@ def test_generate_json_with_every_way_to_name_a_drafter(
         ["--drafter", "draft_model", "--drafter-model", draft_checkpoint, "-k", 3, "--no-adaptive"],
     ]
     for way in ways:
-        ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0, "-n", 24, "--json", "--show-draft", *way)
+        words = ("--raw", "-p", PROMPT, "-t", 0, "-n", 24, "--json", "--show-draft")
+        ran = forerun("generate", checkpoint, *words, *way)
         answer = json.loads(ran.out)
         assert ran.code == 0 and (answer["text"], answer["token_ids"]) == (expected.text, expected.token_ids)
         assert answer["finish_reason"] == expected.finish_reason
@@ -170,8 +173,8 @@ def test_generate_reads_a_pipe_and_the_chat_template(
     forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    plain = forerun("generate", checkpoint, "-t", 0, "-n", 8, "--json")
-    chat = forerun("generate", checkpoint, "-p", PROMPT, "--chat", "-t", 0, "-n", 8, "--json")
+    plain = forerun("generate", checkpoint, "--raw", "-t", 0, "-n", 8, "--json")
+    chat = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0, "-n", 8, "--json")
     llm = LLM(checkpoint, max_num_seqs=1)
     talk = llm.chat([{"role": "user", "content": PROMPT}], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0]
     assert json.loads(chat.out)["token_ids"] == talk.token_ids != json.loads(plain.out)["token_ids"]
@@ -285,3 +288,32 @@ def test_chat(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatc
         "Did you mean '/stats'",
     ):
         assert words in ran.err, words
+
+
+CONFIGURED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}
+
+
+@pytest.mark.parametrize(
+    ("configured", "words", "said"),
+    [
+        ({}, [], "sampling: temperature 1, for the checkpoint asks for none (-t 0 is greedy)"),
+        (CONFIGURED, [], "sampling: temperature 0.6, top_p 0.9, top_k 20 as its generation_config.json asks"),
+        (CONFIGURED, ["-t", 0.7], "sampling: temperature 0.7; top_p 0.9, top_k 20 as its generation_config.json asks"),
+        (CONFIGURED, ["-t", 0], "greedy (temperature 0)"),
+        ({}, ["--top-p", 0.5, "-t", 1], "sampling: temperature 1, top_p 0.5"),
+    ],
+)
+def test_a_line_says_how_the_model_is_asked(
+    forerun: Forerun, checkpoint: Path, tmp_path: Path, configured: dict[str, Any], words: list[Any], said: str
+) -> None:
+    """With or without its template, and with which sampling by whose wish; the words of one test of the class."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    file = model / "generation_config.json"
+    ends = json.loads(file.read_text())["eos_token_id"] if file.exists() else None
+    file.write_text(json.dumps({"eos_token_id": ends, **configured}))
+    ran = forerun("generate", model, "-p", PROMPT, "-n", 2, *words)
+    assert ran.code == 0, ran.err
+    assert f"asked as a user's message in its chat template (--raw: the prompt as it stands); {said}" in ran.err
+    if not configured:
+        raw = forerun("generate", model, "-p", PROMPT, "-n", 2, "--raw", *words)
+        assert f"the prompt is continued as it stands; {said}" in raw.err

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from cli.conftest import Ran
+from forerun.demo import resolve
 from forerun.drafters.heads.catalogue import known_heads, suggest
 from forerun.drafters.heads.kinds import KINDS
 
@@ -42,6 +43,18 @@ def test_every_entry_of_the_catalogue_has_a_hub_id_in_full_and_the_page_that_it_
         assert head.acceptance_length is None or (1 < head.acceptance_length < 10 and head.conditions)
     assert any(head.boundaries for head in suggest("openai/gpt-oss-120b"))
     assert len({(head.target, head.model) for head in heads}) == len(heads)
+
+
+def test_the_demo_models_head_is_known(forerun: Forerun) -> None:
+    """By the target's name, and by its folder, which is what a loaded model is called."""
+    assert (
+        [head.model for head in suggest("demo")]
+        == ["demo-eagle3"]
+        == [head.model for head in suggest(str(resolve("demo")))]
+    )
+    assert "--drafter eagle3 --drafter-model demo-eagle3" in forerun("heads", "demo").out
+    refused = forerun("generate", "demo", "--prompt", "x", "--drafter", "eagle3")
+    assert refused.code == 2 and "demo-eagle3. To train one" in refused.err
 
 
 def test_heads_lists_all_those_of_a_target_and_those_of_a_part_of_a_name(forerun: Forerun) -> None:

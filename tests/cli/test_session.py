@@ -48,7 +48,8 @@ def test_no_color_keeps_the_shapes() -> None:
 
 def test_speed_counts_what_came_after_the_first_token() -> None:
     stats = SpeculationStats()
-    stats.record(drafted=4, depth=4, accepted=2)
+    stats.begin(1)
+    stats.record(tokens=2, drafted=4, depth=4, accepted=2)
     answer = CompletionOutput(
         index=0, text="abc", token_ids=[1, 2, 3], tokens=[], finish_reason="length", stop_reason=None, speculation=stats
     )
@@ -63,8 +64,10 @@ def test_speed_counts_what_came_after_the_first_token() -> None:
     )
     assert session.tokens_per_second(output) == 4.0
     line = session.statistics_line(output).plain
-    assert "4.0 tokens/s" in line and "3.00 tokens per target pass" in line and "2 of 4 drafted" in line
+    assert "4.0 tokens/s" in line and "1.50 tokens per pass" in line and "2 of 4 drafted" in line
     assert session.answer_record(output, with_tokens=True)["speculation"] == {
+        "tokens_per_pass": 1.5,
+        "passes": 2,
         "steps": 1,
         "plain_steps": 0,
         "drafted": 4,

@@ -55,7 +55,7 @@ def test_the_command(forerun: Run, arguments: tuple[str, ...]) -> None:
 
 
 REFUSED: dict[tuple[str, ...], str] = {
-    ("tgi", "m"): "unknown engine 'tgi'; there are vllm, sglang, trtllm, llamacpp, dynamo",
+    ("tgi", "m"): "unknown engine 'tgi'. There are vllm, sglang, trtllm, llamacpp, dynamo",
     ("vllm", "m", "--engine-version", "0.9.1"): "nothing is known of vLLM 0.9.1; known are 0.31.0, 0.32.0, 0.33.0",
     ("vllm", "m", "--drafter", "recycling"): "vLLM 0.33.0 has no counterpart of recycling; it has ngram, suffix",
     ("vllm", "m", "--drafter", "medusa", "--drafter-model", "o/h"): "vLLM 0.33.0 has no counterpart of medusa",

@@ -328,7 +328,7 @@ def test_what_the_doctor_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
     assert main(asked) == 1
     shown = capsys.readouterr()
-    assert "tokens a step" in shown.out and "Mirror 1.0 accepts less" in shown.err
+    assert "mean acceptance length" in shown.out and "Mirror 1.0 accepts less" in shown.err
     assert main([*asked, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["run"]["worse"] == [one.index for one in made.worse]
     refused = replace(made, refused="ValueError: no", positions=(), notes=("an odd tokenizer",))

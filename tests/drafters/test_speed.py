@@ -84,7 +84,7 @@ def test_a_full_pipeline_finishes_a_token_a_pass() -> None:
     for layer in weights.model.layers:
         layer.register_forward_pre_hook(lambda _m, args: widths.append(args[0].shape[0] * args[0].shape[1]))
     output = llm.generate(as_prompts([random_tokens(9, 1)]), replace(GREEDY, max_tokens=8))[0].outputs[0]
-    assert output.speculation.num_emitted_tokens == 7
+    assert output.speculation.num_tokens == 8
     steps = widths[4:]
     assert steps == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1], "behind the prompt's four: fill, three full, drain"
 

@@ -99,7 +99,7 @@ def test_the_command_line_takes_a_file(
     original = LLM.generate
     monkeypatch.setattr(LLM, "generate", generate)
     (tmp_path / "old.txt").write_text("the dog", encoding="utf-8")
-    common = ["generate", str(checkpoint), "--prompt", PROMPT, "-t", "0", "-n", "4", "--json"]
+    common = ["generate", str(checkpoint), "--raw", "--prompt", PROMPT, "-t", "0", "-n", "4", "--json"]
     assert main([*common, "--prediction-file", str(tmp_path / "old.txt")]) == 0
     assert main(common) == 0
     config = SpeculativeConfig.parse({"method": "prediction"})

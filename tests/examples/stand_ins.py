@@ -26,6 +26,7 @@ WORDS = {
     **dict.fromkeys(("SMALL_MODEL", "SMALL-1", "SMALL-2", "SMALL-3"), "demo-draft"),
     **dict.fromkeys(("HEAD", "SOMEBODY/HEAD", "RedHatAI/SOME-HEAD"), HEAD),
     "DIR": "exported",
+    "path/to/your/model": "demo",
     "MTP_MODEL": "mtp-model",
     "--drafter X": "--drafter ngram",
     **dict.fromkeys(("http://localhost:8000/v1", "http://localhost:8000", "http://localhost:8001"), "{endpoint}"),

@@ -73,8 +73,8 @@ def test_a_line_says_what_the_answer_says(live: Live, kept: Kept, stream: bool) 
     assert (line["route"], line["method"], line["status"], line["stream"]) == (TEXT, "POST", 200, stream)
     assert line["prompt_tokens"] == said["usage"]["prompt_tokens"] and line["completion_tokens"] == 18
     assert line["drafter"] == "draft_model" and line["finish_reasons"] == ["length", "length"]
-    expected = said["metrics"]["speculative_decoding"]["mean_acceptance_length"]
-    assert line["tokens_per_step"] == pytest.approx(expected, abs=1e-5) and expected > 1
+    expected = said["metrics"]["speculative_decoding"]["tokens_per_pass"]
+    assert line["tokens_per_pass"] == pytest.approx(expected, abs=1e-5) and expected > 1
     assert 0 < line["ttft_s"] < line["duration_s"] and "client" not in line and line["level"] == "info"
 
 

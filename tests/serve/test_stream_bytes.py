@@ -58,10 +58,11 @@ def scripted(
 
     def whole(tokens: Sequence[OutputToken]) -> RequestOutput:
         stats = SpeculationStats(
+            num_tokens=len(tokens),
+            num_prompt_passes=1,
             num_spec_steps=2,
             num_draft_tokens=6,
             num_accepted_draft_tokens=3,
-            num_emitted_tokens=5,
             drafted_per_depth=[2, 2, 2],
             accepted_per_depth=[2, 1, 0],
         )

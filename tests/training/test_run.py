@@ -266,7 +266,7 @@ LEAST = {
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        ("training.learning_rat=1", r"unknown key 'training\.learning_rat'; there are .*Did you mean 'learning_rate'"),
+        ("training.learning_rat=1", r"unknown key 'training\.learning_rat'\. Did you mean 'training\.learning_rate'"),
         ("training={learning_rat: 1, steps: 0}", r"training\.steps must be .*1, or none, got 0\..*learning_rat'"),
         ("training.learning_rate=-1", r"training\.learning_rate must be greater than 0, got -1"),
         ("training=5", "training holds further keys, got 5"),

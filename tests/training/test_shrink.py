@@ -84,7 +84,7 @@ def test_what_writes_nothing_goes_without_a_trace(style: str, width: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer": 2}, r"shrunk by 'layer'; draft\.options has layers, .*Did you mean 'layers'"),
+        ({"layer": 2}, r"shrunk by 'layer'\. Did you mean 'layers'\? draft\.options has layers, "),
         ({"layers": 5}, r"layers must be 1 to 4, as the target has, got 5"),
         ({"layers": [0, 4]}, r"layers of the target, 0 to 3, rising; got \[0, 4\]"),
         ({"layers": [2, 1]}, "rising"),

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.figures import mean_acceptance_length, tokens_per_pass
+
 Samples = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
 """Name of a sample -> labels -> value."""
-COUNTERS = ("vllm:spec_decode_num_", "llamacpp:spec_decode_num_")
-"""vLLM's names, and llama.cpp's, which count the same."""
+COUNTERS = {"vllm:spec_decode_num_": "vllm:generation_tokens", "llamacpp:spec_decode_num_": "llamacpp:tokens_predicted"}
+"""How vLLM's names begin, and llama.cpp's, which count the same; and the counter of the tokens of answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +21,10 @@ class Speculation:
 
     drafts: int | None = None
     """Passes of the target that verified a draft."""
+    tokens: int | None = None
+    """Of the answers, their first ones included."""
+    passes: int | None = None
+    """Passes of the target that gave these tokens, with a draft or without; None where it is to be inferred."""
     draft_tokens: int | None = None
     accepted_tokens: int | None = None
     accepted_per_position: tuple[int, ...] = ()
@@ -26,11 +32,19 @@ class Speculation:
     """Where the counts are from, and what was converted."""
 
     @property
+    def tokens_per_pass(self) -> float | None:
+        """All tokens over all passes. Of an engine that does not count these: each gives one token of the target's own
+        and what it accepts."""
+        if not self.tokens or self.accepted_tokens is None:
+            return None
+        return tokens_per_pass(self.tokens, self.passes or self.tokens - self.accepted_tokens)
+
+    @property
     def acceptance_length(self) -> float | None:
-        """Tokens per pass that verified a draft, the target's own (bonus or recovered) included."""
+        """vLLM's mean acceptance length."""
         if not self.drafts or self.accepted_tokens is None:
             return None
-        return 1 + self.accepted_tokens / self.drafts
+        return mean_acceptance_length(self.accepted_tokens, self.drafts)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -40,10 +54,11 @@ class Speculation:
         return self.accepted_tokens / self.draft_tokens
 
     def record(self) -> dict[str, Any]:
-        """With the keys of ``vllm bench serve``; rates in percent there, so here too."""
+        """With the keys of ``vllm bench serve``, and tokens per pass; rates in percent there, so here too."""
         rate, drafts = self.acceptance_rate, self.drafts or 0
         positions = [round(count / drafts, 4) for count in self.accepted_per_position] if drafts else []
         found = {
+            "tokens_per_pass": self.tokens_per_pass,
             "spec_decode_acceptance_rate": None if rate is None else 100 * rate,
             "spec_decode_acceptance_length": self.acceptance_length,
             "spec_decode_num_drafts": self.drafts,
@@ -69,19 +84,20 @@ def parse(text: str) -> Samples:
 def between(before: Samples, after: Samples) -> Speculation | None:
     """What was counted between two pages of an engine's metrics; None where they tell nothing of speculation."""
 
-    def grown(name: str) -> float | None:
+    def grown(name: str) -> int | None:
         if name not in after:
             return None
-        return sum(after[name].values()) - sum(before.get(name, {}).values())
+        return round(sum(after[name].values()) - sum(before.get(name, {}).values()))
 
-    for names in COUNTERS:
+    for names, tokens in COUNTERS.items():
         if (drafts := grown(f"{names}drafts_total")) is None:
             continue
-        drafted, accepted = grown(f"{names}draft_tokens_total"), grown(f"{names}accepted_tokens_total")
         return Speculation(
-            drafts=round(drafts),
-            draft_tokens=None if drafted is None else round(drafted),
-            accepted_tokens=None if accepted is None else round(accepted),
+            drafts=drafts,
+            tokens=grown(f"{tokens}_total"),
+            passes=grown("forerun:passes_total"),
+            draft_tokens=grown(f"{names}draft_tokens_total"),
+            accepted_tokens=grown(f"{names}accepted_tokens_total"),
             accepted_per_position=_positions(before, after, f"{names}accepted_tokens_per_pos_total"),
             source=f"the server's {names.removesuffix('_num_')} counters",
         )
@@ -90,8 +106,9 @@ def between(before: Samples, after: Samples) -> Speculation | None:
         if written is None or asked is None:
             return None
         return Speculation(
-            drafts=round(calls),
-            accepted_tokens=round(written - asked - calls),
+            drafts=calls,
+            tokens=written,
+            accepted_tokens=written - asked - calls,
             source="sglang:spec_verify_calls and generation_tokens; the first token of each request is no pass's, "
             "while SGLang's own accept length counts it",
         )
@@ -119,6 +136,8 @@ def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
         reached = list(counts.get("acceptance_histogram") or ())
         return Speculation(
             drafts=int(counts["num_spec_steps"]),
+            tokens=tokens,
+            passes=counts.get("num_passes"),
             draft_tokens=int(counts["num_draft_tokens"]),
             accepted_tokens=int(counts["num_accepted_draft_tokens"]),
             accepted_per_position=tuple(sum(reached[place:]) for place in range(1, len(reached))),
@@ -129,6 +148,7 @@ def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
         accepted = int(timings.get("draft_n_accepted") or 0)
         return Speculation(
             drafts=max(0, int(timings.get("predicted_n", tokens)) - 1 - accepted),
+            tokens=int(timings.get("predicted_n", tokens)),
             draft_tokens=int(timings["draft_n"]),
             accepted_tokens=accepted,
             source="the answers' timings; llama.cpp does not tell passes without a draft from others: all are counted",
@@ -143,8 +163,11 @@ def together(parts: Iterable[Speculation | None]) -> Speculation | None:
         return None
     longest = max(len(part.accepted_per_position) for part in found)
     padded = [[*part.accepted_per_position, *[0] * (longest - len(part.accepted_per_position))] for part in found]
+    counted = all(part.passes is not None for part in found)
     return Speculation(
         drafts=sum(part.drafts or 0 for part in found),
+        tokens=sum(part.tokens or 0 for part in found),
+        passes=sum(part.passes or 0 for part in found) if counted else None,
         draft_tokens=sum(part.draft_tokens or 0 for part in found),
         accepted_tokens=sum(part.accepted_tokens or 0 for part in found),
         accepted_per_position=tuple(map(sum, zip(*padded, strict=True))),

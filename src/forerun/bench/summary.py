@@ -41,7 +41,8 @@ FIGURES = (
     Figure("p99_tpot_ms", "time per output token, 99 % (ms)", "p99"),
     Figure("median_itl_ms", "gap between chunks, median (ms)"),
     Figure("median_e2el_ms", "latency, median (ms)"),
-    Figure("spec_decode_acceptance_length", "tokens per verifying pass", "tok/pass", of_parts=True, better=HIGHER),
+    Figure("tokens_per_pass", "tokens per pass", "tok/pass", of_parts=True, better=HIGHER),
+    Figure("spec_decode_acceptance_length", "mean acceptance length", "acc len", of_parts=True, better=HIGHER),
     Figure("spec_decode_acceptance_rate", "accepted share of drafted tokens (%)", "acc%", of_parts=True),
 )
 

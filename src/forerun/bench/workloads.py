@@ -30,6 +30,11 @@ class Task:
     text: str = ""
     """A text to be continued, where the task is that."""
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """All that is asked, by which two tasks are told apart."""
+        return (self.text, *(repr(message) for question in self.questions for message in question))
+
     def prompt(self) -> str:
         """The text that ``/v1/completions`` continues. DataError: a conversation of several turns is none."""
         if self.text:
@@ -76,6 +81,12 @@ def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None =
 
     starts = [warmup + load * count for load in range(loads)] if apart else [min(warmup, len(tasks) - count)] * loads
     return Drawn(warmup=share(0, warmup), loads=[share(start, count) for start in starts], apart=apart)
+
+
+def repeated(asked: Drawn) -> int:
+    """How many tasks of the loads ask what was asked before, by the warm-up, an earlier load or an earlier task."""
+    counted = [task for load in asked.loads for task in load]
+    return len(counted) - len({task.said for task in counted} - {task.said for task in asked.warmup})
 
 
 def _tasks(name: str, subset: str | None, split: str) -> Iterable[Task]:

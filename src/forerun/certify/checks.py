@@ -236,7 +236,7 @@ def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], 
     summary = "nothing was drafted, so nothing was proved; choose other prompts or another drafter"
     if total.num_spec_steps:
         summary = f"{len(answers) - len(found)} of {len(answers)} answers are transformers' own, {tokens} tokens, "
-        summary += f"{total.mean_acceptance_length:.2f} tokens per target pass"
+        summary += f"{total.tokens_per_pass:.2f} tokens per pass"
         for parted in found:
             summary += (
                 f"; prompt {parted.prompt} parts at token {parted.position}: {parted.plain} or {parted.speculative}, "
@@ -245,7 +245,10 @@ def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], 
             )
     counts = {"prompts": len(answers), "tokens": tokens, "ties": len(found) - len(bugs), "bugs": len(bugs)}
     differences = [asdict(parted) | {"tie": parted.tie} for parted in found]
-    length = {"mean_acceptance_length": round(total.mean_acceptance_length, 4)}
+    length = {
+        "tokens_per_pass": round(total.tokens_per_pass, 4),
+        "mean_acceptance_length": round(total.mean_acceptance_length, 4),
+    }
     return Check(
         name="greedy equality",
         passed=not bugs and total.num_spec_steps > 0,

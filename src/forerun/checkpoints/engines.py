@@ -18,7 +18,7 @@ import torch
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts, differences
 from forerun.checkpoints.formats import FORMATS, README, format_for, located, parse, read_files, write_head
 from forerun.drafters.heads.kinds import kind_named, named
-from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.types import LAST_HIDDEN
 
 Severity = Literal["ok", "check", "degrades", "fails"]
@@ -198,8 +198,8 @@ def export_head(
     kind, engines = head.config.kind, engines_for(head.config.kind)
     known = {**engines.destinations, "hf": FORERUN}
     if to not in known:
-        hint = nearest(to, known)
-        raise ArgumentError(f"cannot export to {to!r}; heads of the kind {kind} go to {', '.join(known)}.{hint}")
+        hint = choices(to, known, f"Heads of the kind {kind} go to")
+        raise ArgumentError(f"cannot export to {to!r}.{hint}")
     destination = known[to]
     format_name = destination.format_name or format_for(kind)
     findings = [finding for finding in diagnose(head, target) if finding.engine == destination.engine]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.drafters.heads.kinds import named
-from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.manifests import read_object
 from forerun.model.load import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
@@ -91,7 +91,7 @@ FORMATS: dict[str, Entry] = {
 def format_named(name: str) -> Format:
     """The format behind a registered name; ArgumentError, naming the nearest, if there is none."""
     if name not in FORMATS:
-        raise ArgumentError(f"unknown format {name!r}; there are {', '.join(FORMATS)}.{nearest(name, FORMATS)}")
+        raise ArgumentError(f"unknown format {name!r}.{choices(name, FORMATS)}")
     return named(FORMATS[name].path)()  # type: ignore[no-any-return]
 
 

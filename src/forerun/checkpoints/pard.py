@@ -21,7 +21,7 @@ from forerun.checkpoints.engines import Exported, Finding, check, degrades, fail
 from forerun.checkpoints.formats import CONFIG, README, folder_of
 from forerun.checkpoints.keys import Keys, architectures
 from forerun.drafters.draft_models.pard import KEY
-from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.manifests import read_object
 from forerun.model.load import weight_files
 from forerun.writing import written_folder
@@ -102,8 +102,7 @@ def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Pa
     """
     directory = Path(output).expanduser().absolute()
     if to not in COMMANDS:
-        hint = nearest(to, COMMANDS)
-        raise ArgumentError(f"cannot export to {to!r}; PARD draft models go to {', '.join(COMMANDS)}.{hint}")
+        raise ArgumentError(f"cannot export to {to!r}.{choices(to, COMMANDS, 'PARD draft models go to')}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ArgumentError(f"{directory} holds something, which would be deleted; name a new or empty directory")
     found = [finding for finding in model.findings(target) if finding.engine == to]

@@ -118,7 +118,7 @@ def bench(
     from forerun.bench.client import Server
     from forerun.bench.run import Bench
     from forerun.bench.summary import objectives
-    from forerun.bench.workloads import drawn, read_workload
+    from forerun.bench.workloads import drawn, read_workload, repeated
 
     loads, limits, asking = _loads(load), objectives(goodput), _asking(workload, load, sampling)
     _check_files(out=out, plot=plot, report=report)
@@ -142,8 +142,9 @@ def bench(
             with written(out) as fresh:
                 fresh.write_text(console.pretty(record) + "\n", encoding="utf-8")
 
-    if not asked.apart:
-        console.warn(_asked_again(asked, most=(len(tasks) - load.warmup) // len(loads)))
+    record["repeated_prompts"] = repeated(asked)
+    if record["repeated_prompts"]:
+        console.warn(_asked_again(asked, record["repeated_prompts"], most=(len(tasks) - load.warmup) // len(loads)))
 
     async def measure() -> int:
         made = Bench(
@@ -201,15 +202,16 @@ def _asking(workload: WorkloadOptions, load: LoadOptions, sampling: SamplingOpti
     )
 
 
-def _asked_again(asked: Drawn, most: int) -> str:
-    """What is asked more than once, what that means, and what to do; `most` tasks leave each load its own."""
-    first, knowing = asked.loads[0], "which a prefix cache and drafters that remember answers"
-    if len(asked.loads) > 1:
-        advice = f"; --num-prompts {most} gives each load its own" if most > 0 else ""
-        return f"every load asks the same {len(first)} tasks, {knowing} know from the second load on{advice}"
-    again = sum(task in first for task in asked.warmup)
-    advice = f"--num-prompts {most} gives it others" if most > 0 else "--warmup 0 leaves it out"
-    return f"the warm-up asks {again} of the load's {len(first)} tasks, {knowing} know then; {advice}"
+def _asked_again(asked: Drawn, again: int, most: int) -> str:
+    """How many prompts are asked more than once, what that means, and what to do; `most` tasks leave each load, and the
+    warm-up, its own."""
+    total = sum(map(len, asked.loads))
+    what = f"{again} of the {total} prompts were asked before, by the warm-up, another load or an earlier prompt"
+    meaning = "a prefix cache, and drafters that remember answers, know these then, and the figures are better for it"
+    if asked.apart:
+        return f"{what}: {meaning}; the workload itself repeats them"
+    advice = "--warmup 0 leaves the warm-up out" if len(asked.loads) == 1 else "a larger workload would do without"
+    return f"{what}: {meaning}; {f'--num-prompts {most} asks others each time' if most > 0 else advice}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, LoadOptions, SamplingOptions, SpeculationOptions
-from forerun.errors import ArgumentError, ForerunError, nearest
+from forerun.demo import REAL
+from forerun.errors import ArgumentError, ForerunError, choices
 from forerun.types import SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ HELP = """\
 
 
 def chat(
-    model: str = "demo",
+    model: str = REAL,
     /,
     *,
     system: str | None = None,
@@ -39,7 +40,8 @@ def chat(
     Parameters
     ----------
     model
-        Directory or hub id of a Hugging Face causal LM with a chat template, or a GGUF file.
+        Directory or hub id of a Hugging Face causal LM with a chat template, or a GGUF file; `smollm2` is a small one
+        that is downloaded once.
     system
         A system message to begin with.
     show_draft
@@ -49,6 +51,7 @@ def chat(
     llm = session.load(model, loading, config, announce=True, max_num_seqs=1)
     talk = Conversation(llm, params, config, system=system, show_draft=show_draft)
     log = console.log()
+    log.print(Text(session.sampling_words(llm, params), "dim"), soft_wrap=True)
     log.print(Text(f"{model}: type a message; /help lists the commands", "dim"))
     if show_draft:
         log.print(session.legend(log))
@@ -100,7 +103,7 @@ class Conversation:
             return True
         if command not in self._commands:
             known = [*self._commands, "/quit"]
-            raise ArgumentError(f"unknown command {command!r}; there are {', '.join(known)}.{nearest(command, known)}")
+            raise ArgumentError(f"unknown command {command!r}.{choices(command, known)}")
         self._commands[command](argument.strip())
         return True
 
@@ -129,9 +132,10 @@ class Conversation:
         total = self.total
         depths = "  ".join(f"{share:.0%}" for share in total.acceptance_per_depth) or "-"
         console.log().print(
-            f"{self.answers} answers, {total.num_spec_steps} speculative and {total.num_plain_steps} plain passes\n"
+            f"{self.answers} answers, {total.num_tokens} tokens, {total.tokens_per_pass:.2f} tokens per pass\n"
+            f"{total.num_passes} passes, {total.num_spec_steps} of them with a draft\n"
             f"{total.num_accepted_draft_tokens} of {total.num_draft_tokens} drafted tokens accepted, "
-            f"{total.mean_acceptance_length:.2f} tokens per speculative pass\n"
+            f"mean acceptance length {total.mean_acceptance_length:.2f}\n"
             f"accepted by depth: {depths}",
             markup=False,
         )

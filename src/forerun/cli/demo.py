@@ -21,7 +21,7 @@ from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, SpeculationOptions
 from forerun.demo import REAL, Edit, Prompt
 from forerun.demo.questions import QUESTIONS, Question
-from forerun.errors import ArgumentError, DownloadError, nearest
+from forerun.errors import ArgumentError, DownloadError, choices
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -151,12 +151,16 @@ def demo(
 
 
 def _real_or_shipped() -> str:
-    """SmolLM2's name; where it cannot be downloaded the shipped model's, which is said."""
+    """SmolLM2's name; where it cannot be downloaded the demo model's, which is said. DownloadError: that is not there
+    either."""
     try:
         with console.telling("looking for SmolLM2"):
             shipped.resolve(REAL)
     except DownloadError as error:
-        console.warn(f"{error}. What follows is the model of 14 M parameters that ships with forerun.")
+        if shipped.folder_of(SHIPPED) is None:
+            remedy = "name a chat model of yours (forerun demo path/to/model), or install the demo model's package"
+            raise DownloadError(f"{error}. Without it, {remedy}: pip install forerun-demo") from error
+        console.warn(f"{error}. What follows is the demo model, of 14 M parameters.")
         return SHIPPED
     return REAL
 
@@ -223,7 +227,7 @@ def question(name: str) -> Edit | Prompt:
     for file in shipped.prompts():
         known[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
     if name not in known:
-        raise ArgumentError(f"no shipped prompt {name!r}; there are {', '.join(known)}.{nearest(name, known)}")
+        raise ArgumentError(f"no shipped prompt {name!r}.{choices(name, known)}")
     return known[name]
 
 
@@ -331,10 +335,9 @@ def _tokens(output: RequestOutput) -> list[int]:
 
 def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     out, speeds = console.out(), found.speeds
-    accepted = found.runs["speculative"][0].outputs[0].speculation.mean_acceptance_length
-    per_pass = {"plain": 1.0, "speculative": accepted}
+    per_pass = {arm: runs[0].outputs[0].speculation.tokens_per_pass for arm, runs in found.runs.items()}
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
-    columns = (Column(no_wrap=True), Column("tokens/s", **right), Column(ratio=1), Column("per target pass", **right))
+    columns = (Column(no_wrap=True), Column("tokens/s", **right), Column(ratio=1), Column("tokens per pass", **right))
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     for arm, speed in speeds.items():
         bar = Bar(max(*speeds.values(), 1e-9), 0, speed, color="#3fa45b" if arm == "speculative" else "bright_black")
@@ -429,6 +432,7 @@ def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
         "first_difference": None if found.parted is None else found.parted.position,
         "numeric_tie": None if found.parted is None else found.parted.tie,
         "speedup": round(found.speedup, 4),
+        "tokens_per_pass": round(answer.speculation.tokens_per_pass, 4),
         "mean_acceptance_length": round(answer.speculation.mean_acceptance_length, 4),
         **{f"{arm}_tokens_per_second": round(speed, 3) for arm, speed in found.speeds.items()},
         "drafter": setting.config.get("method", "draft_model"),

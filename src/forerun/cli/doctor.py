@@ -16,7 +16,7 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import Flag, Json
-from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.errors import ArgumentError, CheckpointError, choices
 
 if TYPE_CHECKING:
     from forerun.checkpoints.base import TargetFacts
@@ -129,8 +129,7 @@ def _examine_head(
 
         unknown = [name for name in engines if name not in ENGINES]
         if unknown:
-            hint = nearest(unknown[0], ENGINES)
-            raise ArgumentError(f"unknown engine {unknown[0]!r}; there are {', '.join(ENGINES)}.{hint}")
+            raise ArgumentError(f"unknown engine {unknown[0]!r}.{choices(unknown[0], ENGINES)}")
         facts, model, notes = _facts(target), PardModel.at(head), tuple[str, ...]()
         if model is not None:
             found = list(model.findings(facts))
@@ -207,7 +206,7 @@ def _show_trial(trial: Trial) -> None:
         shown = Text(f"{theirs:.2f}", "yellow" if one in worse else "")
         table.add_row(str(one.index + 1), shown, f"{ours:.2f}", str(one.drafted[1]))
     table.add_section()
-    table.add_row("tokens a step", f"{trial.lengths[1]:.2f}", f"{trial.lengths[0]:.2f}", "")
+    table.add_row("mean acceptance length", f"{trial.lengths[1]:.2f}", f"{trial.lengths[0]:.2f}", "")
     console.out().print(table)
     if worse:
         console.warn(f"{name} accepts less of it than forerun: it loads or runs the head otherwise")

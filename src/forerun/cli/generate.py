@@ -18,27 +18,27 @@ def generate(
     prompt: Annotated[str | None, Parameter(alias="-p", allow_leading_hyphen=True)] = None,
     prompt_file: Path | None = None,
     prediction_file: Path | None = None,
-    chat: Annotated[bool, Parameter(negative="--no-chat-template")] = False,
+    raw: Flag = False,
     show_draft: Flag = False,
     json: Json = False,
     speculation: options.SpeculationOptions = options.SPECULATION,
     sampling: options.SamplingOptions = options.SAMPLING,
     loading: options.LoadOptions = options.LOADING,
 ) -> int:
-    """Answer one prompt, with speculation if a drafter is named.
+    """Answer one prompt, with speculation if a drafter is named. A model with a chat template is talked to.
 
     Parameters
     ----------
     model
-        Directory or hub id of a Hugging Face causal LM; `demo` is the model that ships with the package.
+        Directory or hub id of a Hugging Face causal LM, or a GGUF file; `smollm2` is a small one, fetched once.
     prompt
         The prompt; read from stdin if neither this nor --prompt-file is given.
     prompt_file
         File that holds the prompt.
     prediction_file
         File that holds what the answer will be like, for the drafter `prediction`, which is taken if none is named.
-    chat
-        Put the prompt into the model's chat template as a user's message.
+    raw
+        Let the model continue the prompt as it stands. Else it is a user's message where the model has a chat template.
     show_draft
         Colour every token by its source: accepted draft, recovered, bonus or plain.
     """
@@ -49,13 +49,15 @@ def generate(
 
     config = config or ({"method": "prediction"} if expected else None)
     llm = session.load(model, loading, config, announce=not json, max_num_seqs=1)
-    given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else {"prompt": text}
+    templated = llm.has_chat_template and not raw
+    given = llm.chat_prompt([{"role": "user", "content": text}]) if templated else {"prompt": text}
     if json:
         output = llm.generate([{**given, **expected}], params)[0]
         console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
-    finished = session.print_stream(llm.stream({**given, **expected}, params), show_draft=show_draft)
     log = console.log()
+    log.print(session.asked_line(llm, params, templated=templated), soft_wrap=True)
+    finished = session.print_stream(llm.stream({**given, **expected}, params), show_draft=show_draft)
     if show_draft:
         log.print(session.legend(log))
     if finished is not None:

@@ -40,7 +40,7 @@ def heads(target: str | None = None, /, *, json: Json = False) -> int:
         # What cannot be passed on is shown paler: a pickle, a kind that forerun does not have.
         table.add_row(head.drafter, Text(head.model, "" if head.loadable else "dim"), length)
     console.out().print(table)
-    console.out().print(Text("accepted: tokens per pass, as reported. By whom, under which conditions: --json", "dim"))
+    console.out().print(Text("accepted: mean acceptance length, as reported; by whom, on what: --json", "dim"))
     first = {head.drafter: head for head in reversed(found) if head.loadable}
     for head in [] if target is None else sorted(first.values(), key=found.index):
         console.out().print(f"--drafter {head.drafter} --drafter-model {head.model}")

@@ -90,9 +90,8 @@ class Entry:
         self.seconds[temperature] = self.seconds.get(temperature, 0.0) + (output.decode_s or 0.0)
 
     def per_pass(self, temperature: float) -> float:
-        """Tokens per pass of the target: the mean acceptance length, bonus included."""
-        stats = self.stats[temperature]
-        return self.tokens[temperature] / max(1, stats.num_spec_steps + stats.num_plain_steps)
+        """Tokens per pass of the target."""
+        return self.stats[temperature].tokens_per_pass
 
     def nodes(self, temperature: float) -> float:
         """Mean drafted nodes of the passes in which something was drafted."""
@@ -267,7 +266,7 @@ def records(plain: Entry, board: list[Entry]) -> list[dict[str, Any]]:
             "rules": entry.rules,
             "greedy_answers_unlike_plain": entry.unlike,
             "drafted_nodes": {f"{t:g}": round(entry.nodes(t), 2) for t in TEMPERATURES},
-            "mean_acceptance_length": {f"{t:g}": round(entry.per_pass(t), 4) for t in TEMPERATURES},
+            "tokens_per_pass": {f"{t:g}": round(entry.per_pass(t), 4) for t in TEMPERATURES},
             "speedup": {f"{t:g}": round(entry.speed(t) / plain.speed(t), 4) for t in TEMPERATURES},
         }
         for entry in board

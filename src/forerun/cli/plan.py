@@ -83,7 +83,7 @@ class PlanOptions(ForecastOptions):
     """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
     choose_draft: Annotated[tuple[str, ...], Many] = ()
     """Candidate draft models, ranked by measured acceptance and cost."""
-    max_tokens: int = 96
+    max_tokens: Annotated[int, Parameter(alias="-n")] = 96
     """Tokens of each measured answer."""
     limit: int = 8
     """Prompts that are measured at most."""
@@ -211,10 +211,12 @@ def on_paper(asked: PlanOptions) -> Shown:
 def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
     """Given or assumed acceptance with passes that cost so much."""
     survival, assumed = _survival(asked)
+    uncosted = ["verifying"] if isinstance(cost, FreeVerification) else []
     if asked.draft_cost is None and asked.draft_params is None:
         notes.append("drafting counts as free; --draft-cost says what it costs")
+        uncosted.insert(0, "drafting")
     load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
-    return Shown(asked, load, [*assumed, *notes])
+    return Shown(asked, load, [*assumed, *notes], uncosted=uncosted)
 
 
 def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
@@ -360,16 +362,24 @@ class Shown:
         *,
         measured: Measured | None = None,
         ranking: Sequence[tuple[Measured, Line]] = (),
+        uncosted: Sequence[str] = (),
     ) -> None:
-        """`notes`: assumptions and limits, in sentences; `ranking`: candidates with their best lines, fastest first."""
+        """`notes`: assumptions and limits, in sentences; `ranking`: candidates with their best lines, fastest first;
+        `uncosted`: what counts as free, because nothing says what it costs."""
         ranks, depth = asked.ranks, asked.k or 8
         if measured is not None and any(len(line) > 1 for line in measured.trial.rank_acceptance):
             ranks, depth = measured.trial.rank_acceptance, measured.deepest
         self.load, self.measured, self.ranking = load, measured, ranking
         self.plan = make_plan(load, k=asked.k)
-        self.tree = None if ranks is None else plan_tree(load, ranks, nodes=asked.tree_nodes, depth=depth)
-        self.verdict = judge(self.plan, load, drafter=measured.name if measured else None, text=asked.text)
-        self.notes = [*notes, *self.verdict.notes]
+        drafter = measured.name if measured else None
+        self.verdict = judge(self.plan, load, drafter=drafter, text=asked.text, uncosted=uncosted)
+        self.costed = len(uncosted) < 2  # Else a speed-up would mean nothing
+        self.batches = "verifying" not in uncosted  # Whether it is known what a batch costs
+        self.asked_k = asked.k
+        wanted = ranks if self.costed else None
+        self.tree = None if wanted is None else plan_tree(load, wanted, nodes=asked.tree_nodes, depth=depth)
+        advice = "--draft-cost says what drafting costs; --params 8e9 --device h100, or a MODEL, what verifying costs"
+        self.notes = [*(notes if self.costed else [advice]), *self.verdict.notes]
 
     @property
     def roofline(self) -> Roofline | None:
@@ -386,7 +396,7 @@ class Shown:
         """As JSON knows it."""
         asked, best, depth = self.plan.asked, self.plan.best, len(self.load.survival)
         tokens = theory.tokens_of(self.load.survival)
-        return {
+        found = {
             "expected_tokens_per_pass": asked.tokens_per_pass,
             "k": asked.k,
             "speedup": asked.speedup,
@@ -409,6 +419,13 @@ class Shown:
             "measured": self.measured and self.measured.record(),
             "ranking": [{**one.record(), "best_k": line.k, "best_speedup": line.speedup} for one, line in self.ranking],
         }
+        if not self.batches:
+            found |= {"break_even_batch": None, "by_batch": []}
+        if not self.costed:
+            found |= dict.fromkeys(("speedup", "best_k", "best_speedup", "best_tokens_per_pass"))
+            lengths = [{"k": line.k, "tokens_per_pass": line.tokens_per_pass} for line in self.plan.lines]
+            found["by_k"] = lengths
+        return found
 
 
 def roofline_record(line: Roofline, load: Load) -> dict[str, Any]:
@@ -444,7 +461,20 @@ def show(shown: Shown) -> None:
             f"{shown.roofline.balance:.0f} tokens in a pass (peak figures); up to {found['free_nodes_per_row']} nodes "
             f"per row cost at most {assumptions.FREE_PASS:.2f} plain passes"
         )
-    tree = shown.tree
+    if shown.costed:
+        _show_gain(shown)
+    style = "bold green" if verdict.worth_it else "bold yellow"
+    with_what = (
+        "" if verdict.worth_it is None else f"; draft with {verdict.method}" if verdict.method else "; decode plainly"
+    )
+    out.print(Text(verdict.words, style).append(with_what, ""))
+    for note in shown.notes:
+        out.print(Text(f"  {note}", "dim"))
+
+
+def _show_gain(shown: Shown) -> None:
+    """The best tree, where there is one, and up to which batch anything is gained."""
+    out, tree = console.out(), shown.tree
     if tree is not None and tree.parents:
         out.print(
             f"best tree: {len(tree.parents)} nodes, {tree.depth} levels, {tree.tokens:.3f} tokens per pass, "
@@ -452,25 +482,24 @@ def show(shown: Shown) -> None:
         )
     elif tree is not None:
         out.print("no tree is faster than plain decoding")
+    if not shown.batches:
+        return
     most = shown.plan.break_even_batch
     batches = f"up to a batch of {most}" if most else "at no batch"
     batches = f"at every batch up to {MOST_BATCH}" if most is None else batches
     out.print(f"K = {shown.plan.asked.k or 1} gains {batches}")
-    with_what = f"; draft with {verdict.method}" if verdict.method is not None else "; decode plainly"
-    out.print(Text(verdict.words, "bold green" if verdict.worth_it else "bold yellow").append(with_what, ""))
-    for note in shown.notes:
-        out.print(Text(f"  {note}", "dim"))
 
 
 def _length_table(shown: Shown) -> Table:
-    table = console.table("K", "tokens per pass", "v(K + 1)", "speed-up", "", title=shown.title, numbers_from=0)
+    costs = ("v(K + 1)", "speed-up") if shown.costed else ()
+    table = console.table("K", "tokens per pass", *costs, "", title=shown.title, numbers_from=0)
     table.columns[-1].justify = "left"
-    asked, best = shown.plan.asked.k, shown.plan.best.k
+    asked, best = shown.asked_k, shown.plan.best.k if shown.costed else None
     for line in shown.plan.lines:
         if line.k in {0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, asked, best}:
             mark = "best" if line.k == best else "asked" if line.k == asked else ""
-            cells = (str(line.k), f"{line.tokens_per_pass:.3f}", f"{line.v:.2f}", f"{line.speedup:.2f}", mark)
-            table.add_row(*cells, style="bold" if mark else "")
+            gain = (f"{line.v:.2f}", f"{line.speedup:.2f}") if shown.costed else ()
+            table.add_row(str(line.k), f"{line.tokens_per_pass:.3f}", *gain, mark, style="bold" if mark else "")
     return table
 
 

@@ -14,13 +14,14 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import LoadOptions
+from forerun.params import NEUTRAL
 from forerun.types import OutputToken, RequestOutput, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forerun import LLM
-    from forerun.types import StreamChunk
+    from forerun.types import SamplingParams, StreamChunk
 
 SOURCES: dict[Source, tuple[str, str, str]] = {
     Source.DRAFT: ("accepted draft", "on #1f4d2b", "bold"),
@@ -64,13 +65,40 @@ def statistics_line(output: RequestOutput) -> Text:
     stats, parts = answer.speculation, [f"{len(answer.token_ids)} tokens"]
     parts += [] if speed is None else [f"{speed:.1f} tokens/s"]
     parts += [] if first is None else [f"first after {first * 1000:.0f} ms"]
+    parts.append(f"{stats.tokens_per_pass:.2f} tokens per pass")
     if stats.num_spec_steps:
-        parts.append(f"{stats.mean_acceptance_length:.2f} tokens per target pass")
         parts.append(f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted")
     parts.append(f"ended by {answer.finish_reason}")
     lossy = [rule for rule in stats.steps_per_rule if not rule_named(rule).lossless]
     told = Text(" · ".join(parts), "dim")
     return told.append(f" · LOSSY rule {', '.join(lossy)}", "bold red") if lossy else told
+
+
+def asked_line(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
+    """How the model is asked, in a line: with its chat template or without, and with which sampling, by whose wish."""
+    if templated:
+        how = "asked as a user's message in its chat template (--raw: the prompt as it stands)"
+    else:
+        how = "the prompt is continued as it stands" + ("" if llm.has_chat_template else ": it has no chat template")
+    return Text(f"{how}; {sampling_words(llm, params)}", "dim")
+
+
+def sampling_words(llm: LLM, params: SamplingParams) -> str:
+    """The sampling of `params` on this model, and what of it the checkpoint asks for."""
+    defaults, given, own = llm.get_default_sampling_params(), list[str](), list[str]()
+    for name, neutral in NEUTRAL.items():
+        wanted, asked = getattr(params, name), getattr(defaults, name)
+        if wanted is not None and (wanted != neutral or name == "temperature"):
+            given.append(f"{name} {wanted:g}")
+        elif wanted is None and asked != neutral:
+            own.append(f"{name} {asked:g}")
+    if (params.temperature if params.temperature is not None else defaults.temperature) == 0:
+        return "greedy (temperature 0)"
+    if params.temperature is None and defaults.temperature == NEUTRAL["temperature"]:
+        given.insert(0, "temperature 1, for the checkpoint asks for none (-t 0 is greedy)")
+    parts = [", ".join(given)] if given else []
+    parts += [f"{', '.join(own)} as its generation_config.json asks"] if own else []
+    return f"sampling: {'; '.join(parts)}"
 
 
 def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]:
@@ -83,6 +111,8 @@ def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
         "speculation": {
+            "tokens_per_pass": round(stats.tokens_per_pass, 4),
+            "passes": stats.num_passes,
             "steps": stats.num_spec_steps,
             "plain_steps": stats.num_plain_steps,
             "drafted": stats.num_draft_tokens,

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.demo.questions import Question
+from forerun.figures import tokens_per_pass
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -42,8 +43,7 @@ class Run:
         """What a finished request took."""
         answer, stats = output.outputs[0], output.outputs[0].speculation
         seconds = (output.time_to_first_token_s or 0.0) + (output.decode_s or 0.0)
-        passes = 1 + stats.num_plain_steps + stats.num_spec_steps
-        return cls(token_ids=answer.token_ids, text=answer.text, seconds=seconds, passes=passes)
+        return cls(token_ids=answer.token_ids, text=answer.text, seconds=seconds, passes=stats.num_passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +75,13 @@ class Answered:
 
 
 def figures(answers: Sequence[Answered]) -> dict[str, float]:
-    """Tokens per second of both arms, their ratio, and tokens per target pass, over all of some answers."""
+    """Tokens per second of both arms, their ratio, and tokens per pass, over all of some answers."""
     speeds = {arm: _total(answers, arm, "tokens") / (_total(answers, arm, "seconds") or 1e-9) for arm in ARMS}
-    per_pass = _total(answers, "speculative", "tokens") / (_total(answers, "speculative", "passes") or 1)
+    tokens, passes = (round(_total(answers, "speculative", what)) for what in ("tokens", "passes"))
     return {
         **{f"{arm}_tokens_per_second": round(speed, 2) for arm, speed in speeds.items()},
         "speedup": round(speeds["speculative"] / (speeds["plain"] or 1e-9), 3),
-        "tokens_per_pass": round(per_pass, 3),
+        "tokens_per_pass": round(tokens_per_pass(tokens, passes), 3),
     }
 
 

@@ -168,6 +168,6 @@ def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
     best = tuned.best
     console.out().print(
         f"{output}: {len(skip)} of {2 * found.num_layers} sub-layers skipped ({', '.join(skip)}), "
-        f"chains of {best.num_speculative_tokens}: {best.mean_acceptance_length:.2f} tokens per pass, "
+        f"chains of {best.num_speculative_tokens}: mean acceptance length {best.mean_acceptance_length:.2f}, "
         f"{best.ms_per_token:.3g} ms per token, plainly {tuned.plain_ms:.3g}"
     )

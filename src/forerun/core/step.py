@@ -321,12 +321,15 @@ def _raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
 def _verified(row: Row, scores: Scores, index: int, name: str) -> Verified:
     tree, target = scores.trees[index], scores.row(index)
     verdict = rule_named(name).verify(tree, target, row.rng())
+    accepted = set(verdict.path)
     for length, node in enumerate(verdict.path):
         if tree.tokens[node] in row.stop_ids:
+            # The stop token was drafted and accepted, too: it ends the path as the next token, with nothing behind it.
+            accepted = set(verdict.path[: length + 1])
             verdict = Verdict(path=verdict.path[:length], next_token=tree.tokens[node], kind=Source.DRAFT)
             break
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-    nodes = _traced_nodes(tree, target, set(verdict.path)) if row.traced else ()
+    nodes = _traced_nodes(tree, target, accepted) if row.traced else ()
     wanted = row.sampler.params.logprobs is not None
     logprobs = target.logprobs((0, *verdict.path), tokens) if wanted else None
     return Verified(verdict, tokens, name, nodes, logprobs)

@@ -1,12 +1,14 @@
-"""The small models that ship with forerun, and the held-out files and edits that serve as prompts. Imports no torch.
+"""The demo models, and the held-out files and edits that serve as prompts. Imports no torch.
 
-Wherever a model is named, ``demo`` means the shipped target, ``demo-draft`` its draft model and ``demo-eagle3`` its
-EAGLE-3 head. How they were trained is in ``recipes/demo``; what they are, in the ``README.md`` next to each.
+Wherever a model is named, ``demo`` means the demo target, ``demo-draft`` its draft model and ``demo-eagle3`` its
+EAGLE-3 head. A checkout has them beside this file; to others the package ``forerun-demo`` brings them. How they were
+trained is in ``recipes/demo``; what they are, in the ``README.md`` next to each.
 ``smollm2`` means SmolLM2-135M-Instruct, a small real model, which is downloaded at its first use.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from typing import Any
 from forerun.errors import ArgumentError, CheckpointError
 
 FOLDER = Path(__file__).parent
-MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}  # Name of a shipped model -> its folder
+MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}  # Name of a demo model -> its folder
+PACKAGE = "forerun_demo"  # Has these folders where forerun was not installed from a checkout
 REAL = "smollm2"  # The name of a real model that is downloaded, unless there is a directory of that name
 CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length is asked for
 
@@ -30,10 +33,10 @@ class Prompt:
 
 
 def resolve(name: str | Path) -> str | Path:
-    """Return the folder of a shipped model for its name, SmolLM2's file for ``smollm2``; anything else unchanged.
+    """Return the folder of a demo model for its name, SmolLM2's file for ``smollm2``; anything else unchanged.
 
     Raises:
-        CheckpointError: the files of a shipped model are missing.
+        CheckpointError: the demo models are not installed.
         DownloadError: SmolLM2 is not here yet, and cannot be downloaded.
     """
     if str(name) == REAL and not Path(name).exists():
@@ -42,12 +45,26 @@ def resolve(name: str | Path) -> str | Path:
         return smollm2()
     if str(name) not in MODELS:
         return name
-    folder = FOLDER / MODELS[str(name)]
-    if not (folder / "config.json").is_file():
+    folder = folder_of(str(name))
+    if folder is None:
         raise CheckpointError(
-            f"the shipped model {str(name)!r} is missing from {folder}; train it with: python recipes/demo/make.py"
+            f"the demo model {str(name)!r} is not installed: pip install forerun-demo brings it. Or name another: "
+            f"a directory, a hub id, a GGUF file, or {REAL}, a small real one that is downloaded once"
         )
     return folder
+
+
+def folder_of(name: str) -> Path | None:
+    """Return the folder of a demo model, None where the models are not installed."""
+    package = importlib.util.find_spec(PACKAGE)
+    roots = [FOLDER, *map(Path, package.submodule_search_locations or ())] if package else [FOLDER]
+    folders = (root / MODELS[name] for root in roots)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def is_target(name: str | Path) -> bool:
+    """Return whether a model's name, or its folder, is the demo target's."""
+    return str(name) == "demo" or Path(name) == folder_of("demo")
 
 
 def prompts() -> list[Prompt]:

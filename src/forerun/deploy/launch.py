@@ -19,7 +19,7 @@ from forerun.deploy.schedule import Forecast, Stretch
 from forerun.drafters import AUTO, checked_options, default_length, entry_named, outside
 from forerun.drafters.heads.kinds import KINDS, named
 from forerun.engine.config import SpeculativeConfig, arms_of
-from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.manifests import read_object
 
 if TYPE_CHECKING:
@@ -390,7 +390,7 @@ class Engine(ABC):
 def engine_named(name: str) -> Engine:
     """The engine of that name; an ArgumentError names the nearest where there is none."""
     if name not in ENGINES:
-        raise ArgumentError(f"unknown engine {name!r}; there are {', '.join(ENGINES)}.{nearest(name, ENGINES)}")
+        raise ArgumentError(f"unknown engine {name!r}.{choices(name, ENGINES)}")
     return named(ENGINES[name])()  # type: ignore[no-any-return]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forerun.drafters.heads.kinds import KINDS, named
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter, DrafterSetup
@@ -141,8 +141,8 @@ def entry_named(name: str) -> Entry:
     if outside(name):
         return _from_outside(name)
     raise ArgumentError(
-        f"unknown drafter {name!r}; there are {', '.join(known)}, and module:Class for one of your own."
-        f"{nearest(name, known)}"
+        f"unknown drafter {name!r}.{choices(name, known)} A file of your own is named module:Class; `forerun drafters` "
+        "says what each is."
     )
 
 
@@ -188,8 +188,7 @@ def checked_options(name: str, options: Mapping[str, Any]) -> Any:
     known = [field.name for field in fields]
     for option in options:
         if option not in known:
-            hint = nearest(option, known)
-            raise ArgumentError(f"drafter {name!r} has no option {option!r}; it has {', '.join(known)}.{hint}")
+            raise ArgumentError(f"drafter {name!r} has no option {option!r}.{choices(option, known, 'It has')}")
     unset = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [f.name for f in fields if (f.default, f.default_factory) == unset and f.name not in options]
     if missing:

@@ -236,9 +236,11 @@ class Completion:
         self.request.last_token_at = time.perf_counter()
         if prefilled:
             self.request.first_token_at = self.request.first_token_at or self.request.last_token_at
+            self.stats.begin(len(new))
             return
         accepted = sum(token.source is Source.DRAFT for token in new)
-        self.stats.record(drafted=emitted.drafted, depth=emitted.depth, accepted=accepted, rule=emitted.trace.rule)
+        drafted, rule = emitted.drafted, emitted.trace.rule
+        self.stats.record(tokens=len(new), drafted=drafted, depth=emitted.depth, accepted=accepted, rule=rule)
         self.stats.drafter_errors = self.row.drafter_errors
         if self.request.trace:
             self.traces.append(emitted.trace)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS, drafter_class, entry_named, methods
-from forerun.errors import ArgumentError, DataError, nearest
+from forerun.errors import ArgumentError, DataError, choices
 from forerun.manifests import read_object
 
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
@@ -158,8 +158,8 @@ def arms_of(config: SpeculativeConfig, *, every: bool = False) -> list[Speculati
     for option in config.options:
         if option not in _AUTO_OPTIONS:
             raise ArgumentError(
-                f"{AUTO} has no option {option!r}; it has {', '.join(_AUTO_OPTIONS)}; options of a drafter belong into "
-                f"its own entry of drafters.{nearest(option, _AUTO_OPTIONS)}"
+                f"{AUTO} has no option {option!r}.{choices(option, _AUTO_OPTIONS, 'It has')} Options of a drafter "
+                "belong into its own entry of drafters."
             )
     named = _named(config)
     taken = {arm.method for arm in named} | (frozenset() if every else _COVERED)

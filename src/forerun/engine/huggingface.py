@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from forerun.engine.llm import LLM
-from forerun.engine.prompts import NEUTRAL
 from forerun.errors import ArgumentError
+from forerun.params import NEUTRAL
 from forerun.types import LogitsProcessor, SamplingParams
 
 _SLOT_STEP = 512

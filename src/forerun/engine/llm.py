@@ -241,10 +241,20 @@ class LLM:
             tools: functions that the model may call: ``[{"type": "function", "function": {"name": ..., ...}}]``.
             template: more variables, e.g. ``enable_thinking=False``; ``continue_final_message``, as in transformers.
         """
-        if self.tokenizer is None or not self.tokenizer.chat_template:
+        if self.tokenizer is None or not self.has_chat_template:
             raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
         encode = partial(self._reader.encode, "prompt", add_special_tokens=False)
         return conversation(self.tokenizer, messages, tools, template, encode)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat_prompt` can be asked."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How the checkpoint asks to be sampled, by its ``generation_config.json``: what a request takes where it says
+        nothing itself."""
+        return self._reader.resolve(SamplingParams())
 
     def read_prompt(self, prompt: Prompt, sampling_params: SamplingParams) -> dict[str, Any]:
         """A prompt as `chat_prompt` gives one: its text, where it is read whole, and the token ids that are read.

@@ -28,7 +28,7 @@ from forerun.engine.completion import AnswerText, Completion, Detokenizer, Reque
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
 from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, nearest
-from forerun.params import token_ids
+from forerun.params import NEUTRAL, token_ids
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 the answer, text or token ids, for the drafter of that name. Ids may be an array or tensor of one dimension."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "prediction")
-
-NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)

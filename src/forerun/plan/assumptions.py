@@ -17,7 +17,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices, nearest
 from forerun.plan.theory import alpha_of
 
 
@@ -52,7 +52,7 @@ def text_named(name: str) -> Text:
     """A kind of text; an ArgumentError names the nearest where there are no figures for it."""
     key = name.lower()
     if key not in TEXTS:
-        raise ArgumentError(f"no figures for text {name!r}; there are {', '.join(TEXTS)}.{nearest(key, TEXTS)}")
+        raise ArgumentError(f"no figures for text {name!r}.{choices(key, TEXTS)}")
     return TEXTS[key]
 
 
@@ -108,8 +108,8 @@ def device_named(name: str) -> Device:
     """A device by its name, with or without maker and form factor; ArgumentError: it is not in the table."""
     key = _AROUND.sub("", re.sub(r"[-_ ]", "", name.lower()))
     if key not in DEVICES:
-        known = f"there are {', '.join(DEVICES)}.{nearest(key, DEVICES)} For another one give --tflops and --bandwidth"
-        raise ArgumentError(f"unknown device {name!r}; {known}")
+        known = f"{choices(key, DEVICES)} For another one give --tflops and --bandwidth"
+        raise ArgumentError(f"unknown device {name!r}.{known}")
     return DEVICES[key]
 
 
@@ -118,7 +118,7 @@ def dtype_named(name: str) -> str:
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in BYTES:
         near = nearest(key, [*_ALIASES, *BYTES])
-        raise ArgumentError(f"unknown dtype {name!r}; there are bf16, fp16, fp32, fp8, int8, int4.{near}")
+        raise ArgumentError(f"unknown dtype {name!r}.{near} There are bf16, fp16, fp32, fp8, int8, int4.")
     return key
 
 

@@ -118,17 +118,19 @@ def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, dept
 class Verdict:
     """Worth it or not, and with what."""
 
-    worth_it: bool
+    worth_it: bool | None  # None where nothing says what drafting or verifying costs
     method: str | None  # A drafter of `forerun drafters`; None where plain decoding is best
     words: str
     notes: list[str] = field(default_factory=list)
 
 
-def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None) -> Verdict:
-    """The verdict for the `drafter` that was measured, or for what published figures favour for a kind of `text`."""
+def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None, uncosted: Sequence[str] = ()) -> Verdict:
+    """The verdict for the `drafter` that was measured, or for what published figures favour for a kind of `text`.
+    `uncosted`: drafting, verifying or both, where nothing says what they cost: then a gain is a bound, which can refute
+    and not promise."""
     best = found.best
     gain = f"{best.speedup:.2f} x plain decoding with K = {best.k}"
-    free = "the longest looked at: drafting and verifying count as free, so longer is always better"
+    free = "the longest looked at, for nothing here makes a longer draft cost more"
     gain += f", {free}" if found.unbounded else f" at batch {load.rows}"
     if found.asked.k != best.k:
         gain += f" (K = {found.asked.k}: {found.asked.speedup:.2f} x)"
@@ -137,6 +139,10 @@ def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None) -> 
     if best.speedup < A_LITTLE:
         return Verdict(worth_it=False, method=None, words=f"not worth it: {gain}", notes=_why_not(found, load))
     method, notes = (drafter, list[str]()) if drafter is not None else _method(text, load.rows)
+    if uncosted:
+        words = f"no verdict: nothing says what {' and '.join(uncosted)} cost{'s' if len(uncosted) == 1 else ''}"
+        words += f"; at most {gain}" if len(uncosted) == 1 else ""
+        return Verdict(worth_it=None, method=None, words=words, notes=[] if text is None else notes)
     how = "worth it" if best.speedup >= WORTH_IT else "a small gain, measure before you rely on it"
     return Verdict(worth_it=True, method=method, words=f"{how}: {gain}", notes=notes)
 

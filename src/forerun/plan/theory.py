@@ -22,7 +22,7 @@ WORTH = 1.02  # Speed-ups below this are within what a measurement cannot tell f
 
 
 def expected_tokens_per_pass(alpha: float, k: int) -> float:
-    """Leviathan's E: (1 - alpha^(k+1)) / (1 - alpha) tokens a pass of `k` drafted ones."""
+    """Leviathan's E: (1 - alpha^(k+1)) / (1 - alpha) tokens per pass, `k` of which are drafted."""
     return tokens_of(geometric(alpha, k))
 
 

@@ -53,7 +53,8 @@ class Trial:
         """The counts, as an answer's."""
         stats = SpeculationStats()
         for done in self.steps:
-            stats.record(drafted=done.drafted, depth=done.depth, accepted=done.accepted)
+            tokens = done.accepted + 1
+            stats.record(tokens=tokens, drafted=done.drafted, depth=done.depth, accepted=done.accepted)
         return stats
 
     @property
@@ -84,8 +85,8 @@ class Trial:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Over all steps, those without a draft included."""
-        return 1 + sum(done.accepted for done in self.steps) / len(self.steps) if self.steps else 1.0
+        """Over all steps, those without a draft included; a forecast for long answers, so the prompts' are left out."""
+        return self.stats.tokens_per_pass
 
     @property
     def nodes(self) -> float:

@@ -403,12 +403,14 @@ def _usage(prompt: int, completion: int) -> dict[str, Any]:
 
 
 def speculation_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """vLLM's per-request statistics, as NVIDIA AIPerf and ``vllm bench`` read them."""
+    """vLLM's per-request statistics, as NVIDIA AIPerf and ``vllm bench`` read them, behind two figures of ours."""
     stats = _pooled(outputs)
     reached = [stats.num_spec_steps, *stats.accepted_per_depth]
     histogram = [steps - deeper for steps, deeper in zip(reached, [*reached[1:], 0], strict=True)]
     return {
         "speculative_decoding": {
+            "tokens_per_pass": stats.tokens_per_pass,
+            "num_passes": stats.num_passes,
             "mean_acceptance_length": stats.mean_acceptance_length,
             "draft_acceptance_rate": stats.draft_acceptance_rate,
             "acceptance_histogram": histogram,

@@ -39,7 +39,7 @@ class RequestRecord:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     ttft_s: float | None = None  # Time to the first token, seconds; the longest of several prompts'
-    tokens_per_step: float | None = None  # Tokens of a target pass in which something was drafted, bonus included
+    tokens_per_pass: float | None = None  # All tokens over all passes of the target
     finish_reasons: list[str] = field(default_factory=list)
     prompts: list[Any] = field(default_factory=list)  # Only where the operator asked for them
     _stats: SpeculationStats = field(default_factory=SpeculationStats, init=False)
@@ -54,7 +54,7 @@ class RequestRecord:
             self.ttft_s = max(self.ttft_s or 0.0, output.time_to_first_token_s)
         for answer in answers:
             self._stats.add(answer.speculation)
-        self.tokens_per_step = self._stats.mean_acceptance_length
+        self.tokens_per_pass = self._stats.tokens_per_pass
 
     def fields(self) -> dict[str, Any]:
         """What is worth writing, in the order above."""

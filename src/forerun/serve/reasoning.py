@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 from forerun.serve.tools.incoming import Incoming, Kind, Steps
 
 
@@ -38,8 +38,8 @@ def marks_of(parser: str, template: str) -> Marks | None:
     if len(both) == 2:
         return Marks(both[0], both[1])
     known = ("auto", "none", *PARSERS)
-    expected = f"one of {', '.join(known)}, or two marks such as '<think> </think>'"
-    raise ArgumentError(f"reasoning-parser is {expected}, got {parser!r}.{nearest(parser, known)}")
+    marks = "or give two marks such as '<think> </think>'"
+    raise ArgumentError(f"there is no reasoning-parser {parser!r}.{choices(parser, known)[:-1]}; {marks}.")
 
 
 def begins_inside(marks: Marks, prompt: str) -> bool:

@@ -331,6 +331,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "forerun:answers_refused": ("Answers that the engine refused after they were taken on.",),
     "forerun:connections_refused": ("Connections cut, by reason.", "code"),
     "forerun:http_requests": ("Requests by path and status.", "route", "status"),
+    "forerun:passes": ("Target passes that gave tokens, by answer: generation tokens over these are tokens per pass.",),
     "vllm:spec_decode_num_drafts": ("Target passes in which something was drafted.",),
     "vllm:spec_decode_num_draft_tokens": ("Drafted tokens.",),
     "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted.",),
@@ -406,6 +407,7 @@ class Metrics(Collector):
             self.count("vllm:generation_tokens", len(answer.token_ids))
             self.count("vllm:request_success", 1, answer.finish_reason or "abort")
             stats = answer.speculation
+            self.count("forerun:passes", stats.num_passes)
             self.count("vllm:spec_decode_num_drafts", stats.num_spec_steps)
             self.count("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
             self.count("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forerun.drafters.heads.kinds import kind_named
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 from forerun.training.loop.settings import STRICT, Count, Natural, TrainSettings, complaint
 from forerun.training.objectives import objective_for
 
@@ -158,7 +158,7 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
     key = ".".join(path)
     if found["type"] == "unexpected_keyword_argument":
         known, where = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))], key[: -len(path[-1])]
-        return f"unknown key {key!r}; there are {', '.join(where + name for name in known)}.{nearest(path[-1], known)}"
+        return f"unknown key {key!r}.{choices(key, [where + name for name in known])}"
     hint = _type_at(path, settings)
     if found["type"] == "missing" and len(path) == len(found["loc"]):
         return f"{key} is missing"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import ArgumentError, UnsupportedModelError, nearest
+from forerun.errors import ArgumentError, UnsupportedModelError, choices
 from forerun.model.layers import is_quantised
 
 STYLES = ("llama", "mistral", "qwen2", "qwen3")
@@ -69,8 +69,8 @@ def _checked(options: Mapping[str, Any], config: Any) -> list[int]:
     known = ("layers", *WIDTHS)
     for name in options:
         if name not in known:
-            hint = nearest(name, known)
-            raise ArgumentError(f"a target cannot be shrunk by {name!r}; draft.options has {', '.join(known)}.{hint}")
+            hint = choices(name, known, "draft.options has")
+            raise ArgumentError(f"a target cannot be shrunk by {name!r}.{hint}")
     most = {"layers": config.num_hidden_layers} | {name: getattr(config, name) for name in WIDTHS}
     chosen = options.get("layers", config.num_hidden_layers)
     listed = isinstance(chosen, Sequence) and not isinstance(chosen, str)

@@ -14,7 +14,7 @@ from torch import nn
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.drafters.heads.base import Head, check_fits
 from forerun.drafters.heads.kinds import HeadKind, Role, kind_named, named
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.store import loaded_from, target_hash
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
@@ -62,8 +62,7 @@ class Trained(ABC):
         known = metric_names(self.drafts_by, recipe.evaluation.settings.num_speculative_tokens)
         if (metric := recipe.training.best_metric) is not None and metric not in known:
             raise ArgumentError(
-                f"training.best_metric={metric!r} is not among the values of evaluation: {', '.join(known)}."
-                f"{nearest(metric, known)}"
+                f"training.best_metric={metric!r} is not among the values of evaluation.{choices(metric, known)}"
             )
 
     @abstractmethod

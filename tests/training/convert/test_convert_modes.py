@@ -168,7 +168,7 @@ def test_what_a_dflash_configuration_means() -> None:
         (("dflash", {"dflash_loss_objective": "edr"}), "must be dpace or decay"),
         (("dflash", {"dflash_confidence_head_alpha": 1.0}), "forerun train dspark"),
         (("mtp", {"mtp_steps": 2.5}), "mtp_steps must be of the type int"),
-        (("hydra", {}), "there is no mode 'hydra'; there are eagle, medusa, dflash, mtp.*forerun train"),
+        (("hydra", {}), "there is no mode 'hydra'. There are eagle, medusa, dflash, mtp.*forerun train"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(mode: Any, message: str) -> None:

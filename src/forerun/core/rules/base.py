@@ -15,7 +15,7 @@ from typing import ClassVar
 from forerun.core.probs import NodeProbs
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 from forerun.types import DraftKind, Source, Verdict
 
 RULES: dict[str, str] = {
@@ -61,7 +61,7 @@ def rule_named(name: str) -> Rule:
     """The rule of that name; one of each will do, for rules keep nothing from one tree to the next. ArgumentError:
     there is none; the message names the nearest."""
     if name not in RULES:
-        raise ArgumentError(f"unknown verification rule {name!r}; there are {', '.join(RULES)}.{nearest(name, RULES)}")
+        raise ArgumentError(f"unknown verification rule {name!r}.{choices(name, RULES)}")
     module, _, attribute = RULES[name].partition(":")
     rule: Rule = getattr(importlib.import_module(module), attribute)()
     return rule

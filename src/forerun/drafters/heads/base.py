@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
+from forerun.errors import ArgumentError, VocabularyMismatchError, choices
 from forerun.types import Boundary
 
 Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
@@ -70,8 +70,8 @@ class HeadConfig:
         config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
             if name not in known:
-                has = f"it has {', '.join(known)}.{nearest(name, known)}"
-                raise ArgumentError(f"a head of the kind {kind} has no option {name!r}; {has}")
+                has = choices(name, known, "It has")
+                raise ArgumentError(f"a head of the kind {kind} has no option {name!r}.{has}")
         check_types(cls, given, f"a head of the kind {kind}")
         shape = {
             "target_hidden_size": config.hidden_size,

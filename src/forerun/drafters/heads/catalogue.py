@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from forerun import demo
 from forerun.drafters.heads.kinds import KINDS
 
 
@@ -24,9 +25,9 @@ class KnownHead:
     """eagle (flat, SpecForge and SGLang), speculators, modelopt, dflash, transformers, a whole draft model, or pickle,
     which is never opened; None where it is not said."""
     boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
-    acceptance_length: float | None = None  # Tokens per target pass as reported, under `conditions` alone
+    acceptance_length: float | None = None  # Mean acceptance length as reported, under `conditions` alone
     conditions: str = ""
-    url: str  # Where the id was found
+    url: str = ""  # Where the id was found
 
     @property
     def loadable(self) -> bool:
@@ -35,6 +36,16 @@ class KnownHead:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries) if self.boundaries else None)
+
+
+SHIPPED = KnownHead(
+    target="demo",
+    model="demo-eagle3",
+    publisher="forerun",
+    collection="the demo models",
+    format="eagle",
+)
+"""The head of the demo model, which no hub has."""
 
 
 @cache
@@ -48,6 +59,8 @@ def known_heads() -> tuple[KnownHead, ...]:
 def suggest(target_name: str) -> list[KnownHead]:
     """Heads for a target (hub id, or a directory named like it). ``X`` also finds heads for ``X-Instruct`` and the
     reverse, after the exact ones: reports are not always precise."""
+    if demo.is_target(target_name):
+        return [SHIPPED]
     wanted = _short(target_name)
     loose = wanted.removesuffix("-instruct")
     found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]

@@ -238,8 +238,8 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
         heads = (found for found in suggest(target.name_or_path) if found.drafter == kind.stored_as)
         known = ", ".join(found.model for found in heads if found.loadable)
         raise ArgumentError(
-            f"{kind.name} needs a head: model=DIRECTORY or a hub id; known for {target.name_or_path}: "
-            f"{known or 'none'}. To train one: forerun train {kind.stored_as} --help"
+            f"{kind.name} needs a head: name its directory or hub id with --drafter-model (in Python: model). Known "
+            f"for {target.name_or_path}: {known or 'none'}. To train one: forerun train {kind.stored_as} --help"
         )
     if isinstance(head, str | Path):
         from forerun.model.names import resolve

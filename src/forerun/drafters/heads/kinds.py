@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 
 if TYPE_CHECKING:
     from forerun.drafters.heads.base import Head
@@ -207,7 +207,7 @@ KINDS: dict[str, HeadKind] = {
 def kind_named(name: str) -> HeadKind:
     """The kind of that name; an ArgumentError names the nearest where there is none."""
     if name not in KINDS:
-        raise ArgumentError(f"unknown kind of head {name!r}; there are {', '.join(KINDS)}.{nearest(name, KINDS)}")
+        raise ArgumentError(f"unknown kind of head {name!r}.{choices(name, KINDS)}")
     return KINDS[name]
 
 

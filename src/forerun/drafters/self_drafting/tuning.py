@@ -25,6 +25,7 @@ from forerun.drafters.base import DrafterSetup
 from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLayersDrafter
 from forerun.drafters.self_drafting.skipping import PARTS, Search, SkipSet, Space, Sublayer, every, names
 from forerun.errors import ForerunError
+from forerun.figures import mean_acceptance_length
 from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.types import SamplingParams
@@ -112,7 +113,7 @@ class Worth:
     skip: SkipSet
     num_speculative_tokens: int
     ms_per_token: float
-    mean_acceptance_length: float  # Tokens per pass of the target, bonus included, at that length
+    mean_acceptance_length: float  # At that length; every pass verifies a draft
     draft_ms: float  # One drafted token
 
     def record(self) -> dict[str, object]:
@@ -127,7 +128,7 @@ def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> 
     draft_ms = costs.draft_ms(skip, layers)
 
     def at(length: int) -> Worth:
-        tokens = 1 + sum(min(count, length) for count in accepted) / len(accepted)
+        tokens = mean_acceptance_length(sum(min(count, length) for count in accepted), len(accepted))
         cost = (length * draft_ms + costs.verify_ms[length]) / tokens
         figures = {"ms_per_token": cost, "mean_acceptance_length": tokens, "draft_ms": draft_ms}
         return Worth(skip=skip, num_speculative_tokens=length, **figures)

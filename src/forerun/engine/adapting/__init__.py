@@ -17,7 +17,7 @@ from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS, entry_named
 from forerun.engine.config import SpeculativeConfig, arms_of
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class AdaptConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
-                raise ArgumentError(f"adapt has no field {name!r}; it has {', '.join(known)}.{nearest(name, known)}")
+                raise ArgumentError(f"adapt has no field {name!r}.{choices(name, known, 'It has')}")
         try:
             return cls(**values)
         except TypeError as error:

@@ -151,7 +151,7 @@ function summarise(found) {
   const lossy = fast.moments.find((moment) => moment.step && !moment.step.lossless);
   const cards = [
     [`${(fast.perSecond / plain.perSecond).toFixed(2)} x`, "speed-up of decoding", fast.perSecond >= plain.perSecond ? "good" : "bad"],
-    [fast.counts.mean_acceptance_length.toFixed(2), "tokens per drafted pass", ""],
+    [fast.counts.tokens_per_pass.toFixed(2), "tokens per pass", ""],
     [`${Math.round(100 * fast.counts.draft_acceptance_rate)} %`, "of drafted tokens accepted", ""],
     [`${fast.moments.length - 1} / ${plain.moments.length - 1}`, "passes, speculative / plain", ""],
     temperature === 0

@@ -5,7 +5,7 @@ The most particular formats come first: the first whose signs a chat template sh
 
 from __future__ import annotations
 
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 from forerun.serve.tools.base import ToolFormat
 from forerun.serve.tools.deepseek_v3 import DeepSeekV3
 from forerun.serve.tools.glm45 import Glm45
@@ -23,7 +23,7 @@ def check_parser(name: str) -> None:
     """Refuse an unknown ``--tool-call-parser``."""
     known = ("auto", "none", *FORMATS)
     if name not in known:
-        raise ArgumentError(f"tool-call-parser is one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")
+        raise ArgumentError(f"there is no tool-call-parser {name!r}.{choices(name, known)}")
 
 
 def format_of(parser: str, template: str) -> type[ToolFormat] | None:

@@ -21,7 +21,7 @@ from forerun.drafters.heads.base import Head, HeadConfig
 from forerun.drafters.heads.dflash import DFlashConfig
 from forerun.drafters.heads.kinds import kind_named, named
 from forerun.drafters.heads.medusa import MedusaConfig
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, choices
 from forerun.training.batch import Objective
 from forerun.training.convert.settings import (
     DTYPES,
@@ -309,7 +309,7 @@ def read_mode(mode: Any) -> Mode:
             )
     if name not in MODES:
         raise ArgumentError(
-            f"convert: there is no mode {name!r}; there are {', '.join(MODES)}.{nearest(str(name), MODES)} Heads of "
+            f"convert: there is no mode {name!r}.{choices(str(name), MODES)} Heads of "
             "other kinds are trained with `forerun train KIND`"
         )
     return MODES[name]({} if config is None else config)

@@ -1,0 +1,1 @@
+"""The files of forerun's demo models; `forerun.demo` finds them here."""
