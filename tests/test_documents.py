@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import runpy
@@ -13,7 +14,9 @@ import yaml
 
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
+from forerun.certify.contract import CHECKS, Subject
 from forerun.drafters import DRAFTERS
+from forerun.drafters.base import DraftContext
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -72,18 +75,31 @@ def test_links_lead_somewhere() -> None:
             assert not heading or heading in anchors(there), f"{page.name}: {target}#{heading}"
 
 
-def test_the_drafter_on_its_page_works(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file of the reader's own."""
+@pytest.mark.parametrize(("number", "name"), [(0, "EchoDrafter"), (1, "AfterDrafter")])
+def test_a_drafter_on_its_page_works(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    """As a file of the reader's own, which keeps its contract."""
     page = (ROOT / "docs/write-a-drafter.md").read_text(encoding="utf-8")
-    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
-    (tmp_path / "echo_on_a_page.py").write_text(code, encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[number]
+    (tmp_path / f"on_a_page_{number}.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
 
-    llm = LLM(checkpoint, speculative_config={"method": "echo_on_a_page:EchoDrafter", "adaptive": False})
+    config = {"method": f"on_a_page_{number}:{name}", "adaptive": False}
+    subject = Subject(config=config)
+    assert [said for look in CHECKS.values() for passed, said in [look(subject)] if not passed] == []
+    llm = LLM(checkpoint, speculative_config=config)
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = llm.generate(["the cat"], params, speculative=False)[0].outputs[0]
-    echo = llm.generate(["the cat"], params)[0].outputs[0]
-    assert echo.token_ids == plain.token_ids and echo.speculation.num_draft_tokens > 0
+    drafted = llm.generate(["the cat"], params)[0].outputs[0]
+    assert drafted.token_ids == plain.token_ids and drafted.speculation.num_draft_tokens > 0
+
+
+def test_the_page_names_every_field_of_the_context() -> None:
+    page = (ROOT / "docs/write-a-drafter.md").read_text(encoding="utf-8")
+    hidden = {"cache_salts", "adapt", "failures"}  # of which the page names `salt` and `fail`
+    fields = {field.name for field in dataclasses.fields(DraftContext)} - hidden
+    assert not {name for name in fields if f"context.{name}" not in page}
 
 
 def test_the_menu_of_the_site_has_every_page() -> None:

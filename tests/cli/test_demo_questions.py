@@ -137,4 +137,4 @@ def test_without_a_network_the_shipped_pair_is_shown_and_one_line_says_so(
 
 def test_offline_takes_the_shipped_model_alone(forerun: Forerun) -> None:
     ran = forerun("demo", "some/model", "--offline")
-    assert ran.code == 2 and "--offline takes the shipped model, and some/model was named" in ran.err
+    assert ran.code == 2 and "--offline takes the demo model, and some/model was named" in ran.err

@@ -50,7 +50,21 @@ def record(ran: Ran) -> dict[str, Any]:
 def test_tokens_per_pass_without_a_model(forerun: Forerun) -> None:
     found = record(forerun("plan", "--alpha", 0.7, "-k", 5, "--json"))
     assert found["expected_tokens_per_pass"] == pytest.approx(2.941, abs=1e-3) and found["k"] == 5
-    assert found["alpha"] == pytest.approx(0.7) and found["worth_it"] and found["assumptions"]
+    assert found["alpha"] == pytest.approx(0.7) and found["assumptions"]
+
+
+def test_there_is_no_verdict_without_costs(forerun: Forerun) -> None:
+    """Neither a speed-up, if nothing is known; a bound, which can refute and not promise, if one of both is."""
+    nothing = record(forerun("plan", "--alpha", 0.7, "-k", 5, "--json"))
+    assert [nothing[key] for key in ("worth_it", "speedup", "best_k", "best_speedup", "break_even_batch")] == [None] * 5
+    said = forerun("plan", "--alpha", 0.7, "-k", 5).out
+    assert "no verdict: nothing says what drafting and verifying cost" in said and " x" not in said.replace("  x", "")
+    device = ("--params", "8e9", "--device", "h100")
+    for one in (("--draft-cost", 0.1), device):
+        bound = record(forerun("plan", "--alpha", 0.7, *one, "--json"))
+        assert bound["worth_it"] is None and bound["speedup"] > 1 and "at most" in bound["verdict"]
+    assert record(forerun("plan", "--alpha", 0.7, "--draft-cost", 0.1, *device, "--json"))["worth_it"] is True
+    assert record(forerun("plan", "--alpha", 0.1, "--draft-cost", 0.9, "--json"))["worth_it"] is False
 
 
 def test_paper_needs_no_torch() -> None:

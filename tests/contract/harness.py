@@ -29,6 +29,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
 from forerun.certify.checks import Plan, draws_for
+from forerun.certify.contract import PROMPT, PROMPTS, SLOTS, VOCABULARY  # noqa: F401 - the tests' prompts
+from forerun.certify.contract import tiny_target as model
 from forerun.core.rules.base import RULES, default_rule, rule_named
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
@@ -51,16 +53,11 @@ from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
-from llamas import HEAD_SIZES, tiny_llama
+from llamas import HEAD_SIZES
 from selection import one_of_each
 
-VOCABULARY = 12
 NEVER = 6
 """A token that the distribution under test never gives."""
-SLOTS = 128
-PROMPT = [1, 5, 3, 1, 5, 7, 2, 1, 5]
-"""Its end occurred twice before, with different continuations: a copying drafter has something to copy."""
-PROMPTS = [PROMPT, [3], [4, 9, 4, 9, 4], [2, 2, 2, 2, 2, 2], [11, 0, 7, 6, 5, 4, 3, 2, 1, 0, 11, 0, 7]]
 
 
 def weary(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -90,17 +87,6 @@ TESTS = 128
 """More than there are statistical tests."""
 _greedy_answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
 LEVEL = FAMILY / TESTS
-
-
-@functools.cache
-def model(seed: int = 0) -> LlamaForCausalLM:
-    """A random Llama in float32 whose distributions are neither flat nor peaked."""
-    generator = torch.Generator().manual_seed(seed)
-    made = tiny_llama(VOCABULARY, max_position_embeddings=SLOTS)
-    for name, parameter in made.named_parameters():
-        if "norm" not in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
-    return made
 
 
 @functools.cache

@@ -59,8 +59,7 @@ def certify(
         progress("loading the target as transformers runs it")
         reference = Reference.of(llm)
     run = Run(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
-    checks = [*_text_checks(run), *_distribution_checks(run)]
-    checks = [*_rule_checks(run), *checks]  # of the rules that were seen in the others
+    checks = examined(run)
     model, device, dtype = llm.target.name_or_path, str(llm.target.device), llm.target.dtype_name
     return Report(model=model, drafter=llm.speculative.method, dtype=dtype, device=device, checks=checks)
 
@@ -144,6 +143,12 @@ class Run:
                 for output in self.llm.generate(requests, list(params[some])):
                     self.rules.update(output.outputs[0].speculation.steps_per_rule)
                     yield output.outputs[0]
+
+
+def examined(run: Run) -> list[Check]:
+    """All checks of a run: the rules that were seen to verify drafts, greedy and seeded text, sampled distributions."""
+    checks = [*_text_checks(run), *_distribution_checks(run)]
+    return [*_rule_checks(run), *checks]
 
 
 def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[Tokens]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Model, 
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
-    from forerun.certify.checks import Report
+    from forerun.certify.checks import Check, Report
 
 
 _ROWS = 32  # Answers at once: the thousands of short ones are then drawn in a minute or two
@@ -86,13 +87,18 @@ def _texts(prompt_file: Path | None) -> list[str]:
     return [line for line in read_text(prompt_file, "prompts").splitlines() if line.strip()]
 
 
-def show_report(report: Report) -> None:
-    """Each check with its evidence, and a verdict, on stdout."""
-    out = console.out()
-    for check in report.checks:
+def show_checks(checks: Sequence[Check]) -> None:
+    """Each check with its evidence, on stdout."""
+    for check in checks:
         mark = Text("pass  ", "green") if check.passed else Text("FAIL  ", "bold red")
-        out.print(mark.append(check.name, "bold"))
-        out.print(Padding(Text(check.summary), (0, 0, 0, 6)))
+        console.out().print(mark.append(check.name, "bold"))
+        console.out().print(Padding(Text(check.summary), (0, 0, 0, 6)), soft_wrap=False)
+
+
+def show_report(report: Report) -> None:
+    """The checks and a verdict on stdout."""
+    out = console.out()
+    show_checks(report.checks)
     failed = sum(not check.passed for check in report.checks)
     what = f"{report.drafter} on {report.model}, {report.dtype} on {report.device}"
     verdict = Text("certified: ", "bold green") if report.passed else Text("not certified: ", "bold red")

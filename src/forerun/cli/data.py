@@ -58,7 +58,7 @@ def prepare(
         JSONL, JSON or parquet with `messages`, ShareGPT `conversations`, `prompt` and `completion`, or `text`;
         any other file is plain text.
     target
-        Directory or hub id of the model whose tokenizer and chat template to use; `demo` is the shipped one.
+        Directory or hub id of the model whose tokenizer and chat template to use; `demo` is the demo model.
     output
         Directory to write; must not hold anything yet.
     max_length

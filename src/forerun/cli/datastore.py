@@ -34,7 +34,7 @@ def build(
         JSONL, JSON or parquet with `text`, `messages`, ShareGPT `conversations`, or `prompt` and `completion`;
         any other file is plain text.
     target
-        Directory or hub id of the model that shall be drafted for; `demo` is the shipped one.
+        Directory or hub id of the model that shall be drafted for; `demo` is the demo model.
     tokenizer
         Directory or hub id of its tokenizer instead.
     output

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forerun.demo.scale import ScaledModel
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
-SHIPPED = "demo"  # The name of the shipped model
+SHIPPED = "demo"  # The name of the demo model
 QUESTION_TEMPERATURES = (0.0, 0.8)
 QUESTION_TOKENS = 96  # Of an answer to a real question, at most
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
@@ -78,32 +78,31 @@ def demo(
     Parameters
     ----------
     offline
-        Take the model of 14 M parameters that ships with forerun, and ask for an edit of code; the same as `forerun
-        demo demo`.
+        Take the demo model, of 14 M parameters, and ask for an edit of code; the same as `forerun demo demo`.
     scale
-        Enlarge the shipped model to about this many billion parameters first, and its heads with it. Its answers stay
+        Enlarge the demo model to about this many billion parameters first, and its heads with it. Its answers stay
         the same, its cost becomes real.
     prompt_name
-        Ask one question only: "chat", "edit" or "summary". Of the shipped model: which held-out file to continue
+        Ask one question only: "chat", "edit" or "summary". Of the demo model: which held-out file to continue
         ("chunk.py"), or which edit to ask for ("constant-2").
     temperature
-        By default 0, greedy, and 0.8; of the shipped model 0 for an edit and 0.8 for a file. Above 0, deterministic
+        By default 0, greedy, and 0.8; of the demo model 0 for an edit and 0.8 for a file. Above 0, deterministic
         drafts give the same text for a seed, sampled ones the same distribution.
     top_p
         Keep the smallest set of tokens whose mass reaches this.
     seed
         Of both arms above temperature 0.
     max_tokens
-        Most tokens of an answer, 96; of the shipped model 128 for a file, 64 of them enlarged, and 512 for an edit.
+        Most tokens of an answer, 96; of the demo model 128 for a file, 64 of them enlarged, and 512 for an edit.
     repeats
-        Timed runs of each arm with the shipped model; real questions are asked once.
+        Timed runs of each arm with the demo model; real questions are asked once.
     everything
         Let every drafter answer the same questions, at T = 0 and 1, and print one table.
     heads
         With --all: a folder of trained heads, each as `forerun train` leaves it.
     """
     if offline and model is not None:
-        raise ArgumentError(f"--offline takes the shipped model, and {model} was named; leave one of both out")
+        raise ArgumentError(f"--offline takes the demo model, and {model} was named; leave one of both out")
     if everything:
         return _all(model or SHIPPED, scale, max_tokens or 64, heads, loading, json=json)
     if heads is not None:
@@ -200,7 +199,7 @@ def _all(
 ) -> int:
     """``--all``; exit code 1 if a greedy answer differs by more than a numeric tie."""
     if model != SHIPPED:
-        raise ArgumentError(f"--all compares the drafters of the shipped model, demo; got {model}")
+        raise ArgumentError(f"--all compares the drafters of the demo model; got {model}")
     from forerun.cli import leaderboard, session
 
     board, path, note = leaderboard.entries(heads), model, None

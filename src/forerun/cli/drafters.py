@@ -1,15 +1,21 @@
-"""``forerun drafters``: what there is to draft with. Imports no torch."""
+"""``forerun drafters``: what there is to draft with, and the contract of a drafter of one's own. Imports no torch."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from cyclopts import App, Parameter
 from rich.text import Text
 
-from forerun.cli import console
-from forerun.cli.options import Json
+from forerun.cli import CHECK_FAILED, OK, console
+from forerun.cli.options import Json, key_value
 from forerun.drafters import methods
 
+drafters = App(name="drafters", help="List what there is to draft with, or check a drafter of your own.")
 
-def drafters(*, json: Json = False) -> int:
+
+@drafters.default
+def listed(*, json: Json = False) -> int:
     """List the drafters."""
     if json:
         told = ("needs_training", "lossless", "summary")
@@ -22,3 +28,41 @@ def drafters(*, json: Json = False) -> int:
         table.add_row(Text(name, "bold"), lossless, "yes" if entry.needs_training else "no", entry.summary)
     console.out().print(table)
     return 0
+
+
+@drafters.command
+def check(
+    drafter: str,
+    /,
+    *,
+    drafter_option: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    json: Json = False,
+) -> int:
+    """Check that a drafter keeps its contract, on a tiny random model. Exit code 1 if it does not.
+
+    Parameters
+    ----------
+    drafter
+        module:Class of your own, found in the folder that this runs in or in PYTHONPATH; or a name of forerun's.
+    drafter_option
+        key=value, an option of the drafter; may be repeated.
+    """
+    from forerun.certify.contract import check_drafter
+    from forerun.cli.certify import show_checks
+
+    config = {"method": drafter, **dict(key_value(pair) for pair in drafter_option)}
+    with console.telling("checking") as tell:
+        found = check_drafter(config, tell)
+    failed = sum(not one.passed for one in found)
+    if json:
+        checks = [{"name": one.name, "passed": one.passed, "summary": one.summary, **one.figures} for one in found]
+        console.write_json({"drafter": drafter, "passed": not failed, "checks": checks})
+    else:
+        show_checks(found)
+        if failed:
+            console.out().print(
+                Text(f"{drafter} breaks its contract: {failed} of {len(found)} checks failed", "bold red")
+            )
+        else:
+            console.out().print(Text(f"{drafter} keeps its contract", "bold green"))
+    return CHECK_FAILED if failed else OK

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from forerun.cli import console, options
 from forerun.cli.options import Flag, Json, read_prompt
+from forerun.errors import ArgumentError
 
 
 def generate(
@@ -43,6 +44,8 @@ def generate(
         Colour every token by its source: accepted draft, recovered, bonus or plain.
     """
     text = read_prompt(prompt, prompt_file)
+    if not text:
+        raise ArgumentError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, or pipe it in")
     config, params = speculation.config(), sampling.params()
     expected = {} if prediction_file is None else {"prediction": read_prompt(None, prediction_file)}
     from forerun.cli import session
@@ -55,9 +58,9 @@ def generate(
         output = llm.generate([{**given, **expected}], params)[0]
         console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
-    log = console.log()
+    log, chunks = console.log(), llm.stream({**given, **expected}, params)
     log.print(session.asked_line(llm, params, templated=templated), soft_wrap=True)
-    finished = session.print_stream(llm.stream({**given, **expected}, params), show_draft=show_draft)
+    finished = session.print_stream(chunks, show_draft=show_draft)
     if show_draft:
         log.print(session.legend(log))
     if finished is not None:

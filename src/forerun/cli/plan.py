@@ -213,7 +213,7 @@ def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
     survival, assumed = _survival(asked)
     uncosted = ["verifying"] if isinstance(cost, FreeVerification) else []
     if asked.draft_cost is None and asked.draft_params is None:
-        notes.append("drafting counts as free; --draft-cost says what it costs")
+        notes.append("drafting counts as free until --draft-cost says what it costs")
         uncosted.insert(0, "drafting")
     load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
     return Shown(asked, load, [*assumed, *notes], uncosted=uncosted)
@@ -241,7 +241,7 @@ def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
 def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
     """What passes cost, and what was assumed for it."""
     if asked.params is None:
-        notes = ["verification counts as free, v(n) = 1; --params and --device, or a MODEL, say what it costs"]
+        notes = ["verification counts as free, v(n) = 1, until --params and --device, or a MODEL, say what it costs"]
         if asked.batch > 1 or asked.context:
             notes.append("where verification is free batch and context change nothing")
         return FreeVerification(), notes
@@ -378,8 +378,7 @@ class Shown:
         self.asked_k = asked.k
         wanted = ranks if self.costed else None
         self.tree = None if wanted is None else plan_tree(load, wanted, nodes=asked.tree_nodes, depth=depth)
-        advice = "--draft-cost says what drafting costs; --params 8e9 --device h100, or a MODEL, what verifying costs"
-        self.notes = [*(notes if self.costed else [advice]), *self.verdict.notes]
+        self.notes = [*notes, *self.verdict.notes]
 
     @property
     def roofline(self) -> Roofline | None:

@@ -1,0 +1,277 @@
+"""What every drafter must keep, tried on a tiny random model: what ``forerun drafters check module:Class`` runs.
+
+The real engine drives the drafter, so a fault that is seen here is one that users would meet. forerun's own drafters
+are held to the same checks by its tests, and to more.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forerun.certify.checks import Check, Plan, Run, examined
+from forerun.certify.reference import Reference
+from forerun.drafters.base import warn_drafter
+from forerun.errors import ForerunError
+from forerun.types import SamplingParams, SpeculationStats
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+    from forerun import LLM
+    from forerun.core.tree import TokenTree
+    from forerun.drafters.base import DraftContext
+    from forerun.types import Budget, RequestOutput
+
+VOCABULARY = 12
+SLOTS = 128
+PROMPT = [1, 5, 3, 1, 5, 7, 2, 1, 5]
+"""Its end occurred twice before, with different continuations: a copying drafter has something to copy."""
+PROMPTS = [PROMPT, [3], [4, 9, 4, 9, 4], [2, 2, 2, 2, 2, 2], [11, 0, 7, 6, 5, 4, 3, 2, 1, 0, 11, 0, 7]]
+PIECE = 3  # Tokens of a prompt that are shown at a time, where it is shown in pieces
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, detokenize=False, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95)
+PLAN = Plan(prompts=len(PROMPTS), max_tokens=24, detect=0.2, temperatures=(0.0, 0.8))
+
+Step = list[tuple[int, int, int]]  # One draft's nodes behind the root: token, parent, how it was drawn
+
+
+@cache
+def tiny_target(seed: int = 0) -> LlamaForCausalLM:
+    """Return a random Llama in float32 whose distributions are neither flat nor peaked."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": SLOTS}
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    with torch.random.fork_rng(devices=[]):
+        made = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, **ends)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in made.named_parameters():
+        if "norm" not in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
+    return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """The drafter under examination: makes engines that it drafts for."""
+
+    config: Mapping[str, Any]  # As `LLM` takes it; the same is drafted at every step
+
+    def engine(self, *, rows: int = 8, piece: int | None = None) -> LLM:
+        """A new engine on the tiny target, with a drafter that knows nothing yet."""
+        from forerun import LLM
+
+        return LLM(
+            tiny_target(),
+            tokenizer=False,
+            speculative_config={"adaptive": False, **self.config},
+            device="cpu",
+            max_num_seqs=rows,
+            max_model_len=64,
+            max_num_batched_tokens=piece,
+            check=True,
+            self_check=False,
+        )
+
+
+class Recorder:
+    """Stands around a drafter, and keeps what it drafted for each isolation domain; all else passes through."""
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self.drafts: dict[str | None, list[Step]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        """The drafter's own trees."""
+        trees: list[TokenTree] = self._drafter.propose(context, budget)
+        for index, tree in enumerate(trees):
+            nodes = list(zip(tree.tokens, tree.parents, map(int, tree.drawn), strict=True))[1:]
+            self.drafts.setdefault(context.salt(index), []).append(nodes)
+        return trees
+
+
+def recorded(engine: LLM) -> Recorder:
+    """Put a recorder around the engine's drafter."""
+    made: list[Recorder] = []
+
+    def around(drafter: Any) -> Any:
+        made.append(Recorder(drafter))
+        return made[-1]
+
+    key = engine.engine.drafting.ensure(engine.speculative)
+    assert key is not None, "an engine under examination drafts"
+    engine.engine.drafting.wrap(key, around)
+    return made[0]
+
+
+def answer(engine: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, **more: Any) -> list[RequestOutput]:
+    """Answers to prompts of token ids, together; of sampled ones each has a seed of its own."""
+    seeds = (None if params.greedy else index for index in range(len(prompts)))
+    asked = [replace(params, seed=seed) for seed in seeds]
+    return engine.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked, **more)
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """The first answer's token ids of each."""
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
+def check_drafter(config: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None) -> list[Check]:
+    """Examine a drafter (``{"method": "module:Class", ...}``); one check's failure keeps no other from running.
+
+    Raises:
+        ArgumentError: there is no such drafter, or it refuses its options.
+    """
+    subject = Subject(config=config)
+    subject.engine(rows=1)  # What keeps it from being built is no finding
+    found = []
+    for name, look in CHECKS.items():
+        progress(name)
+        try:
+            passed, summary = look(subject)
+        except (AssertionError, ForerunError) as error:
+            passed, summary = False, str(error)
+        found.append(Check(name=name, passed=passed, summary=summary))
+    progress("the text and the distribution of answers")
+    return [*found, *_answers(subject)]
+
+
+def _sound(subject: Subject) -> tuple[bool, str]:
+    """It raised nothing, and each tree was one and within its budget."""
+    total, problems = SpeculationStats(), list[str]()
+    with _told(problems):
+        for params in (GREEDY, SAMPLED):
+            for output in answer(subject.engine(rows=3), PROMPTS, params):
+                total.add(output.outputs[0].speculation)
+    if total.drafter_errors:
+        return False, f"it failed {total.drafter_errors} times; the first: {problems[0] if problems else 'not told'}"
+    if not total.num_draft_tokens:
+        return False, "it drafted nothing on any of the prompts, so nothing is proved; try other --drafter-option"
+    return True, f"{total.num_draft_tokens} tokens drafted in {total.num_spec_steps} passes, all trees within budget"
+
+
+def _ends(subject: Subject) -> tuple[bool, str]:
+    """An answer ends where plain decoding ends it, also within an accepted draft."""
+    engine = subject.engine()
+    whole = tokens_of(answer(engine, PROMPTS, GREEDY, speculative=False))
+    for place in range(1, 8):
+        cut = tokens_of(answer(engine, PROMPTS, replace(GREEDY, max_tokens=place)))
+        if cut != [tokens[:place] for tokens in whole]:
+            return False, f"with max_tokens={place} an answer is not the first {place} tokens of plain decoding's"
+        stops = [replace(GREEDY, stop_token_ids=[tokens[place]]) for tokens in whole]
+        prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+        cut = tokens_of(engine.generate(prompts, stops))
+        if cut != [tokens[: tokens.index(tokens[place]) + 1] for tokens in whole]:
+            return False, f"an answer does not end at the first of its stop tokens (the one at place {place})"
+    return True, "answers end where plain decoding ends them, at max_tokens and at stop tokens"
+
+
+def _company(subject: Subject) -> tuple[bool, str]:
+    """Rows do not disturb each other: a text is the same alone and beside others."""
+    for params in (GREEDY, SAMPLED):
+        together = tokens_of(answer(subject.engine(), PROMPTS, params))
+        for index, prompt in enumerate(PROMPTS):
+            engine = subject.engine()
+            own = replace(params, seed=None if params.greedy else index)
+            [alone] = tokens_of(engine.generate([{"prompt_token_ids": list(prompt)}], own))
+            if alone != together[index]:
+                kind = "greedy" if params.greedy else "seeded"
+                return False, f"the {kind} answer to prompt {index} is another one beside other prompts than alone"
+    return True, f"{len(PROMPTS)} prompts have the same greedy and the same seeded answers alone and together"
+
+
+def _repeats(subject: Subject) -> tuple[bool, str]:
+    """All its randomness is `context.rng`'s."""
+    first, second = (_drafts(subject, SAMPLED) for _ in range(2))
+    if first != second:
+        return False, "two engines with the same seeds drafted differently: draw with context.rng alone"
+    return True, "the same seeds give the same drafts"
+
+
+def _pieces(subject: Subject) -> tuple[bool, str]:
+    """A prompt that is shown in pieces is drafted for as one that is shown at once."""
+    if _drafts(subject, GREEDY, one_by_one=True) != _drafts(subject, GREEDY, one_by_one=True, piece=PIECE):
+        return (
+            False,
+            f"a prompt shown in pieces of {PIECE} tokens gets other drafts than at once: read `fresh` in extend",
+        )
+    return True, f"prompts shown in pieces of {PIECE} tokens get the drafts of prompts shown at once"
+
+
+def _domains(subject: Subject) -> tuple[bool, str]:
+    """Nothing that one isolation domain wrote shows in what is drafted for another, which has its row now."""
+    drafts = []
+    for others in (False, True):
+        engine = subject.engine(rows=1)
+        recorder = recorded(engine)
+        if others:
+            answer(engine, PROMPTS[::-1], GREEDY, cache_salt="other")
+        for prompt in PROMPTS:
+            answer(engine, [prompt], GREEDY, cache_salt="own")
+        drafts.append(recorder.drafts.get("own"))
+    if drafts[0] != drafts[1]:
+        advice = "keep what is learned in PerDomain, and forget a row when truncate says 0"
+        return False, f"what another isolation domain asked before changes what is drafted: {advice}"
+    return True, "what another isolation domain asked before, in the same row, changes no draft"
+
+
+CHECKS: dict[str, Callable[[Subject], tuple[bool, str]]] = {
+    "drafts are sound": _sound,
+    "answers end as plain ones": _ends,
+    "rows do not disturb each other": _company,
+    "seeds repeat": _repeats,
+    "prompts in pieces": _pieces,
+    "isolation domains": _domains,
+}
+"""Name -> what says whether a subject passes, and why."""
+
+
+def _answers(subject: Subject) -> list[Check]:
+    """What ``forerun certify`` looks at: greedy text, log-probabilities, sampled distributions, and the rules used."""
+    reference = Reference(copy.deepcopy(tiny_target()))
+    run = Run(llm=subject.engine(rows=32), reference=reference, prompts=[list(prompt) for prompt in PROMPTS], plan=PLAN)
+    try:
+        return examined(run)
+    except (AssertionError, ForerunError) as error:
+        return [Check(name="text and distribution", passed=False, summary=str(error))]
+
+
+def _drafts(
+    subject: Subject, params: SamplingParams, *, one_by_one: bool = False, piece: int | None = None
+) -> list[Step]:
+    engine = subject.engine(piece=piece)
+    recorder = recorded(engine)
+    for prompts in [[prompt] for prompt in PROMPTS] if one_by_one else [PROMPTS]:
+        answer(engine, prompts, params)
+    return recorder.drafts.get(None, [])
+
+
+@contextmanager
+def _told(problems: list[str]) -> Iterator[None]:
+    """While open, what is said of a drafter's failures goes to `problems`, and nowhere else."""
+    log = logging.getLogger("forerun.drafters.base")
+    handler, propagate = logging.Handler(), log.propagate
+    handler.emit = lambda record: problems.append(record.getMessage())  # type: ignore[method-assign]
+    warn_drafter.cache_clear()
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate

@@ -1,0 +1,164 @@
+"""What ``forerun drafters check`` says of drafters that are right, and of those with a fault of each kind."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contract.harness import installed
+from contract.test_isolated import Leaking, OneStore
+from contract.wrong import NoOptions, Uniform, Whimsical, Wrong
+from forerun.certify.contract import CHECKS, Subject
+from forerun.cli import main
+from forerun.core.tree import TokenTree
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.types import Budget
+
+SOUND = "drafts are sound"
+
+
+class Fine(Wrong):
+    """Repeats the last token."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree = context.trees()[row]
+        tree.add_path([tree.tokens[0]] * min(depth, 3))
+        return tree
+
+
+class Raising(Fine):
+    """Fails at every third proposal."""
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = super().propose(context, budget)
+        if self.calls % 3 == 0:
+            raise KeyError("nothing is known of this row")
+        return trees
+
+
+class Greedy(Fine):
+    """Drafts more than it may."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree = context.trees()[row]
+        tree.add_path([1] * (depth + 1))
+        return tree
+
+
+class Silent(Fine):
+    """Drafts nothing."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        return context.trees()[row]
+
+
+class OwnDice(Fine):
+    """Draws from a generator of its own."""
+
+    dice = random.Random(1)
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree = context.trees()[row]
+        tree.add_path([self.dice.randrange(12) for _ in range(min(depth, 3))])
+        return tree
+
+
+class CountingPieces(Fine):
+    """Drafts by how often it was shown something, which depends on how a prompt was cut."""
+
+    shown = 0
+
+    def extend(self, context: DraftContext) -> None:
+        self.shown += 1
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree = context.trees()[row]
+        tree.add_path([self.shown % 12] * min(depth, 3))
+        return tree
+
+
+def failures(cls: type[Drafter]) -> set[str]:
+    """The checks that a drafter fails, those of answers left out."""
+    if not hasattr(cls, "Config"):
+        cls.Config = NoOptions
+    with installed("planted", cls):
+        subject = Subject(config={"method": "planted"})
+        return {name for name, look in CHECKS.items() if not look(subject)[0]}
+
+
+@pytest.mark.parametrize("cls", [Fine, Uniform, Whimsical])
+def test_a_drafter_that_is_only_wrong_fails_nothing(cls: type[Drafter]) -> None:
+    assert failures(cls) == set()
+
+
+@pytest.mark.parametrize(
+    ("cls", "fails"),
+    [
+        (Raising, SOUND),
+        (Greedy, SOUND),
+        (Silent, SOUND),
+        (OwnDice, "seeds repeat"),
+        (CountingPieces, "prompts in pieces"),
+        (Leaking, "isolation domains"),
+        (OneStore, "isolation domains"),
+    ],
+)
+def test_each_fault_is_found_by_its_check(cls: type[Drafter], fails: str) -> None:
+    assert fails in failures(cls)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "recycling", "lookahead", "jacobi"])
+def test_drafters_that_need_nothing_keep_their_contract(method: str) -> None:
+    subject = Subject(config={"method": method})
+    assert [(name, said) for name, look in CHECKS.items() for passed, said in [look(subject)] if not passed] == []
+
+
+MINE = """
+from dataclasses import dataclass
+from forerun.drafters.base import Drafter
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    fail: bool = False
+
+class Mine(Drafter):
+    name, Config = "mine", Options
+
+    def __init__(self, config, setup):
+        self.config = config
+
+    def propose(self, context, budget):
+        trees = context.trees()
+        for tree, depth in zip(trees, budget.depth):
+            tree.add_path([tree.tokens[0]] * min(2, depth + self.config.fail))
+        return trees
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "my_drafter.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "my_drafter:Mine"
+    sys.modules.pop("my_drafter", None)
+
+
+def test_the_command_checks_a_file_outside_the_tree(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drafters", "check", mine, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = {one["name"] for one in found["checks"]}
+    assert found["passed"] and {*CHECKS, "greedy equality", "rule argmax_walk", "rule sample_walk"} <= names
+    assert main(["drafters", "check", mine, "--drafter-option", "fail=true"]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL  drafts are sound" in said and "breaks its contract" in said
+
+
+def test_what_cannot_be_built_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["nowhere:Mine"], ["draft_model"], ["ngram", "--drafter-option", "window=1"], ["ngrams"]):
+        assert main(["drafters", "check", *words]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
