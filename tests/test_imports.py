@@ -38,6 +38,7 @@ ORDER = (
 """Packages and modules of forerun from the bottom up: nothing imports what stands in a later line."""
 UPWARD = {
     ("core", "drafters"): "a step asks drafters through their protocol, `forerun.drafters.base`",
+    ("drafters", "demo"): "the list of known heads has the demo model's, and asks which model that is",
     ("model", "demo"): "`demo`, `demo-draft` and `demo-eagle3` are names of models that are shipped",
 }
 """Imports against that order, and why."""

@@ -132,7 +132,7 @@ def test_without_a_network_the_shipped_pair_is_shown_and_one_line_says_so(
     ran = forerun("demo", "-n", 4, "--repeats", 1, "--json")
     assert ran.code == 0 and json.loads(ran.out)["model"] == "demo", ran.err
     [said] = [line for line in ran.err.splitlines() if "cannot be reached" in line]
-    assert "14 M parameters that ships with forerun" in said
+    assert "the demo model, of 14 M parameters" in said
 
 
 def test_offline_takes_the_shipped_model_alone(forerun: Forerun) -> None:

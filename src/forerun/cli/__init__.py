@@ -53,7 +53,7 @@ def _read(path: str) -> dict[str, Any]:
 
 VERBS = {
     "demo": "See a model answer the same questions twice, plainly and speculatively.",
-    "generate": "Answer one prompt.",
+    "generate": "Answer one prompt, as a chat message where the model has a chat template.",
     "chat": "Talk to a model.",
     "serve": "Serve a model behind OpenAI's API.",
     "bench": "Measure any OpenAI-compatible server under load.",
@@ -63,8 +63,8 @@ VERBS = {
     "tune": "Find settings for a model by measuring it.",
     "datastore": "Make a corpus searchable for the drafter `rest`.",
     "features": "Store the target's hidden states for prepared data.",
-    "heads": "List public EAGLE-3 heads for a target.",
-    "drafters": "List what there is to draft with.",
+    "heads": "List public heads for a target.",
+    "drafters": "List what there is to draft with, or check a drafter of your own.",
     "plan": "Say what speculation can bring, before anything is trained or bought.",
     "calibrate": "Measure what passes of a model cost on this machine.",
     "export": "Write a draft head as a serving engine reads it.",

@@ -47,8 +47,7 @@ class SpeculationOptions:
     rule: str | None = None
     """Verification rule instead of the one that suits the draft."""
     adaptive: bool | None = None
-    """Let measured costs decide how much to draft, or nothing (the default); `--no-adaptive` drafts the same at every
-    step."""
+    """Let measured costs decide how much to draft, or nothing, as is the default. `--no-adaptive`: always the same."""
 
     def config(self) -> dict[str, Any] | None:
         """The `speculative_config` of the Python API, None where nothing was asked for."""
