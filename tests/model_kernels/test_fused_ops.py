@@ -54,6 +54,29 @@ def test_float32_is_rounded_nowhere() -> None:
     assert native.largest(logits) == expected and expected[1][0] == 40
 
 
+@pytest.mark.parametrize("width", [3, 64, 1003, 4096])
+def test_top_ids(width: int) -> None:
+    """They are those of a stable sort, with equals and infinities among the logits; NaN is said first."""
+    logits = (2 * torch.randn(2, 4, width)).bfloat16()
+    logits[0, 0] = 1.0
+    logits[0, 1, 1:] = -torch.inf
+    logits[1, 1, -1] = torch.inf
+    logits[1, 2] = -2 - logits[1, 2].abs()
+    logits[1, 3] = logits[1, 3].sort().values
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    for k in {1, min(8, width), min(native.MOST_TOP, width)}:
+        found = native.top_ids(logits, k)
+        assert found is not None
+        assert torch.equal(found, order[..., :k])
+    assert native.top_ids(logits, width + 1) is None
+    for place in {0, width // 2, width - 1}:
+        logits[0, 2] = 0.0
+        logits[0, 2, place] = torch.nan
+        found = native.top_ids(logits, 2)
+        assert found is not None
+        assert found[0, 2, 0] == -1 and (found[0, 3] == order[0, 3, :2]).all()
+
+
 def test_gated() -> None:
     both = 4 * torch.randn(3, 5, 2 * 96)
     both[0, 0, :8] = torch.tensor([0.0, -0.0, 1e4, -1e4, 90.0, -90.0, -104.0, 3e-5])

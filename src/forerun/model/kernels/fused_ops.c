@@ -1,4 +1,4 @@
-// Fused kernels: RMSNorm, RoPE with the write to the KV cache, the gated activation (SwiGLU), argmax of the logits, and all
+// Fused kernels: RMSNorm, RoPE with the write to the KV cache, the gated activation (SwiGLU), the largest logits, and all
 // of a decoder layer that stands before and behind its attention. bf16 or float32, AVX-512; every intermediate value is
 // rounded where transformers' modules round it.
 //
@@ -17,7 +17,7 @@
 #define LEAST 0xFF80    // minus infinity
 #endif
 
-enum { WORTH = 1 << 15, MOST_DEPTH = 512 };    // entries from which on several threads share the work; of a head
+enum { WORTH = 1 << 15, MOST_DEPTH = 512, MOST_TOP = 64 };    // entries that several threads share; of a head; of `top`
 
 // (rows, width) / root mean square of each row * weight (width,).
 INLINE void norm(const Element *in, const Element *weight, Element *out, int64_t width, float epsilon) {
@@ -121,28 +121,62 @@ INLINE __m512 load_some(const Element *from, int64_t left) {
     return load(padded);
 }
 
-// The first place of the largest of (width,); -1 where there is NaN.
-static int64_t largest(const Element *in, int64_t width) {
-    __m512 most = _mm512_set1_ps(-INFINITY);
-    __mmask16 unordered = 0;
-    for (int64_t at = 0; at < width; at += LANES) {
-        __m512 values = load_some(in + at, width - at);
-        unordered |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-        most = _mm512_max_ps(most, values);
+// The largest values so far, falling; of equals the first.
+typedef struct {
+    float values[MOST_TOP];
+    int64_t *places;
+    int64_t known, most;
+} Top;
+
+// Take in (LANES,) values, from the place `at` on, of which only those in `which` may be among the largest.
+INLINE void take(Top *top, __m512 values, __mmask16 which, int64_t at) {
+    float some[LANES];
+    _mm512_storeu_ps(some, values);
+    for (; which; which &= which - 1) {
+        float value = some[__builtin_ctz(which)];
+        if (top->known == top->most && !(value > top->values[top->most - 1])) continue;
+        int64_t place = top->known < top->most ? top->known++ : top->most - 1;
+        for (; place && top->values[place - 1] < value; place--) {
+            top->values[place] = top->values[place - 1];
+            top->places[place] = top->places[place - 1];
+        }
+        top->values[place] = value;
+        top->places[place] = at + __builtin_ctz(which);
     }
-    if (unordered) return -1;
-    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-    for (int64_t at = 0; at < width; at += LANES) {
-        __mmask16 equal = _mm512_cmp_ps_mask(load_some(in + at, width - at), most, _CMP_EQ_OQ);
-        if (equal) return at + __builtin_ctz(equal);
-    }
-    return -1;
 }
 
-// (rows, width) -> (rows,) by `largest`.
-void forerun_largest(const Element *in, int64_t *out, int64_t rows, int64_t width, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width >= 32 * WORTH)
-    for (int64_t row = 0; row < rows; row++) out[row] = largest(in + row * width, width);
+// The places of the `most` largest of (width,), the largest first, of equals the first; the first is -1 where there is NaN.
+static void find_top(const Element *in, int64_t *out, int64_t most, int64_t width) {
+    Top top = {.places = out, .most = most};
+    __m512 least = _mm512_set1_ps(-INFINITY);
+    __mmask16 unordered = 0;
+    for (int64_t at = 0; at < width;) {
+        __m512 values = load_some(in + at, width - at);
+        if (top.known == most && width - at >= 4 * LANES) {    // nearly always none of them is among the largest
+            __m512 second = load(in + at + LANES), third = load(in + at + 2 * LANES), fourth = load(in + at + 3 * LANES);
+            __mmask16 nan = _mm512_cmp_ps_mask(values, second, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(third, fourth, _CMP_UNORD_Q);
+            __m512 larger = _mm512_max_ps(_mm512_max_ps(values, second), _mm512_max_ps(third, fourth));
+            if (!(nan | _mm512_cmp_ps_mask(larger, least, _CMP_GT_OQ))) {
+                at += 4 * LANES;
+                continue;
+            }
+        }
+        int64_t lanes = width - at < LANES ? width - at : LANES;
+        unordered |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+        __mmask16 larger = _mm512_cmp_ps_mask(values, least, _CMP_GT_OQ);
+        take(&top, values, top.known < most ? (__mmask16)((1u << lanes) - 1) : larger, at);
+        if (top.known == most) least = _mm512_set1_ps(top.values[most - 1]);
+        at += LANES;
+    }
+    if (unordered) out[0] = -1;
+}
+
+// (rows, width) -> (rows, most) by `find_top`; 1 where that is more than there are, or than it holds.
+int32_t forerun_top(const Element *in, int64_t *out, int64_t most, int64_t rows, int64_t width, int32_t threads) {
+    if (most < 1 || most > width || most > MOST_TOP) return 1;
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width >= 8 * WORTH)
+    for (int64_t row = 0; row < rows; row++) find_top(in + row * width, out + row * most, most, width);
+    return 0;
 }
 
 // What stands before a layer's attention: norm, joint projection of queries, keys and values, `place`.
