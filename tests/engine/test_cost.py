@@ -267,9 +267,22 @@ class TestStore:
         for rows in (1, 4):
             known = measuring.known_or_nominal(target_of(rows=rows))
             assert [known.pass_ms(nodes, 1, 0) for nodes, _ in sizes] == pytest.approx([ms for _, ms in sizes])
-        measuring.keep_steps(target_of(), {(0, 1, nodes): [ms] * 3 for nodes, ms in [(1, 5), (2, 6), (3, 7), (4, 8)]})
-        known = measuring.known_or_nominal(target_of())
-        assert [known.pass_ms(nodes) for nodes in (1, 3, 4, 9)] == pytest.approx([5, 7, 8, 20]), "what is new counts"
+        for _ in range(2):
+            measuring.keep_steps(
+                target_of(), {(0, 1, nodes): [ms] * 3 for nodes, ms in [(1, 5), (2, 6), (3, 7), (4, 8)]}
+            )
+            known = measuring.known_or_nominal(target_of())
+            assert [known.pass_ms(nodes) for nodes in (1, 3, 4, 9)] == pytest.approx([5, 7, 8, 20]), "what is new counts"
+            assert known.pass_ms(18) == pytest.approx(20 + 9 * Nominal().slope * 5)
+
+    def test_what_no_step_has_shown_is_not_free(self, cache: Path) -> None:
+        """Where the largest passes that were seen lie on one stair, one beyond them costs more."""
+        flat = {(0, rows, nodes): [5.0] * 3 for rows in (1, 4) for nodes in (1, 2, 3, 4)}
+        measuring.keep_steps(target_of(rows=4), flat)
+        known = measuring.known_or_nominal(target_of(rows=4))
+        for rows in (1, 4):
+            further = [known.pass_ms(nodes, rows) - 5 for nodes in (4, 6, 8, 16)]
+            assert further == pytest.approx([5 * Nominal().slope * rows * nodes for nodes in (0, 2, 4, 12)])
 
     def test_a_calibration_knows_better_than_steps(self, instant: list[Point]) -> None:
         measuring.keep_steps(target_of(), {(0, 1, nodes): [1.0] * 3 for nodes in (1, 2, 3, 4)})

@@ -104,7 +104,9 @@ def known_or_nominal(target: Target) -> PassCost:
 
 def keep_steps(target: Target, seen: Mapping[Point, Sequence[float]]) -> None:
     """Keep what real steps took, ms by (context, rows, nodes of a row), for the next process that loads this target.
-    Row counts with fewer than four sizes say too little; a calibration knows better and stays."""
+    Row counts with fewer than four sizes say too little; a calibration knows better and stays. Larger passes than any
+    that was seen are taken to cost what `Nominal` says of each further node: the largest ones that were seen often lie
+    on one stair, and a line through them would say that nodes beyond cost nothing."""
     often = {point: list(times) for point, times in seen.items() if len(times) >= SETTINGS.new}
     sizes = defaultdict[int, set[int]](set)
     for _, rows, nodes in often:
@@ -120,12 +122,24 @@ def keep_steps(target: Target, seen: Mapping[Point, Sequence[float]]) -> None:
             samples[context, rows, nodes] += [ms / 1e3 for ms in times]
     if kept is not None:
         for rows in kept[1].rows:
-            for nodes in kept[1].nodes:
+            for nodes in kept[1].nodes[:-1]:  # All that was seen, see `_beyond`
                 samples.setdefault((context, rows, nodes), [kept[1].pass_ms(nodes, rows, context) / 1e3])
     own = [sorted({point[axis] for point in samples}) for axis in range(3)]
     grid: Grid = {"contexts": tuple(own[0]), "rows": tuple(own[1]), "nodes": tuple(own[2])}
-    cost = replace(_fitted(grid, samples), stairs=bool(target.buckets.nodes))
+    cost = replace(_beyond(_fitted(grid, samples)), stairs=bool(target.buckets.nodes))
     _write(target, {"nodes": (), "rows": (), "contexts": ()}, cost)  # Nothing of it was asked for
+
+
+def _beyond(cost: CostModel) -> CostModel:
+    """The same with a size twice as large as its largest one, each further node of it at the nominal price."""
+    last, price = cost.nodes[-1], Nominal().slope
+    planes = tuple(
+        tuple(
+            (*times, times[-1] + price * rows * last * times[0]) for rows, times in zip(cost.rows, plane, strict=True)
+        )
+        for plane in cost.pass_times_ms
+    )
+    return replace(cost, nodes=(*cost.nodes, 2 * last), pass_times_ms=planes)
 
 
 def free_rows(target: Target, count: int) -> list[int]:
