@@ -99,7 +99,7 @@ class Guarded(Drafter):
         """By place: what is sound of the trees for these rows."""
         trees = dict[int, TokenTree]()
         nodes, depths = (tuple([values[place] for place in places]) for values in (budget.nodes, budget.depth))
-        part = self._seen(context, places)
+        part = replace(self._seen(context, places), failures={})  # a drafter inside has its own
         with self._guarding(part.rows, "to propose"):
             found = self.drafter.propose(part, Budget(nodes=nodes, depth=depths))
             if not isinstance(found, list | tuple) or len(found) != len(places):
@@ -153,8 +153,10 @@ class Guarded(Drafter):
         self, context: DraftContext, places: Sequence[int], boundaries: frozenset[Boundary] | None = None
     ) -> DraftContext:
         part, wanted = context.of(places), self.requires if boundaries is None else boundaries
+        if part.hidden_states.keys() <= wanted:
+            return part
         hidden_states = {key: states for key, states in part.hidden_states.items() if key in wanted}
-        return replace(part, hidden_states=hidden_states, failures={})
+        return replace(part, hidden_states=hidden_states)
 
     @contextmanager
     def _guarding(self, rows: Sequence[int], task: str) -> Iterator[None]:

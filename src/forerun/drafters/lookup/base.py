@@ -166,40 +166,40 @@ class LookupDrafter(Drafter, Generic[D]):
     # --- as a drafter -------------------------------------------------------------------------------------------------
 
     def extend(self, context: DraftContext) -> None:
-        which = self._begun(context)
-        for row, read, tokens, fresh in zip(
-            context.rows, self._sizes(which), context.tokens, context.fresh, strict=True
+        self._begin_new(context)
+        table = self.batch.rows
+        for row, tokens, fresh, prompt in zip(
+            context.rows, context.tokens, context.fresh, context.prompt_lengths, strict=True
         ):
-            if read > len(tokens) - fresh:
+            if table[row, READ] > len(tokens) - fresh:
                 self._shrink(row, len(tokens) - fresh)
-        self.batch.rows[which, PROMPT] = context.prompt_lengths
-        self._advance(which, context.tokens)
+            table[row, PROMPT] = prompt
+        self._advance(context.rows, context.tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        which = self._begun(context)
-        found = self._advance(which, context.tokens, budget)
-        parents, likely = self.batch.nodes[which, :, NODE_PARENT].tolist(), self.batch.confidence[which].tolist()
-        return [
-            TokenTree.of(text[-1], draft[1 : draft[0]], above[1 : draft[0]], sure[1 : draft[0]])
-            for text, draft, above, sure in zip(context.tokens, found, parents, likely, strict=True)
-        ]
+        self._begin_new(context)
+        trees, nodes, confidence = list[TokenTree](), self.batch.nodes, self.batch.confidence
+        found = self._advance(context.rows, context.tokens, budget)
+        for row, text, draft in zip(context.rows, context.tokens, found, strict=True):
+            drafted = slice(1, draft[0])
+            parents, sure = nodes[row, drafted, NODE_PARENT].tolist(), confidence[row, drafted].tolist()
+            trees.append(TokenTree.of(text[-1], draft[drafted], parents, sure))
+        return trees
 
-    def _begun(self, context: DraftContext) -> Longs:
-        """The context's rows; those that are not known begin."""
+    def _begin_new(self, context: DraftContext) -> None:
+        """Begin the context's rows that are not known."""
         for index, row in enumerate(context.rows):
             if row not in self._texts:
                 self.begin(row, context.prompt_lengths[index], context.salt(index))
-        return np.array(context.rows, np.int64)
 
-    def _sizes(self, which: Longs) -> list[int]:
-        """Tokens of each text that were read."""
-        return self.batch.rows[which, READ].tolist()  # type: ignore[no-any-return]
-
-    def _advance(self, which: Longs, texts: Sequence[Sequence[int]], budget: Budget | None = None) -> list[list[int]]:
+    def _advance(
+        self, rows: Sequence[int], texts: Sequence[Sequence[int]], budget: Budget | None = None
+    ) -> list[list[int]]:
         """Read what these texts have beyond what is known, and draft; as `_chains`."""
-        new = [tokens[read:] for tokens, read in zip(texts, self._sizes(which), strict=True)]
+        table = self.batch.rows
+        new = [tokens[int(table[row, READ]) :] for row, tokens in zip(rows, texts, strict=True)]
         tokens = np.array([*chain.from_iterable(new)], np.int32)
-        return self._chains(tokens, _work(which, [*map(len, new)], budget))
+        return self._chains(tokens, _work(rows, [*map(len, new)], budget))
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
@@ -217,15 +217,14 @@ class LookupDrafter(Drafter, Generic[D]):
         return sum(text.whole.nbytes for text in self._texts.values())
 
 
-def _work(rows: Sequence[int] | Longs, sizes: Sequence[int], budget: Budget | None = None) -> Longs:
+def _work(rows: Sequence[int], sizes: Sequence[int], budget: Budget | None = None) -> Longs:
     """Rows that read so many tokens each, one after the other, and are drafted for within a budget; None drafts
     nothing."""
-    work = np.zeros((WORK, len(rows)), np.int64)
-    work[ROW], work[END] = rows, [*accumulate(sizes)]
-    work[START] = work[END] - np.array(sizes, np.int64)
+    ends, none = [*accumulate(sizes)], [0] * len(sizes)
+    what = {ROW: rows, START: [0, *ends[:-1]], END: ends, NODES: none, DEPTH: none}
     if budget is not None:
-        work[NODES], work[DEPTH] = budget.nodes, budget.depth
-    return work
+        what |= {NODES: budget.nodes, DEPTH: budget.depth}
+    return np.array([what[column] for column in range(WORK)], np.int64)
 
 
 def _with_rows(array: A, count: int) -> A:

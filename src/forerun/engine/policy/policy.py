@@ -377,8 +377,8 @@ class Policy:
         times = plan.times
         if not any(arm.copies for arm in self.arms):
             return
-        dearest = bisect_right(range(times.most + 1), SETTINGS.dearest_pass * times[0], key=times.__getitem__) - 1
-        nodes = max(1, min(dearest, 2 * max(SETTINGS.least_taken, int(self._most_taken))))
+        sizes = range(1 + min(times.most, 2 * max(SETTINGS.least_taken, int(self._most_taken))))
+        nodes = max(1, bisect_right(sizes, SETTINGS.dearest_pass * times[0], key=times.__getitem__) - 1)
         for index, arm in enumerate(self.arms):
             arm.drafter.idle = arm.copies and not arm.lookup_trials.due(self.steps)
             if arm.copies and not arm.drafter.idle:

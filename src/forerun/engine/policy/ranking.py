@@ -65,22 +65,24 @@ def _joined(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], lis
     if len(found) == 1:
         [(who, tree)] = found.items()
         return tree, tree.survival(), [0, *[1 << who] * tree.size]
-    joined = TokenTree(next(iter(found.values())).tokens[0])
-    survival, holders = [1.0], [0]
+    root = next(iter(found.values())).tokens[0]
+    tokens, parents, survival, holders, there = [root], [-1], [1.0], [0], dict[tuple[int, int], int]()
     for who, tree in found.items():
         ids, alive = [0], tree.survival()
         for node in range(1, tree.size + 1):
-            twin = joined.add(tree.tokens[node], ids[tree.parents[node]])
-            if twin == len(survival):
+            place = ids[tree.parents[node]], tree.tokens[node]
+            twin = there.setdefault(place, len(tokens))
+            if twin == len(tokens):
+                tokens.append(place[1])
+                parents.append(place[0])
                 survival.append(0.0)
                 holders.append(0)
             ids.append(twin)
             survival[twin] = max(survival[twin], alive[node])
             holders[twin] |= 1 << who
-    for node in range(1, joined.size + 1):
-        above = survival[joined.parents[node]]
-        joined.confidence[node] = survival[node] / above if above > 0 else 0.0
-    return joined, survival, holders
+    above = [survival[parent] for parent in parents[1:]]
+    sure = [own / whole if whole > 0 else 0.0 for own, whole in zip(survival[1:], above, strict=True)]
+    return TokenTree.of(root, tokens[1:], parents[1:], sure), survival, holders
 
 
 def _by_survival(survival: Sequence[float]) -> list[int]:
