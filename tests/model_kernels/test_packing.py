@@ -8,7 +8,16 @@ from torch import nn
 
 from forerun.model import Target
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import Contents, FusedGroup, JoinedWeight, PackedLinear, pack, packable, packs
+from forerun.model.kernels.packing import (
+    Contents,
+    FusedGroup,
+    JoinedWeight,
+    PackedLinear,
+    PackedWeight,
+    pack,
+    packable,
+    packs,
+)
 from model_kernels.conftest import FAMILIES, build
 
 DTYPES = [
@@ -38,7 +47,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("bias", [True, False])
 def test_packed_equals_plain(shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
     layer = linear(*shape, dtype, bias=bias)
-    packed = PackedLinear(layer)
+    packed = alone(layer)
     states = torch.randn(2, 7, shape[0], dtype=dtype)
     assert same(packed(states), layer(states))
     assert torch.equal(packed.weight, layer.weight)
@@ -46,7 +55,7 @@ def test_packed_equals_plain(shape: tuple[int, int], bias: bool, dtype: torch.dt
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_rows_bits_do_not_depend_on_how_many_rows_there_are(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    packed = PackedLinear(linear(*shape, dtype))
+    packed = alone(linear(*shape, dtype))
     states = torch.randn(32, shape[0], dtype=dtype)
     whole = packed(states)
     for rows in range(1, 33):
@@ -55,9 +64,13 @@ def test_a_rows_bits_do_not_depend_on_how_many_rows_there_are(shape: tuple[int, 
         assert torch.equal(packed(states[row : row + 1]), whole[row : row + 1]), row
 
 
+def alone(layer: nn.Linear) -> PackedLinear:
+    return PackedLinear(layer, PackedWeight.of([layer]))
+
+
 def fused(layers: list[nn.Linear]) -> list[PackedLinear]:
-    group = FusedGroup(layers)
-    return [PackedLinear(layer, group, index) for index, layer in enumerate(layers)]
+    group = FusedGroup(PackedWeight.of(layers))
+    return [PackedLinear(layer, group.packed_weight, group, index) for index, layer in enumerate(layers)]
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
 from forerun.model.kernels import products
-from forerun.model.kernels.packing import PackedLinear, PanelWeight
+from forerun.model.kernels.packing import PackedLinear, PackedWeight, PanelWeight
 from forerun.model.kernels.products import Kind
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiler, or no AVX2")
@@ -117,6 +117,15 @@ def test_unpacking(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert torch.equal(products.unpacked(products.packed(matrix), *shape), matrix)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", products.DTYPES, ids=str)
+def test_several_matrices_are_packed_as_one(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Wherever one ends, and however its rows lie."""
+    matrix = problem(*shape, dtype, 1)[0]
+    parts = matrix[:5], matrix[5:6].clone(), matrix[6:].T.contiguous().T, torch.cat((matrix, matrix), 1)[:, : shape[1]]
+    assert torch.equal(products.packed(*parts), products.packed(torch.cat(parts)))
+
+
 @pytest.mark.parametrize(
     ("rows", "bias"),
     [
@@ -136,7 +145,7 @@ def test_what_does_not_fit_is_refused(rows: Tensor, bias: Tensor | None) -> None
 def test_gradients_flow_to_the_states() -> None:
     layer = nn.Linear(32, 16).requires_grad_(False)
     states = torch.randn(2, 32, requires_grad=True)
-    packed = PackedLinear(layer)
+    packed = PackedLinear(layer, PackedWeight.of([layer]))
     assert isinstance(packed.packed_weight, PanelWeight)
     packed(states).sum().backward()
     assert states.grad is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -131,14 +130,11 @@ def _short_name(model: str) -> str:
 
 
 def _load(model: str, loading: LoadOptions, options: dict[str, Any]) -> AsyncLLM:
-    from forerun import AsyncLLM
-    from forerun.cli.session import check_rule, loading_arguments, quiet_libraries
+    from forerun.cli.session import check_rule, loading_arguments, quiet_libraries, uncollected
 
-    quiet_libraries()
-    check_rule((options["speculative_config"] or {}).get("rule"))
-    engine = AsyncLLM(model, **options, **loading_arguments(loading))
-    # What is loaded stays. Python looks for circles of garbage once a quarter of all objects is new: of those that
-    # requests made, no longer of the half a million that torch and transformers hold.
-    gc.collect()
-    gc.freeze()
-    return engine
+    with uncollected():
+        from forerun import AsyncLLM
+
+        quiet_libraries()
+        check_rule((options["speculative_config"] or {}).get("rule"))
+        return AsyncLLM(model, **options, **loading_arguments(loading))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -166,7 +167,7 @@ def load(
     """The model behind the Python API, with what is being done on stderr while it loads; with `announce` a line stays
     that says how long that took. An unknown rule is refused first."""
     began = time.perf_counter()
-    with console.telling(f"loading {model}") as tell, _told(tell):
+    with console.telling(f"loading {model}") as tell, _told(tell), uncollected():
         quiet_libraries()
         from forerun import LLM, SpeculativeConfig
 
@@ -177,6 +178,18 @@ def load(
         what = f"{llm.target.dtype_name} on {llm.target.device}, ready in {time.perf_counter() - began:.1f} s"
         console.log().print(Text(f"{model}: {what}", "dim"), soft_wrap=True)
     return llm
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """While open, Python looks for no circles of garbage, and afterwards never among the objects that are there by
+    then: imports and loading make half a million that stay, and would be gone through again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

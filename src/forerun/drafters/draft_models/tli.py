@@ -22,7 +22,7 @@ from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, openi
 from forerun.drafters.drawing import DraftVocabulary
 from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.model.kernels.packing import PackedLinear, packable
+from forerun.model.kernels.packing import PackedLinear, PackedWeight, packable
 from forerun.model.layers import OutputHead
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class PrunedHead(OutputHead):
         if bias is not None:
             kept.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
         packed = isinstance(output, PackedLinear) and packable(kept)
-        self._model._modules[name] = PackedLinear(kept) if packed else kept
+        self._model._modules[name] = PackedLinear(kept, PackedWeight.of([kept])) if packed else kept
         self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())  # Of the rows that were copied
 
 

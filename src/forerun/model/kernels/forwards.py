@@ -64,10 +64,11 @@ class NormForward(_Forward):
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
+        if not type(module).__name__.endswith("RMSNorm"):  # Asked for its weight, a packed layer unpacks it
+            return False
         weight = getattr(module, "weight", None)
         return (
-            type(module).__name__.endswith("RMSNorm")
-            and _epsilon(module) > 0
+            _epsilon(module) > 0
             and isinstance(weight, Tensor)
             and weight.dim() == 1
             and weight.is_contiguous()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import platform
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -47,7 +48,7 @@ class PackedWeight:
         weight = layers[0].weight
         if weight.device.type != "cpu":
             return JoinedWeight(layers)
-        return (PanelWeight if products.ready(weight.dtype) else cls)(layers)
+        return (PanelWeight if _ours(weight) else cls)(layers)
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.dtype, self.device = layers[0].weight.dtype, layers[0].weight.device
@@ -78,12 +79,12 @@ class PackedWeight:
     def ready(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Contents:
         """Matrices (out, in) and biases (out,) as this object would hold them, in its dtype, on its device; changes
         nothing."""
-        weight = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).detach().to(self.device, self.dtype)
         bias = torch.cat(list(biases)).detach().to(self.device, self.dtype) if biases else None
-        return Contents(packed=self._laid_out(weight), bias=bias)
+        packed = self._laid_out([weight.detach().to(self.device, self.dtype) for weight in weights])
+        return Contents(packed=packed, bias=bias)
 
-    def _laid_out(self, matrix: Tensor) -> Tensor:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, PACK_ROWS)
+    def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(_below(matrices), PACK_ROWS)
         return packed
 
     def matrix(self) -> Tensor:
@@ -113,8 +114,8 @@ class PanelWeight(PackedWeight):
             return nn.functional.linear(rows, self.matrix(), self.bias)
         return products.multiply(rows, self.packed, self.bias, sum(self.sizes))
 
-    def _laid_out(self, matrix: Tensor) -> Tensor:
-        return products.packed(matrix)
+    def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
+        return products.packed(*matrices)
 
     def matrix(self) -> Tensor:
         return products.unpacked(self.packed, sum(self.sizes), self.in_features)
@@ -126,8 +127,8 @@ class JoinedWeight(PackedWeight):
     def apply(self, states: Tensor) -> Tensor:
         return nn.functional.linear(states, self.packed, self.bias)
 
-    def _laid_out(self, matrix: Tensor) -> Tensor:
-        return matrix
+    def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
+        return _below(matrices)
 
     def matrix(self) -> Tensor:
         return self.packed
@@ -135,6 +136,11 @@ class JoinedWeight(PackedWeight):
     def exchange(self, contents: Contents) -> Contents:
         bias = None if self.bias is None or contents.bias is None else overwritten(self.bias, contents.bias)
         return Contents(packed=overwritten(self.packed, contents.packed), bias=bias)
+
+
+def _below(matrices: Sequence[Tensor]) -> Tensor:
+    """Matrices below each other; one alone as it is."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
 def overwritten(own: Tensor, value: Tensor) -> Tensor:
@@ -149,11 +155,10 @@ def overwritten(own: Tensor, value: Tensor) -> Tensor:
 class PackedLinear(nn.Module):
     """Stands where an `nn.Linear` stood, whose weight is packed: alone, or as part `index` of a group."""
 
-    def __init__(self, layer: nn.Linear, group: FusedGroup | None = None, index: int = 0) -> None:
+    def __init__(self, layer: nn.Linear, weight: PackedWeight, group: FusedGroup | None = None, index: int = 0) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.group, self.index = group, index
-        self.packed_weight = PackedWeight.of([layer]) if group is None else group.packed_weight
+        self.packed_weight, self.group, self.index = weight, group, index
 
     def forward(self, states: Tensor) -> Tensor:
         return self.packed_weight.apply(states) if self.group is None else self.group.take(states, self.index)
@@ -181,8 +186,8 @@ class PackedLinear(nn.Module):
 class FusedGroup:
     """Layers that read the same input, computed together at the first call and handed out one by one."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.packed_weight = PackedWeight.of(layers)
+    def __init__(self, weight: PackedWeight) -> None:
+        self.packed_weight = weight
         self._input: Tensor | None = None
         self._results: dict[int, Tensor] = {}
 
@@ -251,27 +256,42 @@ def _hooked(layer: nn.Module) -> bool:
 def pack(model: nn.Module) -> Packing:
     """Replace every packable linear layer of `model`, and joinable ones that read the same, in place; the plain weights
     are freed, a tied embedding stays."""
-    layers = fused = 0
+    found = list(_packable(model))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        # Our own packing runs in threads of Python: those of OpenMP go on for milliseconds behind each matrix.
+        ours = all(_ours(_linears(*each)[0].weight) for each in found)
+        weights = (pool.map if ours else map)(PackedWeight.of, (_linears(*each) for each in found))
+        for (parent, names), weight in zip(found, weights, strict=True):
+            group = FusedGroup(weight) if len(names) > 1 else None
+            for index, layer in enumerate(_linears(parent, names)):
+                setattr(parent, names[index], PackedLinear(layer, weight, group, index))
+    return Packing(layers=sum(len(names) for _, names in found), fused=sum(len(names) > 1 for _, names in found))
+
+
+def _ours(weight: Tensor) -> bool:
+    """Whether a weight is multiplied by `products`."""
+    return weight.device.type == "cpu" and products.ready(weight.dtype)
+
+
+def _linears(parent: nn.Module, names: Sequence[str]) -> list[Any]:
+    return [parent._modules[name] for name in names]
+
+
+def _packable(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """Modules, and the names of those of their children that one weight will hold."""
     # Not the inside of an adapter, which reads its base layer's weight.
     for parent in [module for module in model.modules() if not hasattr(module, "base_layer")]:
+        children, merged = parent._modules, set[str]()
         for names in GROUPS:
-            members = [parent._modules.get(name) for name in names]
-            linears = [
-                member for member in members if isinstance(member, nn.Linear) and (packable(member) or joinable(member))
-            ]
-            kinds = {
-                (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in linears
-            }
+            members = [children.get(name) for name in names]
+            linears = [each for each in members if isinstance(each, nn.Linear) and (packable(each) or joinable(each))]
+            kinds = {(one.in_features, one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
             if len(linears) == len(names) and len(kinds) == 1:
-                group = FusedGroup(linears)
-                for index, name in enumerate(names):
-                    setattr(parent, name, PackedLinear(linears[index], group, index))
-                layers, fused = layers + len(names), fused + 1
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and packable(child):
-                setattr(parent, name, PackedLinear(child))
-                layers += 1
-    return Packing(layers=layers, fused=fused)
+                merged.update(names)
+                yield parent, names
+        for name, child in parent.named_children():
+            if name not in merged and packable(child):
+                yield parent, (name,)
 
 
 @torch.no_grad()

@@ -308,6 +308,26 @@ void forerun_product_part(const Product *p, int64_t thread, int64_t threads) {
     }
 }
 
+// Rows of a matrix, each a pointer to `words` words of 4 bytes or NULL for zeros -> panels of LANES rows, (panels,
+// padded, LANES) words, zeros behind the last one of a row. A word is a float or two neighbours in bf16.
+void forerun_pack(
+    const uint32_t *const *rows, uint32_t *out, int64_t panels, int64_t words, int64_t padded) {
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const uint32_t *const *from = rows + panel * LANES;
+        uint32_t *to = out + panel * padded * LANES;
+        if (from[LANES - 1]) {
+            const uint32_t *lanes[LANES];
+            memcpy(lanes, from, sizeof lanes);
+            for (int64_t word = 0; word < words; word++, to += LANES)
+                for (int64_t lane = 0; lane < LANES; lane++) to[lane] = lanes[lane][word];
+        } else {    // The last panel
+            for (int64_t word = 0; word < words; word++, to += LANES)
+                for (int64_t lane = 0; lane < LANES; lane++) to[lane] = from[lane] ? from[lane][word] : 0;
+        }
+        memset(to, 0, (size_t)((padded - words) * LANES) * sizeof *to);
+    }
+}
+
 // Whether products of this kind can be computed here.
 int32_t forerun_product_has(int32_t kind) {
     if (kind == FLOAT32 || kind == WIDENED) return 1;

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 LANES = 16  # Outputs of a panel
 STEP = 32  # The depth of packed bf16 weights is a multiple of it
 DTYPES = (torch.float32, torch.bfloat16)
+_WORD = 4  # Bytes that stay together in panels: a float, or two neighbours in bf16
 BASE: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mavx2", "-mfma")
 AVX512 = (*BASE, "-mavx512f", "-mavx512bw", "-mavx512vl")
 DOT_PRODUCTS = (*AVX512, "-mavx512bf16")
@@ -69,6 +71,8 @@ def opened(flags: Sequence[str]) -> ctypes.CDLL | None:
         return None
     pointer, count, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     found.forerun_multiply.argtypes = (*[pointer] * 4, *[count] * 3, small, small)
+    found.forerun_pack.argtypes = (pointer, pointer, *[count] * 3)
+    found.forerun_pack.restype = None
     found.forerun_multiply.restype = found.forerun_product_has.restype = small
     return found
 
@@ -86,15 +90,23 @@ def address() -> int:
     return ctypes.cast(found.forerun_product_part, ctypes.c_void_p).value or 0
 
 
-def packed(matrix: Tensor) -> Tensor:
-    """(outputs, depth) in panels: (P, depth, LANES), bf16 (P, depth / 2, LANES, 2); zeros fill the last panel up, and
-    the depth of bf16 to a multiple of `STEP`."""
-    half = matrix.dtype is torch.bfloat16
-    outputs, depth = matrix.shape
-    if (-outputs % LANES) or (half and depth % STEP):
-        matrix = functional.pad(matrix, (0, -depth % STEP if half else 0, 0, -outputs % LANES))
-    panels = matrix.reshape(-1, LANES, matrix.shape[1])
-    return (panels.view(*panels.shape[:2], -1, 2) if half else panels).transpose(1, 2).contiguous()
+def packed(*matrices: Tensor) -> Tensor:
+    """Return matrices (outputs, depth) below each other in panels: (P, depth, LANES), bf16 (P, depth / 2, LANES, 2);
+    zeros fill the last panel up, and the depth of bf16 to a multiple of `STEP`."""
+    found = library()
+    assert found is not None, "ready() is asked first"
+    depth, dtype = matrices[0].shape[1], matrices[0].dtype
+    half = dtype is torch.bfloat16
+    lying = [functional.pad(one, (0, 1)) if half and depth % 2 else one.contiguous() for one in matrices]
+    row = lying[0].shape[1] * dtype.itemsize
+    rows = np.concatenate([one.data_ptr() + row * np.arange(len(one)) for one in lying])
+    rows = np.pad(rows, (0, -len(rows) % LANES))
+    words = row // _WORD
+    padded = words + -words % (STEP // 2) if half else words
+    panels = len(rows) // LANES
+    out = torch.empty((panels, padded, LANES, 2) if half else (panels, padded, LANES), dtype=dtype)
+    found.forerun_pack(rows.ctypes.data, out.data_ptr(), panels, words, padded)
+    return out
 
 
 def unpacked(panels: Tensor, outputs: int, depth: int) -> Tensor:
