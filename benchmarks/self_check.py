@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.masks import MaskStyle
+from forerun.model.names import tokenizer_beside
 from forerun.model.sample import sample
 from forerun.model.support import text_config
 
@@ -288,7 +290,7 @@ def main() -> None:
     for dtype in given.dtype:
         options = LoadOptions(dtype=dtype, device=given.device)
         model = open_model(given.model, options, read_config(given.model, options), quiet=True)
-        found[dtype] = measured(model, sample(model, None))
+        found[dtype] = measured(model, sample(model, partial(tokenizer_beside, given.model)))
     lines = [("limit", [f"{one.limit:.2g}" for one in found.values()])]
     noise = {dtype: "-" if "32" in dtype else f"{one.limit / self_check.FACTOR:.2g}" for dtype, one in found.items()}
     lines += [("noise of its own", list(noise.values()))]

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,12 @@ def test_another_architecture_is_read_as_it_was_written(tmp_path: Path, name: st
     own, ids = opened(resolve(file, "float32")), torch.arange(3, 120).unsqueeze(0)
     with torch.inference_mode():
         assert torch.allclose(own(ids).logits, model(ids).logits, atol=1e-5)
+
+
+def test_an_older_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)  # which came with 5.24
+    with pytest.raises(UnsupportedModelError, match=r"GGUF files need transformers 5.24 or later, and this is 5"):
+        resolve(write_tiny(tmp_path / "tiny.gguf"))
 
 
 def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_longrope_ends_where_it_would_switch(caplog: pytest.LogCaptureFixture) -
     [
         (OSError("You are trying to access a gated repo."), CheckpointError, "HF_TOKEN"),
         (OSError("x/y is not a valid model identifier listed on ..."), CheckpointError, "HF_TOKEN"),
-        (OSError("We couldn't connect to 'https://huggingface.co'\nmore"), CheckpointError, "couldn't connect"),
+        (OSError("We couldn't connect to 'https://huggingface.co'\nmore"), CheckpointError, "cannot be reached"),
         (ValueError("requires you to set trust_remote_code=True"), UnsupportedModelError, "trust_remote_code=True"),
     ],
 )

@@ -80,6 +80,15 @@ def test_a_norm_that_adds_one_to_its_weight(outlier: float, caplog: pytest.LogCa
     assert "model.layers.1.input_layernorm (Gemma2RMSNorm) keeps its forward: the faster one differs by" in caplog.text
 
 
+@pytest.mark.parametrize("size", [32.0, 64.0, 256.0])
+def test_all_weights_of_such_a_norm_are_large(size: float) -> None:
+    """Then the 1 + is a few units of rounding at most, of every value in the same direction."""
+    model = small("gemma2", sliding_window=8, query_pre_attn_scalar=16)
+    for norm in (module for module in model.modules() if NormForward.suits(module)):
+        norm.weight.data.uniform_(size, 1.5 * size)
+    assert forwards.install(model, IDS) == 0
+
+
 def _swap_heads(made: Any) -> None:
     made.joint = copy.copy(made.joint)
     apply, (queries, keys, _) = made.joint.apply, made.joint.sizes

@@ -94,12 +94,10 @@ class _Run:
     def __init__(self, asked: FeatureOptions) -> None:
         if not asked.data.is_dir():
             raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
-        from transformers import AutoTokenizer
-
         from forerun.cli.session import quiet_libraries
         from forerun.drafters.heads.kinds import kind_named
         from forerun.model.load import LoadOptions, read_config
-        from forerun.model.names import resolve
+        from forerun.model.names import load_tokenizer, resolve
         from forerun.model.support import context_length
         from forerun.training.data.store import PreparedData
         from forerun.training.features import store
@@ -120,7 +118,7 @@ class _Run:
         longest = context_length(text) - (2 if asked.source == "vllm" else 0)
         store.check_lengths(prepared.lengths.tolist(), longest)
         directory = store.checkpoint_directory(asked.target)
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = load_tokenizer(directory, None)
         kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": asked.dtype, "source": asked.source}
         self.asked, self.prepared, self.directory, self.config = asked, prepared, directory, config
         self.manifest = store.describe(directory, asked.target, tokenizer, prepared, boundaries, **kinds)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.model.names import resolve, tokenizer_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,28 +17,11 @@ _REMEDY = (
     "A draft model needs the target's own tokenizer: take a smaller model of the same family, let this one draft in "
     "its own tokens (--drafter tli or --drafter slem), or take a drafter that has no vocabulary of its own (ngram)."
 )
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 def resolved(model: Any) -> Any:
     """The directory of a shipped model for its name; any other name, or a loaded model, unchanged."""
-    from forerun.model.names import resolve
-
     return str(resolve(model)) if isinstance(model, str | Path) else model
-
-
-def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a checkpoint directory, or of a hub id; None where a directory holds none."""
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
-        return None
-    return tokenizer
 
 
 def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:

@@ -378,7 +378,7 @@ def _legacy() -> Any:
     """transformers' converters of GGUF files. UnsupportedModelError: this version has others."""
     try:
         from transformers import modeling_gguf_pytorch_utils
-        from transformers.integrations import gguf  # noqa: F401
+        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS  # noqa: F401
     except ImportError as error:
         raise UnsupportedModelError(
             f"GGUF files need transformers 5.24 or later, and this is {version('transformers')}: update it, or name a "
@@ -389,12 +389,12 @@ def _legacy() -> Any:
 
 def _settings(header: _Header) -> dict[str, Any]:
     """The configuration's keys as transformers reads them. UnsupportedModelError: it does not read such models."""
+    legacy = _legacy()
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 
     if header.architecture in GGUF_CONFIG_ARCHS:
         names = tuple(tensor.name for tensor in header.everything)
         return cast(dict[str, Any], get_gguf_config(dict(header.metadata), names))
-    legacy = _legacy()
     with _twin(header) as twin:
         try:
             settings: dict[str, Any] = legacy.load_gguf_checkpoint(str(twin))["config"]

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from forerun.demo import MODELS, REAL
 from forerun.devices import multiplies
-from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, nearest
 from forerun.model.kernels.products import decodes
 from forerun.model.support import refuse_config
 
@@ -148,12 +149,20 @@ def check_directory(name: str | Path) -> None:
     """Raise CheckpointError if `name` is meant as a directory and is none, or holds no configuration."""
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
-        hint = " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
-        found = hint if (path / "adapter_config.json").is_file() else ""
-        raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{found}")
+        raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{_instead(path)}")
     meant = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
     if meant and not path.is_dir():
         raise CheckpointError(f"there is no directory {path}: expected a checkpoint of transformers or a hub id (a/b)")
+
+
+def _instead(folder: Path) -> str:
+    """What a directory without a configuration holds, and what to name in its place."""
+    if (folder / "adapter_config.json").is_file():
+        return " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
+    if (folder / "snapshots").is_dir() and folder.name.startswith("models--"):
+        return f" It is a folder of the hub's cache: name {folder.name.removeprefix('models--').replace('--', '/')}."
+    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    return f" Such are in it: {', '.join(inside[:4])}." if inside else ""
 
 
 @contextmanager
@@ -179,7 +188,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
 
     own, dtype = getattr(config, "dtype", None), resolved_dtype(options, config)
     if options.dtype in ("auto", None) and dtype is not None and dtype is not getattr(torch, str(own), own):
-        _log.info("%s is loaded in %s: on this processor products in %s, its own dtype, are slower", name, dtype, own)
+        _log.info("in %s: on this processor products in %s, the model's own dtype, are slower", dtype, own)
     placed, parallel = options.device_map, dict[str, Any]()
     if options.tp_plan is not None:
         from transformers.distributed import DistributedConfig
@@ -323,6 +332,9 @@ def _some(names: Any, most: int = 6) -> str:
     return ", ".join(listed[:most]) + more
 
 
+_UNREACHED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"}
+
+
 def explained(name: str | Path, error: Exception) -> ForerunError:
     """What went wrong while opening `name`, as an error that says what to do."""
     kinds = set[str]()
@@ -334,9 +346,13 @@ def explained(name: str | Path, error: Exception) -> ForerunError:
     if "GatedRepoError" in kinds or "gated repo" in text:
         remedy = f"accept its licence at https://huggingface.co/{name}, then set HF_TOKEN (or pass token=)"
         return CheckpointError(f"{name} is gated: {remedy}")
+    meant = nearest(str(name), [REAL, *MODELS]) if "/" not in str(name) else ""
     if "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text:
         remedy = "for a private one set HF_TOKEN (or pass token=)"
-        return CheckpointError(f"there is no directory and no public model {name} on the hub; {remedy}")
+        return CheckpointError(f"there is no directory and no public model {name} on the hub; {remedy}.{meant}")
+    if not Path(name).exists() and ("connect" in text or kinds & _UNREACHED):
+        remedy = "and the hub cannot be reached for one of that name. Check the path, or the network"
+        return CheckpointError(f"there is no directory {name}, {remedy}.{meant}")
     if "HFValidationError" in kinds:
         return CheckpointError(f"there is no directory {name}, and no hub id is written so; expected DIR or owner/name")
     if "does not recognize this architecture" in text:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken*")
+"""Names of the files that tokenizers consist of."""
 _PROJECTOR = "mmproj"  # In the names of files that stand beside a multimodal model's own
 
 
@@ -79,6 +81,29 @@ def warn_of_more_tokens(tokenizer: Any, rows: int) -> None:
         )
 
 
+def tokenizer_beside(source: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer in a checkpoint's directory, or of a hub id; None where there is none, or it is broken."""
+    if Path(source).is_dir() and not _holds_tokenizer(Path(source)):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # whoever needs it is told that there is none
+        _log.debug("%s: no tokenizer: %s", source, error)
+        return None
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    """Whether a directory holds files of a tokenizer."""
+    return any(file.is_file() for pattern in _TOKENIZERS for file in folder.glob(pattern))
+
+
+def _without_tokenizer(name: str | Path, why: str) -> CheckpointError:
+    remedy = "copy the tokenizer's files there, or, in Python, pass tokenizer=DIRECTORY, or False to work on token ids"
+    return CheckpointError(f"no tokenizer could be loaded from {str(name)!r} ({why}); {remedy}")
+
+
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer asked for, or the model's own; None for False, or where an object's model brings none."""
     if tokenizer is False:
@@ -92,10 +117,11 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
             return None
     from transformers import AutoTokenizer
 
-    source = resolve(source)
+    found = resolve(source)
+    if Path(found).is_dir() and not _holds_tokenizer(Path(found)):
+        raise _without_tokenizer(source, "it holds no tokenizer.json or the like")
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(found)
     except Exception as error:
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        remedy = "pass tokenizer=..., or tokenizer=False to work on token ids"
-        raise CheckpointError(f"no tokenizer could be loaded from {str(source)!r} ({why}); {remedy}") from error
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise _without_tokenizer(source, f"{type(error).__name__}: {said}") from error

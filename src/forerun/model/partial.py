@@ -9,13 +9,12 @@ import torch
 from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ForerunError, UnsupportedModelError
 from forerun.model.layers import Plan
-from forerun.model.self_check import spread_error
+from forerun.model.self_check import difference, is_exact, most_difference, own_noise
 from forerun.model.target import Target
 from forerun.types import Drawn
 
 Begin = Callable[[Target, TokenTree], Resume]  # (target, tree) -> what has begun of that tree in row 0
-_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}  # Largest `spread_error` between a whole pass and its parts
-_ROUGH = 1e-1  # The same in 16 bits
+_TEXT = 32  # Tokens on which a model in 16 bits shows its own noise
 
 
 @torch.inference_mode()
@@ -36,31 +35,39 @@ def prove(target: Target, boundary: int) -> None:
 
 
 def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
-    """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the logits.
-    UnsupportedModelError: the layers cannot be run in part, or the parts do not make the whole."""
+    """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the logits, by the limits
+    of the self-check. UnsupportedModelError: the layers cannot be run in part, or the parts do not make the whole."""
     name = type(target.model).__name__
+    noise = (
+        None
+        if is_exact(target.model)
+        else own_noise(target.model, torch.tensor([_ids(target, min(_TEXT, target.max_length))]).to(target.device))
+    )
     try:
-        worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents)
+        worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents, noise)
     except (ForerunError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
         said = f"{type(error).__name__}: {error}"
         raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {said}") from error
-    limit = _LIMITS.get(target.dtype, _ROUGH)
+    limit = most_difference(noise)
     if not worst <= limit:
-        differ = (
-            f"logits differ from a whole pass by {worst:.2g} of their spread, {limit:g} is allowed in {target.dtype}"
-        )
+        unit = "of their spread" if noise is None else "nats"
+        differ = f"logits differ from a whole pass by {worst:.2g} {unit}, {limit:.2g} is allowed in {target.dtype}"
         raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {differ}")
 
 
 @torch.inference_mode()
-def _difference(target: Target, begin: Begin, parents: Sequence[int]) -> float:
-    ids = [(7919 * index + 13) % target.vocab_size for index in range(3 + len(parents))]
+def _difference(target: Target, begin: Begin, parents: Sequence[int], noise: float | None) -> float:
+    ids = _ids(target, 3 + len(parents))
     tree = TokenTree(ids[2])
     for token, parent in zip(ids[3:], parents, strict=True):
         tree.add(token, parent, drawn=Drawn.IID)
     target.prefill([0], [ids[:2]])
     whole = target.score([0], [tree]).logits.float()
     tree.resume = begin(target, tree)
-    return spread_error(target.score([0], [tree]).logits, whole)
+    return difference(target.score([0], [tree]).logits, whole, noise)
+
+
+def _ids(target: Target, count: int) -> list[int]:
+    return [(7919 * index + 13) % target.vocab_size for index in range(count)]

@@ -20,10 +20,10 @@ from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import device_of, is_quantised
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
-from forerun.model.names import resolve
+from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.proof import proved
 from forerun.model.sample import sample
-from forerun.model.support import context_length, refuse_config, text_config
+from forerun.model.support import context_length, name_of, refuse_config, text_config
 from forerun.model.twin import spread
 
 _log = logging.getLogger(__name__)
@@ -56,13 +56,16 @@ def prepare(
     plain = named and not (spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
     faster_now = partial(_accelerate, model, options, named) if faster else None
+    tokenizer, folder = options.tokenizer, str(getattr(model, "name_or_path", ""))
+    if tokenizer is None and Path(folder).is_dir():
+        tokenizer = partial(tokenizer_beside, folder)
     trial, limit = None, None
     if options.self_check:
         _log.info("checking it against transformers")
         key = verdicts.fingerprint(model, faster, options.compile) if named and options.adapter is None else None
-        trial, limit = proved(cls, model, options.tokenizer, faster_now, _room(model), key)
+        trial, limit = proved(cls, model, tokenizer, faster_now, _room(model), key)
     elif faster_now is not None:
-        faster_now(sample(model, options.tokenizer), None)
+        faster_now(sample(model, tokenizer), None)
     target: Made = cls(model, rows=rows, slots=slots)
     if limit is not None:
         target.max_length = min(target.max_length, limit)
@@ -86,7 +89,7 @@ def _accelerate(
 ) -> None:
     """Make the model faster; modules are compared on the text `ids` unless they were `accepted` before."""
     done = accelerate.accelerate(model, compile=options.compile, ids=ids, accepted=accepted)
-    _log.info("%s: %s", model.name_or_path, done)
+    _log.info("%s: %s", name_of(model), done)
     if named:
         _let_go_of_files(model)
 
@@ -112,14 +115,18 @@ class _Sizes(NamedTuple):
 def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if options.device is not None and options.device_map is not None:
         raise ArgumentError("device and device_map exclude each other")
-    name = resolve(name, options.dtype)
+    typed, name = name, resolve(name, options.dtype)
     config = read_config(name, options)
+    if options.tokenizer is not None:
+        options.tokenizer()  # A checkpoint without one fails before its weights are read
     weights = stored_bytes(name, options, config)
     device = options.first_device() if options.device_map is None and options.tp_plan is None else None
     itemsize = (resolved_dtype(options, config) or torch.float32).itemsize
     slots = _slots(config.get_text_config(decoder=True), sizes, device, weights, itemsize)
     _log.info("reading %.2f GB of weights", weights / 1e9)
-    return open_model(name, options, config, quiet=weights < _SMALL), slots
+    model = open_model(name, options, config, quiet=weights < _SMALL)
+    model.named_by_user = str(typed)
+    return model, slots
 
 
 def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:

@@ -39,7 +39,7 @@ def proved(
     to which the model was found right; None: any number.
 
     Args:
-        tokenizer: gives the model's tokenizer; None: it is looked for beside the model.
+        tokenizer: gives the model's tokenizer, or None; None: there is none.
         faster: called with a text, or with what of the model was replaced when it was found right before.
         key: under which the verdict is kept, see `verdicts`; None: it is not.
         room: bytes that are free on its device; a float32 copy takes half of them at most.

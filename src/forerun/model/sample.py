@@ -6,9 +6,7 @@ whatever is concluded from them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +14,6 @@ from torch import Tensor
 
 from forerun.model.layers import device_of
 from forerun.model.support import most_positions, refusing, text_config
-
-log = logging.getLogger(__name__)
 
 DRAWN, ROUNDS = 96, 8  # Tokens that a model draws, and passes that it takes for that
 _LEAST = 16  # Kinds of tokens in a text
@@ -39,30 +35,12 @@ the same way, over a long time. La tour est encore debout; on peut la visiter en
 
 def sample(model: Any, tokenizer: Callable[[], Any] | None) -> list[int]:
     """Return the ids of a built-in text behind the token that begins texts, some two hundred. Without a tokenizer, or
-    with one of another vocabulary, the model draws `DRAWN` ids.
-
-    Args:
-        tokenizer: gives the model's tokenizer; None: it is looked for beside the model.
-    """
-    found = tokenizer() if tokenizer is not None else _beside(model)
+    with one of another vocabulary, the model draws `DRAWN` ids. `tokenizer` gives the model's, or None."""
+    found = None if tokenizer is None else tokenizer()
     ids = [] if found is None else _encoded(found)
     if len(set(ids)) < _LEAST or max(ids) >= text_config(model).vocab_size:
         return drawn(model, DRAWN)
     return ids
-
-
-def _beside(model: Any) -> Any | None:
-    """The tokenizer in the directory that a model was loaded from."""
-    folder = Path(str(getattr(model, "name_or_path", "") or "."))
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # whoever needs it is told; a check does without
-        log.debug("%s: no tokenizer: %s", folder, error)
-        return None
 
 
 def _encoded(tokenizer: Any) -> list[int]:

@@ -73,8 +73,8 @@ class Reference:
 
     @property
     def limit(self) -> float:
-        """The largest error that is allowed, see `_errors`."""
-        return STRUCTURE if self.noise is None else FACTOR * self.noise
+        """The largest error that is allowed, see `errors`."""
+        return most_difference(self.noise)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +267,7 @@ def _check_causal(model: Any, near: Reference) -> None:
     """Raise UnsupportedModelError if a prompt's logits change with the tokens behind it."""
     for row, prefix in enumerate(near.prefixes):
         alike = slice(len(prefix))
-        if _error(near, near.kept[row, alike], near.dropped[row, alike]) > near.limit:
+        if difference(near.kept[row, alike], near.dropped[row, alike], near.noise) > near.limit:
             raise UnsupportedModelError(
                 f"{name_of(model)} is not causal: a token's logits change with the tokens behind it. If it was trained "
                 "as a decoder, say so in its config.json (is_decoder; XLM: causal); else take a causal language model"
@@ -326,8 +326,7 @@ def _complaint(target: Any, expected: Reference, named: str) -> str | None:
 
 
 def errors(target: Any, expected: Reference) -> dict[str, float]:
-    """By phase, how far a target's logits are from those of plain forwards: the mean KL divergence (nats) where the
-    model's noise is known, else the worst `spread_error`."""
+    """By phase, the `difference` of a target's logits from those of plain forwards."""
     rows, start = [0, 1], expected.start
     if start:
         target.prefill(rows, [prefix[:start] for prefix in expected.prefixes])
@@ -352,15 +351,22 @@ def errors(target: Any, expected: Reference) -> dict[str, float]:
         pairs[phases[0]].append((prompt[row, first:last], kept[first:last]))
         pairs[phases[1]].append((tree[row, [0, *_PATHS[row], *other]], wanted))
         pairs[phases[2]].append((second[row], kept[end : end + 1 + _LATER]))
-    return {
-        phase: _error(expected, *(torch.cat([side.cpu() for side in sides]) for sides in zip(*found, strict=True)))
-        for phase, found in pairs.items()
-    }
+    found = {}
+    for phase, both in pairs.items():
+        ours, theirs = (torch.cat([side.cpu() for side in sides]) for sides in zip(*both, strict=True))
+        found[phase] = difference(ours, theirs, expected.noise)
+    return found
 
 
-def _error(expected: Reference, ours: Tensor, theirs: Tensor) -> float:
-    """Of logits (M, V), as `errors` says."""
-    return spread_error(ours, theirs) if expected.noise is None else float(divergence(ours, theirs).mean())
+def most_difference(noise: float | None) -> float:
+    """Return the largest `difference` that is allowed where a model's own noise is this; None: it is exact."""
+    return STRUCTURE if noise is None else FACTOR * noise
+
+
+def difference(ours: Tensor, theirs: Tensor, noise: float | None) -> float:
+    """Return how far logits (M, V) are from others: their mean `divergence` (nats) where the model's own noise is
+    known, else the worst `spread_error`."""
+    return spread_error(ours, theirs) if noise is None else float(divergence(ours, theirs).mean())
 
 
 @contextmanager

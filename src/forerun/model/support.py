@@ -128,8 +128,9 @@ _HIDDEN = 1  # The token that the probe's second mask hides
 
 
 def name_of(model: Any) -> str:
-    """What a model is called in a message."""
-    return str(getattr(model, "name_or_path", "")) or type(model).__name__
+    """What a model is called in a message: as the user named it, who knows no folder of ours where a file is kept."""
+    named = getattr(model, "named_by_user", "") or getattr(model, "name_or_path", "")
+    return str(named) or type(model).__name__
 
 
 @contextmanager

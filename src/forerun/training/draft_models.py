@@ -12,10 +12,10 @@ from torch import nn
 from forerun.checkpoints import TargetFacts
 from forerun.drafters.draft_models.pard import PardDrafter, mark
 from forerun.drafters.heads.kinds import kind_named, named
-from forerun.drafters.vocabulary import check_tokenizers, tokenizer_beside
+from forerun.drafters.vocabulary import check_tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.load import LoadOptions, open_model, read_config, save_model
-from forerun.model.names import resolve
+from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.support import text_config
 from forerun.training.data.store import PreparedData
 from forerun.training.recipe import EvaluationSettings, TrainRecipe

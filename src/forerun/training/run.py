@@ -25,7 +25,7 @@ from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.model import Target
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
-from forerun.model.names import resolve
+from forerun.model.names import load_tokenizer, resolve
 from forerun.model.prepare import available_bytes, judge
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
@@ -348,14 +348,12 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
     and gathers one when it runs; ``tp`` computes a part of each layer on every process, by transformers' ``tp_plan``,
     or ArgumentError. Embedding and output head stay whole: the head that is trained reads both. A target that could not
     be served is refused as there, where it is whole in a process."""
-    from transformers import AutoTokenizer
-
     path = resolve(name, dtype)
     if parallel.world == 1 or spread == "none":
         model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device), repack=False))
     else:
         model = _tensor_parallel(path, dtype, parallel) if spread == "tp" else _sharded(path, dtype, parallel)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path, None)
     if parallel.world == 1 or spread == "none":
         parallel.on_first(lambda: judge(Target, model, tokenizer))
     return model.requires_grad_(False), tokenizer

@@ -176,9 +176,8 @@ def refusal(model: Any, ids: Tensor) -> str | None:
             seen = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
         moved, _ = sdpa_attention_forward(module, acceptance.nudged(query), key, value, mask, **others)
         found = attend(query, key, value, seen, Pass(), scaling=others.get("scaling"))
-        units, most = acceptance.units(found, right[0], moved), acceptance.most_units(query.dtype)
-        if not units <= most:
-            wrong.append(f"in layer {getattr(module, 'layer_idx', '?')} by {units:.3g} units, {most} are allowed")
+        if (fault := acceptance.fault(found, right[0], moved)) is not None:
+            wrong.append(f"in layer {getattr(module, 'layer_idx', '?')} by {fault}")
         return right
 
     AttentionInterface.register(TRIAL, compared)

@@ -1,0 +1,140 @@
+"""What is no model, through every door: one line that names what was typed, and the exit code of bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import loggers_restored
+from engine.conftest import _write
+from forerun import LLM
+from forerun.cli import BAD_INPUT, main
+from forerun.errors import ForerunError
+from model.ggufs import tiny, write_tiny
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _write(tmp_path_factory.mktemp("good"), seed=0, layers=2)
+
+
+class Folder:
+    """An empty folder, and a good checkpoint to make bad ones of."""
+
+    def __init__(self, path: Path, good: Path) -> None:
+        self.path, self.good = path, good
+
+    def copy(self, *without: str) -> Path:
+        shutil.copytree(self.good, self.path / "model", ignore=shutil.ignore_patterns(*without))
+        return self.path / "model"
+
+    def holding(self, **files: str) -> Path:
+        """The folder with such files; ``__`` stands for a dot."""
+        for name, content in files.items():
+            (self.path / name.replace("__", ".")).write_text(content)
+        return self.path
+
+    def broken(self) -> Path:
+        """A checkpoint in which one number of one weight is none."""
+        model = self.copy()
+        weights = load_file(model / WEIGHTS)
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+        save_file(weights, model / WEIGHTS, metadata={"format": "pt"})
+        return model
+
+    def configured(self, **values: object) -> Path:
+        model = self.copy()
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | values))
+        return model
+
+    def cached(self) -> Path:
+        """As the hub's cache keeps a model."""
+        (folder := self.path / "models--owner--name").mkdir()
+        shutil.copytree(self.good, folder / "snapshots" / "0a1b")
+        return folder
+
+    def parted(self) -> Path:
+        """The folder of a model of which the last part is not there."""
+        write_tiny(self.path / "tiny.gguf", split=6)
+        sorted(self.path.iterdir())[-1].unlink()
+        return self.path
+
+    def nan(self) -> Path:
+        """A GGUF file with a number that is none."""
+        model = tiny()
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[3, 5] = torch.nan
+        return write_tiny(self.path / "nan.gguf", model=model)
+
+
+def _gguf(folder: Folder) -> Path:
+    return write_tiny(folder.path / "tiny.gguf")
+
+
+def _cut(folder: Folder) -> Path:
+    _gguf(folder).write_bytes(_gguf(folder).read_bytes()[:40000])
+    return folder.path / "tiny.gguf"
+
+
+WRONG: dict[str, tuple[Callable[[Folder], str | Path], str]] = {
+    "nothing of the name": (lambda at: at.path / "nothing", "there is no directory"),
+    "our model misspelt": (lambda _: "smolm2", "Did you mean 'smollm2'?"),
+    "an empty folder": (lambda at: at.path, "holds no config.json"),
+    "a folder of models": (lambda at: at.copy().parent, "Such are in it: model."),
+    "a folder of the hub's cache": (Folder.cached, "It is a folder of the hub's cache: name owner/name."),
+    "the weights in place of their folder": (lambda at: at.copy() / WEIGHTS, "name the directory that it lies in"),
+    "an adapter": (lambda at: at.holding(adapter_config__json="{}"), "It holds a PEFT adapter: pass it as adapter="),
+    "a configuration that is no JSON": (lambda at: at.holding(config__json="{"), "config.json"),
+    "a configuration without a kind": (lambda at: at.holding(config__json="{}"), "model"),
+    "a configuration of another kind": (lambda at: at.configured(model_type="bert"), "not those of its config.json"),
+    "a configuration of a diffusion model": (lambda at: at.holding(model_index__json="{}"), "holds no config.json"),
+    "no weights": (lambda at: at.copy(WEIGHTS), f"holds no {WEIGHTS}"),
+    "no tokenizer": (lambda at: at.copy("tokenizer*"), "holds no tokenizer.json or the like"),
+    "a number that is none": (Folder.broken, "model.layers.1.mlp.up_proj.weight is not finite"),
+    "a GGUF file with a number that is none": (Folder.nan, "model.layers.0.mlp.up_proj.weight is not finite"),
+    "a GGUF file that is cut": (_cut, "is cut short"),
+    "a GGUF model that lacks a part": (Folder.parted, "is not beside it: put all parts into one directory"),
+    "a GGUF file of no model": (
+        lambda at: write_tiny(at.path / "vision.gguf", more=lambda writer: writer.add_type("mmproj")),
+        "projector of a multimodal model",
+    ),
+}
+"""What it is -> what is typed, and words of the message."""
+
+
+@pytest.fixture(params=WRONG)
+def wrong(
+    request: pytest.FixtureRequest, tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, str]:
+    """What is typed, and words of the message."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (folder := tmp_path / "folder").mkdir()
+    make, words = WRONG[request.param]
+    return str(make(Folder(folder, good))), words
+
+
+def test_every_door_says_the_same_in_one_line(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    typed, words = wrong
+    with pytest.raises(ForerunError) as caught:
+        LLM(typed, max_num_seqs=1, device="cpu")
+    message = str(caught.value)
+    assert words in message and Path(typed).name in message and "/cache/" not in message, message
+    assert "\n" not in message and len(message) < 700, message
+    for verb in (["generate", "--prompt", "x"], ["serve", "--port", "0"]):
+        with loggers_restored():
+            assert main([verb[0], typed, "--device", "cpu", *verb[1:]]) == BAD_INPUT
+        written = capsys.readouterr()
+        assert " ".join(written.err.split()).count(" ".join(message.split())) == 1, written.err
+        assert not written.out and "Traceback" not in written.err
