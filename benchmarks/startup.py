@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -60,16 +59,14 @@ print(answer.outputs[0].text)
 
 def started(command: Sequence[str]) -> dict[str, Any]:
     """Run a process to its end: seconds of CPU and of wall time, MiB at most and at the end, and what it wrote."""
-    began, resident = (
-        time.perf_counter(),
-        deque[int](maxlen=25),
-    )  # Of the last half second: at its end a process shrinks
+    began, resident = time.perf_counter(), 0  # KiB, since the answer was there: later a process shrinks
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command, stdout=out, stderr=errors, env={**os.environ, "PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"}
         )
         while True:
-            resident.append(_resident(process.pid))
+            if os.fstat(out.fileno()).st_size:
+                resident = max(resident, _resident(process.pid))
             done, status, used = os.wait4(process.pid, os.WNOHANG)
             if done:
                 break
@@ -83,7 +80,7 @@ def started(command: Sequence[str]) -> dict[str, Any]:
             "cpu_s": used.ru_utime + used.ru_stime,
             "wall_s": time.perf_counter() - began,
             "peak_mib": used.ru_maxrss / 1024,
-            "resident_mib": max(resident) / 1024,
+            "resident_mib": resident / 1024,
             "text": out.read().decode().strip(),
         }
 

@@ -1,4 +1,4 @@
-"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered."""
+"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GREEDY_BELOW = 1e-5  # Temperatures below this are 0, as in vLLM: logits divided by less leave float32
 MAX_TEMPERATURE = 1e4  # Larger ones are refused: all tokens are equally likely long before
@@ -20,7 +21,7 @@ MAX_TEMPERATURE = 1e4  # Larger ones are refused: all tokens are equally likely 
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What a checkpoint may ask for, and what holds where neither it nor the request does."""
 
-LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 """A user's processor: (all token ids so far, logits (V,) float32) -> logits (V,). Must be a function of these alone."""
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
 
+from forerun.cli import session
 from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, Model, SpeculationOptions
 from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
@@ -97,6 +98,13 @@ def serve(
         TCP port.
     """
     speculative = speculation.config()
+    session.check(model, loading, speculative, **asdict(engine))
+    options = {"speculative_config": speculative, "adapt": adapting.config(speculative), **asdict(engine)}
+    if adapting.adapt and not settings.may_learn:
+        raise ArgumentError(
+            "--adapt has nobody to learn from: name API keys with --adapt-api-key, or without keys add "
+            "--share-unnamed; what is learned may hold their text"
+        )
     try:
         from forerun.serve.logs import configure_logging
         from forerun.serve.server import run
@@ -106,12 +114,6 @@ def serve(
     also = () if settings.model_name else (model, str(Path(model).expanduser()))
     settings = replace(settings, model_name=settings.model_name or _short_name(model))
     configure_logging(settings)
-    options = {"speculative_config": speculative, "adapt": adapting.config(speculative), **asdict(engine)}
-    if adapting.adapt and not settings.may_learn:
-        raise ArgumentError(
-            "--adapt has nobody to learn from: name API keys with --adapt-api-key, or without keys add "
-            "--share-unnamed; what is learned may hold their text"
-        )
     if not settings.api_keys and not settings.share_unnamed:
         log.info(
             "no API key is set: cached prefixes and what drafters learn end with each request; add --share-unnamed if "
@@ -130,11 +132,9 @@ def _short_name(model: str) -> str:
 
 
 def _load(model: str, loading: LoadOptions, options: dict[str, Any]) -> AsyncLLM:
-    from forerun.cli.session import check_rule, loading_arguments, quiet_libraries, uncollected
-
-    with uncollected():
+    with session.uncollected():
         from forerun import AsyncLLM
 
-        quiet_libraries()
-        check_rule((options["speculative_config"] or {}).get("rule"))
-        return AsyncLLM(model, **options, **loading_arguments(loading))
+        session.quiet_libraries()
+        session.warn_of_loss(options["speculative_config"])
+        return AsyncLLM(model, **options, **session.loading_arguments(loading))

@@ -15,6 +15,9 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import LoadOptions
+from forerun.core import rules
+from forerun.engine.config import SpeculativeConfig, check_sizes
+from forerun.model import checks
 from forerun.params import NEUTRAL
 from forerun.types import OutputToken, RequestOutput, Source
 
@@ -165,19 +168,29 @@ def load(
     model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, *, announce: bool = False, **more: Any
 ) -> LLM:
     """The model behind the Python API, with what is being done on stderr while it loads; with `announce` a line stays
-    that says how long that took. An unknown rule is refused first."""
+    that says how long that took. What is known to be wrong beforehand is refused first."""
     began = time.perf_counter()
+    check(model, options, speculative_config, **more)
     with console.telling(f"loading {model}") as tell, _told(tell), uncollected():
         quiet_libraries()
-        from forerun import LLM, SpeculativeConfig
+        from forerun import LLM
 
-        config = SpeculativeConfig.parse(speculative_config)
-        check_rule(None if config is None else config.rule)
+        warn_of_loss(speculative_config)
         llm = LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
     if announce:
         what = f"{llm.target.dtype_name} on {llm.target.device}, ready in {time.perf_counter() - began:.1f} s"
         console.log().print(Text(f"{model}: {what}", "dim"), soft_wrap=True)
     return llm
+
+
+def check(model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, **engine: Any) -> None:
+    """Refuse, within the first second, what is known to be wrong before torch is imported and a model loaded: `engine`
+    are arguments of `LLM`."""
+    checks.check(model, options.dtype)
+    check_sizes(options.max_model_len, engine["max_num_seqs"], engine.get("kv_cache_tokens"))
+    config = SpeculativeConfig.parse(speculative_config)
+    if config is not None and config.rule is not None:
+        rules.check_named(config.rule)
 
 
 @contextmanager
@@ -218,11 +231,11 @@ class _Telling(logging.Handler):
             self._tell(record.getMessage())
 
 
-def check_rule(name: str | None) -> None:
-    """Refuse an unknown verification rule, and say of one that is lossy what it does; None is the default one."""
-    from forerun.core.rules import rule_named
-
-    if name is not None and not rule_named(name).lossless:
+def warn_of_loss(speculative_config: dict[str, Any] | None) -> None:
+    """Say of a verification rule that is lossy what it does."""
+    config = SpeculativeConfig.parse(speculative_config)
+    name = None if config is None else config.rule
+    if name is not None and not rules.rule_named(name).lossless:
         what = "above temperature 0 answers have another distribution than the target's"
         console.warn(f"the rule {name} is LOSSY: {what}. Leave --rule away for a lossless one.", "bold red")
 

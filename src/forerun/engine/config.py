@@ -90,6 +90,18 @@ class SpeculativeConfig:
         return f"{self.method}:{json.dumps(options, sort_keys=True)}"
 
 
+def check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:
+    """Raise ArgumentError where an engine's sizes, named as in `LLM`, are out of range or do not go together."""
+    if max_num_seqs < 1:
+        raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+    if max_model_len is not None and max_model_len < 2:
+        raise ArgumentError(f"max_model_len must be at least 2, got {max_model_len}")
+    if max_model_len is not None and kv_cache_tokens is not None and kv_cache_tokens < max_model_len:
+        raise ArgumentError(
+            f"kv_cache_tokens {kv_cache_tokens} cannot hold one answer of max_model_len {max_model_len}; lower that"
+        )
+
+
 def from_old_keywords(keywords: dict[str, Any]) -> dict[str, Any] | None:
     """The keywords of older vLLM tutorials as a ``speculative_config``; takes them out of `keywords`."""
     old = ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min")

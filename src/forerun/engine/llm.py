@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.completion import Request
-from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, drafter_bytes, from_old_keywords
+from forerun.engine.config import (
+    MAX_SPECULATIVE_TOKENS,
+    SpeculativeConfig,
+    check_sizes,
+    drafter_bytes,
+    from_old_keywords,
+)
 from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.measuring import known_or_nominal
@@ -111,7 +117,7 @@ class LLM:
             if name not in _LOADING:
                 known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
                 raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
-        _check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
+        check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         scheduling = Scheduling(
             max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching and not reproducible,
@@ -408,14 +414,3 @@ class LLM:
             if chunk.output is not None:
                 return chunk.output
         raise AssertionError("a stream ends with its output")
-
-
-def _check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:
-    if max_num_seqs < 1:
-        raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-    if max_model_len is not None and max_model_len < 2:
-        raise ArgumentError(f"max_model_len must be at least 2, got {max_model_len}")
-    if max_model_len is not None and kv_cache_tokens is not None and kv_cache_tokens < max_model_len:
-        raise ArgumentError(
-            f"kv_cache_tokens {kv_cache_tokens} cannot hold one answer of max_model_len {max_model_len}; lower that"
-        )

@@ -24,6 +24,7 @@ import torch
 from forerun.demo import MODELS, REAL
 from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, nearest
+from forerun.model.checks import DTYPES, check_directory
 from forerun.model.kernels.products import decodes
 from forerun.model.support import refuse_config
 
@@ -145,26 +146,6 @@ def read_config(name: str | Path, options: LoadOptions) -> Any:
     return config
 
 
-def check_directory(name: str | Path) -> None:
-    """Raise CheckpointError if `name` is meant as a directory and is none, or holds no configuration."""
-    path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{_instead(path)}")
-    meant = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
-    if meant and not path.is_dir():
-        raise CheckpointError(f"there is no directory {path}: expected a checkpoint of transformers or a hub id (a/b)")
-
-
-def _instead(folder: Path) -> str:
-    """What a directory without a configuration holds, and what to name in its place."""
-    if (folder / "adapter_config.json").is_file():
-        return " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
-    if (folder / "snapshots").is_dir() and folder.name.startswith("models--"):
-        return f" It is a folder of the hub's cache: name {folder.name.removeprefix('models--').replace('--', '/')}."
-    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    return f" Such are in it: {', '.join(inside[:4])}." if inside else ""
-
-
 @contextmanager
 def calm(quiet: bool) -> Iterator[None]:
     """While open, transformers keeps to errors (its warnings are raised here instead); no bar if `quiet`."""
@@ -268,7 +249,7 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
     dtype = getattr(config, "dtype", None) if auto else options.dtype
     named = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if named is not None and not isinstance(named, torch.dtype):
-        raise ArgumentError(f"{dtype!r} is no dtype; expected 'auto', 'float32', 'bfloat16' or 'float16'")
+        raise ArgumentError(f"{dtype!r} is no dtype; expected {DTYPES}")
     placed = options.device_map is not None or options.tp_plan is not None
     if named is None or not auto or placed or getattr(config, "quantization_config", None) is not None:
         return named

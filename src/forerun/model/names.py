@@ -1,4 +1,4 @@
-"""From the name of a model to its directory, and to its tokenizer: the one place where a name is looked at."""
+"""From the name of a model to its directory, and to its tokenizer: where a name is looked at. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import CheckpointError
+from forerun.model.checks import check_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,8 +41,7 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
         return found
     from forerun.model import gguf
 
-    if not file.is_file():
-        raise CheckpointError(f"there is no file {file}: expected a GGUF file, a directory or a hub id (owner/name)")
+    check_file(file)
     if not gguf.is_gguf(file):
         inside = (file.parent / "config.json").is_file()
         remedy = f"; name the directory that it lies in, {file.parent}" if inside else ""

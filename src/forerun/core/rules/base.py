@@ -1,6 +1,6 @@
 """What a verification rule is, which rules there are, and which one verifies a draft by default.
 
-A rule sees one row's tree, the target's distributions at its nodes, and rng. It never sees a drafter.
+A rule sees one row's tree, the target's distributions at its nodes, and rng. It never sees a drafter. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from forerun.core.probs import NodeProbs
-from forerun.core.sampling import Rng
-from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, choices
 from forerun.types import DraftKind, Source, Verdict
+
+if TYPE_CHECKING:
+    from forerun.core.probs import NodeProbs
+    from forerun.core.sampling import Rng
+    from forerun.core.tree import TokenTree
 
 RULES: dict[str, str] = {
     "argmax_walk": "forerun.core.rules.argmax_walk:ArgmaxWalk",
@@ -56,12 +58,17 @@ class Rule(ABC):
         """Verify the tree. Asks `target` only for what `reads` names; draws only from `rng`."""
 
 
+def check_named(name: str) -> None:
+    """Raise ArgumentError unless there is a rule of that name; imports nothing."""
+    if name not in RULES:
+        raise ArgumentError(f"unknown verification rule {name!r}.{choices(name, RULES)}")
+
+
 @cache
 def rule_named(name: str) -> Rule:
     """The rule of that name; one of each will do, for rules keep nothing from one tree to the next. ArgumentError:
     there is none; the message names the nearest."""
-    if name not in RULES:
-        raise ArgumentError(f"unknown verification rule {name!r}.{choices(name, RULES)}")
+    check_named(name)
     module, _, attribute = RULES[name].partition(":")
     rule: Rule = getattr(importlib.import_module(module), attribute)()
     return rule
