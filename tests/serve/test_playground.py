@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+
+import pytest
 
 from serve.conftest import Live
 
@@ -14,15 +17,15 @@ def test_the_page_is_complete_and_self_contained(live: Live) -> None:
         file = live.get(f"/{name}")
         assert file.status_code == 200 and not re.search(r"https?://(?!www\.w3\.org)", file.text)
     ids = set(re.findall(r'id="([^"]+)"', page.text))
-    used = set(re.findall(r'at\("([^"]+)"\)', live.get("/playground.js").text))
+    used = set(re.findall(r'\bat\("([^"]+)"\)', live.get("/playground.js").text))
     assert used and used <= ids
 
 
 def test_what_the_page_reads_is_there(live: Live) -> None:
     model = live.get("/v1/models").json()["data"][0]
     card = model["speculation"]
-    assert card["drafters"] == ["draft_model", "ngram"]
-    assert card["max_speculative_tokens"] == {"draft_model": 4, "ngram": 16}, "the server's own was built for 4"
+    assert card["drafters"] == ["draft_model", "auto", "ngram"]
+    assert card["max_speculative_tokens"] == {"draft_model": 4, "auto": 16, "ngram": 16}, "the server's own was built for 4"
     assert card["traces"] and model["chat"]
     body = {"prompt": "the cat", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = live.post("/v1/completions", {**body, "return_speculation_trace": True}).json()
@@ -41,3 +44,18 @@ def test_a_message_is_answered_with_the_same_fields(live: Live) -> None:
     answer = live.post("/v1/chat/completions", {**asked, "speculative": {"enabled": False}}).json()
     assert answer["choices"][0]["message"]["content"] and "speculative_decoding" in answer["metrics"]
     assert len(answer["speculation_trace"][0]["tokens"]) == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_brings_the_trace_step_by_step(live: Live, path: str) -> None:
+    """The parts of a stream are the whole trace, each with what its step brought."""
+    ask = {"messages": [{"role": "user", "content": "the cat"}]} if "chat" in path else {"prompt": "the cat"}
+    body = {**ask, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_speculation_trace": True}
+    lines = live.post(path, {**body, "stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    parts = [choice["speculation_trace"] for event in events for choice in event["choices"] if "speculation_trace" in choice]
+    [whole] = events[-1]["speculation_trace"]
+    assert whole["first_token_ms"] > 0 and len(parts) == 1 + len(whole["steps"]) > 2
+    assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
+    assert [step for part in parts for step in part["steps"]] == whole["steps"]
+    assert all(len(part["steps"]) == 1 and part["tokens"] for part in parts[1:])

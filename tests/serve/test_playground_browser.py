@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from forerun import AsyncLLM
-from serve.conftest import Live, serving
+from serve.conftest import Live, serving, wait_for
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra dev")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium (apt-
 
 DRAFTER = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5, "adaptive": False}
 TOKENS = 48
+REPLAY = "Replay side by side"
 KINDS = ("accepted", "recovered", "bonus", "target", "rejected")
 
 
@@ -30,7 +32,7 @@ def demo() -> Iterator[Live]:
     def load() -> AsyncLLM:
         return AsyncLLM("demo", speculative_config=DRAFTER, dtype="float32", max_num_seqs=2, max_model_len=512)
 
-    with serving(load, client_drafters=("ngram", "suffix"), allow_traces=True) as running:
+    with serving(load, client_drafters=("auto", "ngram", "suffix"), allow_traces=True) as running:
         yield running
 
 
@@ -59,17 +61,25 @@ class Page:
         if kind in ("error", "warning"):
             self.complaints.append(text)
 
-    def ask(self, temperature: float, drafter: str = "eagle3") -> None:
+    def ask(self, temperature: float, drafter: str = "eagle3", tokens: int = TOKENS) -> None:
         """Fill in and press Run."""
         self.page.fill("#temperature", str(temperature))
-        self.page.fill("#length", str(TOKENS))
+        self.page.fill("#length", str(tokens))
         self.page.select_option("#drafter", drafter)
         self.page.click("#run")
         self.finished()
 
     def finished(self) -> None:
-        self.page.wait_for_function("!document.getElementById('run').disabled && result !== null", timeout=60_000)
+        self.page.wait_for_selector("#run:enabled", timeout=60_000)
         assert self.page.text_content("#status") == ""
+        assert self.page.is_visible("#after")
+
+    def figures(self, side: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.page.evaluate(f"figures(result.{side})")
+        return found
+
+    def text(self, side: str) -> str:
+        return str(self.page.evaluate(f"tokensOf(result.{side}).map((token) => token.text).join('')"))
 
     def count(self, selector: str) -> int:
         return int(self.page.locator(selector).count())
@@ -90,6 +100,25 @@ def opened(browser: Any, demo: Live) -> Iterator[Page]:
     page.close()
 
 
+@pytest.fixture(scope="module")
+def copying_server() -> Iterator[Live]:
+    """`suffix` drafts alike whatever passes cost, so that a run can be repeated pass by pass."""
+
+    def load() -> AsyncLLM:
+        drafter = {"method": "suffix", "adaptive": False}
+        return AsyncLLM("demo", speculative_config=drafter, dtype="float32", max_num_seqs=2, max_model_len=512)
+
+    with serving(load, allow_traces=True) as running:
+        yield running
+
+
+@pytest.fixture
+def copying(browser: Any, copying_server: Live) -> Iterator[Page]:
+    page = Page(browser, copying_server.url, viewport={"width": 1280, "height": 900})
+    yield page
+    page.close()
+
+
 def overflow(page: Page) -> int:
     """Pixels that the page is wider than the window."""
     return int(page.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
@@ -98,24 +127,133 @@ def overflow(page: Page) -> int:
 def test_greedy_fills_both_panes_and_says_that_they_are_equal(opened: Page) -> None:
     opened.ask(0)
     opened.keep("greedy")
-    text = {side: opened.page.evaluate(f"result.{side}.text") for side in ("plain", "fast")}
+    text = {side: opened.text(side) for side in ("plain", "fast")}
     assert text["plain"] == text["fast"] and len(text["plain"]) > 40
-    assert "identical" in str(opened.page.text_content("#summary .good b >> text=identical"))
-    assert opened.page.evaluate("result.plain.moments.flatMap((moment) => moment.tokens).length") == TOKENS
+    assert "same text" in opened.page.inner_text("#facts .good >> text=token by token")
+    assert opened.figures("plain")["tokens"] == opened.figures("plain")["passes"] == TOKENS
     for side in ("plain", "fast"):
         kept = opened.page.locator(f"#{side} .token:not(.rejected)").all_text_contents()
         assert len(kept) == TOKENS and "".join(kept) == text[side]
     assert opened.count("#plain .token.target") == TOKENS and opened.count("#plain .accepted") == 0
     assert opened.count("#fast .accepted") > 0 and opened.count("#fast .rejected") > 0
-    steps = opened.page.evaluate("result.fast.moments.length")
-    assert opened.count("#ruler button") == steps < TOKENS
+    assert opened.count("#ruler button") == opened.figures("fast")["passes"] < TOKENS
     assert "tokens/s" in opened.page.inner_text("#fast-speed") and opened.count("#positions .bar") == 5
+
+
+def test_the_leading_figure_is_all_tokens_over_all_passes(opened: Page) -> None:
+    """As the API has it; what was written is the model's own tokens and those of each drafter, none twice."""
+    opened.ask(0)
+    found = opened.figures("fast")
+    shown = float(opened.page.inner_text("#lead-figure"))
+    assert shown == pytest.approx(TOKENS / found["passes"], abs=0.005)
+    assert opened.page.evaluate("result.fast.counts.tokens_per_pass") == pytest.approx(TOKENS / found["passes"])
+    column = opened.page.locator("#origins td:nth-child(2)").all_inner_texts()
+    assert sum(map(int, column)) == TOKENS and int(column[0]) == found["passes"]
+    assert opened.page.locator("#origins td:first-child").all_inner_texts() == ["the model", "eagle3"]
+
+
+def test_the_text_appears_while_it_is_written_and_nothing_jumps(opened: Page) -> None:
+    opened.page.evaluate(
+        """() => {
+          window.seen = { plain: new Set(), fast: new Set(), places: new Set() };
+          const place = (id) => at(id).getBoundingClientRect().top + scrollY;
+          for (const side of ["plain", "fast"])
+            new MutationObserver(() => {
+              window.seen[side].add(at(side).textContent.length);
+              window.seen.places.add(["summary", "plain", "fast", "legend"].map(place).join());
+            }).observe(at(side), { childList: true });
+        }"""
+    )
+    opened.ask(0)
+    plain, fast, places = opened.page.evaluate("Object.values(window.seen).map((one) => one.size)")
+    assert plain > 20 and fast > 5, "the panes grew in that many pieces"
+    assert places == 1
+
+
+def test_stop_ends_the_answer_and_keeps_what_there_is(opened: Page, demo: Live) -> None:
+    opened.page.fill("#prompt", "Count without an end.")
+    opened.page.fill("#length", "400")
+    opened.page.click("#run")
+    opened.page.wait_for_function("result && result.plain.moments.length > 3")
+    opened.page.click("#stop")
+    opened.page.wait_for_selector("#run:enabled")
+    assert "Stopped" in opened.page.inner_text("#status") and not opened.page.is_visible("#after")
+    assert 3 < opened.figures("plain")["tokens"] < 400
+    wait_for(lambda: demo.session.in_flight == 0)
+    opened.ask(0)
+
+
+def test_cold_runs_of_the_same_prompt_are_equal_and_warm_ones_say_so(copying: Page) -> None:
+    """Drafters remember answers: what they learned must not be taken for what they bring."""
+    passes = []
+    for memory in ("cold", "cold", "warm", "warm", "cold"):
+        copying.page.check(f"[name=memory][value={memory}]")
+        copying.ask(0, drafter="suffix")
+        passes.append(copying.figures("fast")["passes"])
+        known = "knew 1 earlier answer" if len(passes) == 4 else "knew 0 earlier answers"
+        assert copying.page.locator("#facts li", has_text=known if memory == "warm" else "cold").count() == 1
+    assert passes[0] == passes[1] == passes[2] == passes[4], "nothing was left of earlier answers"
+    assert passes[3] < passes[2], "it copied its first warm answer"
+
+
+def test_the_end_mark_is_counted_once_and_never_struck(copying: Page) -> None:
+    """An answer that ends within a draft has its end mark among what was accepted."""
+    copying.page.check("[name=memory][value=warm]")
+    copying.page.fill("#prompt", "Say only the word yes.")
+    for _ in range(2):
+        copying.ask(0, drafter="suffix", tokens=200)
+    last = copying.page.evaluate("result.fast.moments.at(-1)")
+    ended = last["tokens"][-1]
+    assert copying.figures("fast")["tokens"] < 200 and ended["source"] == "draft", "it did not end within a draft"
+    assert [node["token"] for node in last["nodes"] if node["accepted"]][-1] == ended["id"]
+    assert copying.page.locator("#fast .rejected", has_text="<|im_end|>").count() == 0
+
+
+def test_examples_and_advice_can_be_followed(opened: Page) -> None:
+    prompts = set()
+    for button in opened.page.locator("#examples button").all():
+        button.click()
+        prompts.add(opened.page.input_value("#prompt"))
+        assert opened.count("#examples [aria-pressed=true]") == 1
+    assert len(prompts) == 3
+    assert "auto" in opened.page.locator("#drafter option").all_inner_texts()
+    opened.ask(0, drafter="ngram")
+    opened.page.click("#advice button >> text=Run warm")
+    opened.finished()
+    assert opened.page.evaluate("result.memory") == "warm" and opened.page.is_checked("[name=memory][value=warm]")
+
+
+@pytest.mark.parametrize(
+    ("found", "offered"),
+    [
+        ({"faster": 0.8, "drafted": 40}, "Draft at most 3"),
+        ({"faster": 1.1, "drafted": 40}, "Run with auto"),
+        ({"faster": 3.0, "drafted": 0}, "Run “Edit code”"),
+        ({"faster": 3.0, "drafted": 40, "memory": "warm", "earlier": 1}, "Run cold"),
+    ],
+)
+def test_the_next_step_fits_what_was_seen(opened: Page, found: dict[str, Any], offered: str) -> None:
+    labels = opened.page.evaluate(
+        """({ faster, drafted, memory = "cold", earlier = 0 }) => {
+          const step = { step: 1, drafter: "suffix" };
+          const answer = (ms, nodes) => ({ moments: Array.from({ length: 20 }, (_, index) => (
+            { tokens: [{ id: 1, source: "target" }], nodes, step, ms })) });
+          const nodes = Array(drafted / 20).fill({ accepted: false, parent: 0 });
+          const found = { plain: answer(10 * faster, []), fast: answer(10, nodes), drafter: "suffix", count: null };
+          return advice({ ...found, memory, earlier, temperature: 0 }, ["suffix", "auto"]).map((one) => one[1]);
+        }""",
+        found,
+    )
+    assert offered in labels
 
 
 def test_a_sampled_run_shows_every_kind_in_its_own_shape(opened: Page) -> None:
     opened.ask(0.8)
     opened.keep("sampled")
-    assert "same distribution" in opened.page.inner_text("#summary")
+    assert opened.page.locator("#facts li", has_text=re.compile("same text|same distribution")).count() == 1
+    assert not opened.page.locator("#fast .rejected").first.is_visible()
+    opened.page.check("#details")
+    assert opened.page.locator("#fast .rejected").first.is_visible()
     for kind in ("accepted", "recovered", "rejected"):
         assert opened.count(f"#fast .{kind}") > 0, kind
     shapes = {
@@ -126,15 +264,13 @@ def test_a_sampled_run_shows_every_kind_in_its_own_shape(opened: Page) -> None:
         for kind in KINDS
     }
     assert len(set(shapes.values())) == len(KINDS), "not told apart by colour alone"
-    opened.page.uncheck("#ghosts")
-    assert not opened.page.locator("#fast .rejected").first.is_visible()
 
 
 def test_hovering_tells_probabilities(opened: Page) -> None:
     opened.ask(0)
     opened.page.locator("#fast .accepted").first.hover()
     hint = opened.page.inner_text("#hint")
-    assert "draft probability 0." in hint and "step" in hint and " ms" in hint
+    assert "draft probability 0." in hint and "pass" in hint and " ms" in hint
     opened.page.locator("#tree g.accepted, #tree g.rejected").first.hover()
     assert "probability" in opened.page.inner_text("#hint")
     opened.page.mouse.move(1, 1)
@@ -146,7 +282,7 @@ def test_the_keyboard_is_enough(opened: Page) -> None:
     opened.page.focus("#prompt")
     keys.press("Control+A")
     keys.type("def add(a, b):")
-    for name in ("mode", "drafter", "count", "temperature", "length"):
+    for name in ("drafter", "", "temperature", "length"):
         keys.press("Tab")
         assert opened.page.evaluate("document.activeElement.id") == name
         if name == "temperature":
@@ -157,16 +293,20 @@ def test_the_keyboard_is_enough(opened: Page) -> None:
     assert opened.page.evaluate("result.temperature") == 0
     opened.page.evaluate("document.activeElement.blur()")
     keys.press("ArrowRight")
-    assert opened.count("#fast .token") < opened.page.evaluate("result.fast.trace.tokens.length")
+    assert opened.count("#fast .token") < opened.figures("fast")["tokens"]
     for _ in range(80):
         keys.press("ArrowRight")
-        if opened.page.text_content("#play") == "Replay":
+        if opened.page.text_content("#play") == REPLAY:
             break
-    written = opened.page.evaluate("result.plain.trace.tokens.length")
+    written = opened.figures("plain")["tokens"]
     assert 0 < opened.page.locator("#fast .token:not(.rejected)").count() == written <= 24
-    opened.page.focus("#ruler button:nth-child(3)")
-    keys.press("Enter")
-    assert str(opened.page.text_content("#step-title")).startswith("Step 2")
+    opened.page.focus("#ruler [tabindex='0']")
+    assert opened.count("#ruler [tabindex='0']") == 1, "one stop for the tabulator"
+    keys.press("ArrowLeft")
+    keys.press("ArrowRight")
+    number = opened.page.evaluate("[...at('ruler').children].indexOf(document.activeElement) + 1")
+    assert str(opened.page.text_content("#step-title")).startswith(f"Pass {number}:")
+    assert opened.count("#fast .chosen") > 0
     outline = opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline != "none", "focus can be seen"
 
@@ -174,9 +314,9 @@ def test_the_keyboard_is_enough(opened: Page) -> None:
 def test_replay_shows_what_was_measured(opened: Page) -> None:
     opened.ask(0, drafter="ngram")
     opened.page.click("#play")
-    opened.page.wait_for_function("document.getElementById('play').textContent === 'Replay'", timeout=60_000)
+    opened.page.wait_for_function("document.getElementById('play').textContent === 'Replay side by side'", timeout=60_000)
     assert opened.page.locator("#fast .token:not(.rejected)").count() == TOKENS
-    assert "one run after the other" in opened.page.inner_text("#replayed")
+    assert "one run after the other" in opened.page.inner_text("#facts")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

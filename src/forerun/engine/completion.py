@@ -145,7 +145,8 @@ class Completion:
         first = not self.tokens
         self._count(emitted, new)
         text = self.text.release(final=self.finish_reason is not None)
-        return self._chunk(text, new, emitted.trace if self.request.trace else None, first=first)
+        trace = emitted.trace if self.request.trace and not first else None  # The prompt's pass drafts nothing
+        return self._chunk(text, new, trace, first=first)
 
     def end_unbegun(self) -> StreamChunk:
         """End an answer of no tokens, whose prompt has been read; it is its first chunk, too."""

@@ -29,6 +29,7 @@ from forerun.types import (
     RequestOutput,
     Source,
     SpeculationStats,
+    StepTrace,
     StreamChunk,
     TokenLogprob,
 )
@@ -58,7 +59,8 @@ class Writer(ABC):
     ) -> None:
         self.body, self.tokenizer, self._predicted = body, tokenizer, predicted
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
-        self.wants_tokens = self.wants_logprobs or body.return_token_ids  # Something is said of each token
+        traced = body.return_speculation_trace
+        self.wants_tokens = self.wants_logprobs or body.return_token_ids or traced  # Something is said of each token
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # Of one token
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
         self._sent = Counter[int]()  # Choice -> characters of its tokens so far, behind those of the echoed prompt
@@ -128,6 +130,12 @@ class Writer(ABC):
         """``token_ids``, where they were asked for."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 
+    def part_of_trace(self, chunk: StreamChunk) -> dict[str, Any]:
+        """What one step adds to ``speculation_trace``, where that was asked for."""
+        if not self.body.return_speculation_trace:
+            return {}
+        return {"speculation_trace": self._traced(chunk.tokens, [] if chunk.trace is None else [chunk.trace])}
+
     def stop_reason(self, ended: CompletionOutput | StreamChunk) -> int | str | None:
         """The stop string or id that ended an answer; None for the model's own end, whether or not it was named."""
         own = not self.body.ignore_eos and ended.stop_reason == self.tokenizer.eos_token_id
@@ -172,17 +180,24 @@ class Writer(ABC):
             usage["completion_tokens_details"] = details
         found: dict[str, Any] = {"usage": usage, "metrics": speculation_metrics(outputs)}
         if self.body.return_speculation_trace:
-            found["speculation_trace"] = [self._traced(one, answer) for one in outputs for answer in one.outputs]
+            found["speculation_trace"] = [
+                {
+                    "first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0),
+                    **self._traced(answer.tokens, answer.trace),
+                }
+                for output in outputs
+                for answer in output.outputs
+            ]
         return found
 
-    def _traced(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        """One answer: its tokens with their sources, and what was drafted, accepted and spent in each step."""
+    def _traced(self, tokens: Sequence[OutputToken], trace: Sequence[StepTrace]) -> dict[str, Any]:
+        """Tokens with their sources, and what was drafted, accepted and spent in each step."""
         steps = []
-        for step in answer.trace:
+        for step in trace:
             nodes = [{**asdict(node), "text": self._text(node.token)} for node in step.nodes]
             steps.append({**asdict(step), "nodes": nodes, "lossless": rule_named(step.rule).lossless})
-        tokens = [{"id": one.id, "text": one.text, "source": one.source, "step": one.step} for one in answer.tokens]
-        return {"first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0), "tokens": tokens, "steps": steps}
+        told = [{"id": one.id, "text": one.text, "source": one.source, "step": one.step} for one in tokens]
+        return {"tokens": told, "steps": steps}
 
 
 class ChatWriter(Writer):
@@ -227,7 +242,7 @@ class ChatWriter(Writer):
         delta, reason = message.delta(pieces), self._finish_reason(message, chunk)
         if not pieces and not self.wants_tokens and reason is None:
             return None
-        more = {**self.last(chunk), **self.token_ids(chunk.tokens)}
+        more = {**self.last(chunk), **self.token_ids(chunk.tokens), **self.part_of_trace(chunk)}
         logprobs = self._logprobs(chunk.tokens)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **more}
 
@@ -300,7 +315,7 @@ class CompletionWriter(Writer):
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
         logprobs, reason = self._logprobs(chunk.tokens, self._sent[index]), chunk.finish_reason
         self._sent[index] += sum(len(token.text) for token in chunk.tokens)
-        more = {**self.last(chunk), **self.token_ids(chunk.tokens)}
+        more = {**self.last(chunk), **self.token_ids(chunk.tokens), **self.part_of_trace(chunk)}
         return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason, **more}
 
     def _echoed(self, index: int, ids: Sequence[int]) -> str:

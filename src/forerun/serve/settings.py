@@ -39,7 +39,7 @@ class ServeSettings:
     """Report in ``usage`` how many prompt tokens were cached."""
     allowed_origins: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     """Origins of web pages that may call the API from a browser (CORS); may be repeated; ``*`` allows all."""
-    client_drafters: Annotated[tuple[str, ...], Parameter(negative="")] = ("ngram",)
+    client_drafters: Annotated[tuple[str, ...], Parameter(negative="")] = ("auto", "ngram")
     """Drafters that a request may choose besides the server's own; may be repeated; such as need no files."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, llama3_json, auto or none."""

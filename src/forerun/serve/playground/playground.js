@@ -1,13 +1,15 @@
 "use strict";
-// Asks the server the same thing twice, one after the other, and replays both answers from their recorded times.
+// Asks the server the same thing twice, one after the other, shows both answers as they come, and replays them.
 
 const at = (id) => document.getElementById(id);
 const saved = window.SAVED_RESULT || null;
-let result = null, player = null;
-const QUESTIONS = {
-  chat: `Rename \`rows\` to \`items\`: write items for rows:
+const SIDES = ["plain", "fast"];
+let result = null, player = null, stopping = null;
+let remembered = 0; // Answers that the drafter's warm memory holds
+const newSalt = () => `playground-${Math.random().toString(36).slice(2)}`;
+const WARM = newSalt();
 
-def read_table(path, rows=None):
+const FUNCTION = `def read_table(path, rows=None):
     """Return all lines of a table, each a list of its cells."""
     if rows is None:
         rows = []
@@ -19,8 +21,13 @@ def read_table(path, rows=None):
             rows.append(cells)
     if not rows:
         raise ValueError(f"nothing in {path}")
-    return rows`,
-  text: `"""Read and write small tables."""
+    return rows`;
+const ARTICLE = `The lighthouse of Port Ellis was built in 1846 from grey granite. It stands 31 metres high, and its lamp can be seen from 18 miles away. The first keeper was Anna Reed, who lived there with her two sons until 1871. In 1903 a storm broke the lamp, and the keeper burned his own furniture to keep a fire alight. The tower has been empty since 1984, when the lamp became automatic, and it opened as a museum in 1992.`;
+const EXAMPLES = [
+  {
+    name: "Edit code", expect: "the answer repeats the prompt: drafting pays most", temperature: 0,
+    chat: `Rename \`rows\` to \`items\` in this function, and show the whole function:\n\n\`\`\`python\n${FUNCTION}\n\`\`\``,
+    text: `"""Read and write small tables."""
 
 import csv
 import io
@@ -41,7 +48,18 @@ class Table:
 
     def column(self, name):
 `,
-};
+  },
+  {
+    name: "Summarise a text", expect: "names and phrases come back: it pays somewhat", temperature: 0,
+    chat: `${ARTICLE}\n\nSummarise this text in three sentences.`,
+    text: `${ARTICLE}\n\nIn short:`,
+  },
+  {
+    name: "Invent a story", expect: "nothing to copy: it hardly pays", temperature: 0.8,
+    chat: "Tell a short story about a robot who learns to paint.",
+    text: "Once upon a time there was a robot who wanted to paint. One morning it",
+  },
+];
 
 const made = (tag, attributes = {}, ...children) => {
   const element = document.createElement(tag);
@@ -53,50 +71,96 @@ const made = (tag, attributes = {}, ...children) => {
   element.append(...children);
   return element;
 };
+const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
+const counted = (count, what = "token") => `${count} ${what}${count === 1 ? "" : what.endsWith("s") ? "es" : "s"}`;
 
 // --- asking -----------------------------------------------------------------------------------------------------------
 
-async function call(path, body) {
+async function call(path, body, signal) {
   const headers = { "content-type": "application/json" };
   if (at("key").value) headers.authorization = `Bearer ${at("key").value}`;
-  const options = body ? { method: "POST", headers, body: JSON.stringify(body) } : { headers };
+  const options = body ? { method: "POST", headers, body: JSON.stringify(body), signal } : { headers };
   const answer = await fetch(path, options);
-  if (answer.status === 401) at("key-field").hidden = false;
-  const found = await answer.json();
-  if (!answer.ok) throw new Error(found.error ? found.error.message : `the server answered ${answer.status}`);
-  return found;
+  if (answer.ok) return answer;
+  if (answer.status === 401) at("more").open = !(at("key-field").hidden = false);
+  const { error } = await answer.json().catch(() => ({}));
+  throw Object.assign(new Error(error ? error.message : `the server answered ${answer.status}`), { status: answer.status });
 }
 
-function requestBody(speculative) {
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const pieces = (rest + value).split("\n\n");
+    rest = pieces.pop();
+    for (const piece of pieces) if (piece !== "data: [DONE]") yield JSON.parse(piece.slice("data: ".length));
+  }
+}
+
+const chosenMemory = () => document.querySelector("[name=memory]:checked").value;
+
+// Each run has a salt of its own, so it finds nothing that earlier ones left; warm ones share theirs.
+function requestBody(speculative, salt) {
   const asked = at("prompt").value;
   return {
     ...(at("mode").value === "chat" ? { messages: [{ role: "user", content: asked }] } : { prompt: asked }),
     max_tokens: Number(at("length").value),
     temperature: Number(at("temperature").value),
     seed: Number(at("seed").value),
+    cache_salt: salt,
     speculative,
+    stream: true,
     return_speculation_trace: true,
   };
 }
 
-async function run() {
-  at("run").disabled = true;
-  say("plain decoding ...");
+async function write(side, speculative, salt) {
+  const answer = result[side];
+  const path = at("mode").value === "chat" ? "v1/chat/completions" : "v1/completions";
+  at(side).classList.add("writing");
   try {
-    const path = at("mode").value === "chat" ? "v1/chat/completions" : "v1/completions";
-    const plain = read(await call(path, requestBody({ enabled: false })));
-    say("speculative decoding ...");
-    const drafter = at("drafter").value;
-    const speculative = { drafter, num_speculative_tokens: Number(at("count").value) };
-    const fast = read(await call(path, requestBody(speculative)));
-    const measured = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
-    show({ plain, fast, temperature: Number(at("temperature").value), drafter, measured, model: at("model").textContent });
+    for await (const event of events(await call(path, requestBody(speculative, salt), stopping.signal))) {
+      if (event.error) throw new Error(event.error.message);
+      for (const choice of event.choices) if (choice.speculation_trace) take(side, choice.speculation_trace);
+      if (event.speculation_trace) finish(answer, event);
+    }
+  } finally {
+    at(side).classList.remove("writing");
+  }
+}
+
+async function run() {
+  stop();
+  const drafter = at("drafter").value, memory = chosenMemory(), count = at("count").value;
+  const measured = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  const asked = { drafter, memory, count: count ? Number(count) : null, temperature: Number(at("temperature").value) };
+  result = { plain: emptyAnswer(), fast: emptyAnswer(), ...asked, earlier: remembered, measured, model: at("model").textContent };
+  stopping = new AbortController();
+  busy(true);
+  clear();
+  try {
+    say("Plain decoding ...");
+    await write("plain", { enabled: false }, newSalt());
+    say("Speculative decoding ...");
+    if (memory === "warm") remembered += 1;
+    await write("fast", { drafter, ...(count ? { num_speculative_tokens: Number(count) } : {}) }, memory === "warm" ? WARM : newSalt());
     say("");
   } catch (error) {
-    say(error.message, true);
+    if (error.name === "AbortError") say("Stopped. What was written until then is compared.");
+    else say(error.message, true);
   } finally {
-    at("run").disabled = false;
+    busy(false);
+    note();
+    if (result.fast.moments.length > 1) show(result);
+    else for (const side of SIDES) at(side).dataset.waiting = "";
   }
+}
+
+function busy(running) {
+  at("run").disabled = running;
+  at("stop").disabled = !running;
+  at("result").setAttribute("aria-busy", running);
 }
 
 function say(text, wrong = false) {
@@ -104,121 +168,262 @@ function say(text, wrong = false) {
   at("status").classList.toggle("wrong", wrong);
 }
 
+function note() {
+  at("memory-note").textContent = chosenMemory() === "cold"
+    ? "Cold: both runs start without anything that earlier answers left in the drafter's memory, so a run can be repeated."
+    : `Warm: the drafter also copies from ${remembered ? `the ${counted(remembered, "answer")} that it wrote` : "what it writes"} warm on this page. Asking the same again is then easy.`;
+}
+
 // --- reading ----------------------------------------------------------------------------------------------------------
 
-// One answer as moments: what was emitted and rejected in a step, and when it was there, in ms from the start.
-function read(answer) {
-  const trace = answer.speculation_trace[0];
-  let clock = trace.first_token_ms;
-  const numbers = new Set(trace.steps.map((step) => step.step));
-  const first = trace.tokens.filter((token) => !numbers.has(token.step));
-  const moments = [{ at: clock, tokens: first, nodes: [], step: null, ms: clock }];
-  for (const step of trace.steps) {
-    const ms = step.draft_ms + step.verify_ms + step.commit_ms;
-    clock += ms;
-    moments.push({ at: clock, tokens: trace.tokens.filter((token) => token.step === step.step), nodes: step.nodes, step, ms });
+// An answer as moments, one for each pass of the model: what it brought, what was drafted for it, and how long it took.
+const emptyAnswer = () => ({ moments: [], finished: false });
+
+function take(side, part) {
+  const [step = null] = part.steps;
+  if (!step && !part.tokens.length) return;
+  const ms = step ? step.draft_ms + step.verify_ms + step.commit_ms : 0;
+  const moment = { tokens: part.tokens, nodes: step ? step.nodes : [], step, ms };
+  result[side].moments.push(moment);
+  append(side, moment);
+  tell(result);
+}
+
+function finish(answer, event) {
+  answer.counts = event.metrics.speculative_decoding;
+  answer.moments[0].ms = event.speculation_trace[0].first_token_ms;
+  answer.finished = true;
+}
+
+const tokensOf = (answer) => answer.moments.flatMap((moment) => moment.tokens);
+const acceptedIn = (moment) => moment.tokens.filter((token) => token.source === "draft").length;
+
+// What both the page and its advice read off an answer; speeds leave out the pass over the prompt.
+function figures(answer) {
+  const later = answer.moments.slice(1), tokens = tokensOf(answer).length;
+  const ms = sum(later.map((moment) => moment.ms));
+  const drafted = sum(later.map((moment) => moment.nodes.filter((node) => !node.probe).length));
+  return {
+    tokens, passes: answer.moments.length, drafted, accepted: sum(later.map(acceptedIn)),
+    tokensPerPass: tokens / Math.max(1, answer.moments.length),
+    perSecond: ms ? (1000 * sum(later.map((moment) => moment.tokens.length))) / ms : 0,
+    msPerPass: ms / Math.max(1, later.length),
+  };
+}
+
+// Every token was either drafted, by somebody, or it is the one that each pass gives by itself.
+function origins(answer) {
+  const found = new Map();
+  for (const moment of answer.moments) {
+    if (!moment.nodes.length) continue;
+    const name = moment.step.drafter;
+    const one = found.get(name) || { name, passes: 0, drafted: 0, accepted: 0 };
+    found.set(name, { name, passes: one.passes + 1, accepted: one.accepted + acceptedIn(moment),
+      drafted: one.drafted + moment.nodes.filter((node) => !node.probe).length });
   }
-  const decoded = trace.tokens.length - first.length;
-  const perSecond = (1000 * decoded) / Math.max(1e-9, clock - trace.first_token_ms);
-  const { text, message } = answer.choices[0];
-  return { text: message ? message.content : text, moments, perSecond, counts: answer.metrics.speculative_decoding, trace };
+  return [...found.values()];
 }
 
 // --- showing ----------------------------------------------------------------------------------------------------------
 
+function clear() {
+  at("result").hidden = false;
+  at("after").hidden = true;
+  at("plain").dataset.waiting = "";
+  at("fast").dataset.waiting = "waits for plain decoding: one after the other, so that neither slows the other down";
+  for (const side of SIDES) {
+    at(side).replaceChildren();
+    at(`${side}-bar`).style.width = 0;
+    at(`${side}-count`).textContent = at(`${side}-speed`).textContent = "";
+  }
+  at("lead-figure").textContent = "–";
+  tell(result);
+  if (matchMedia("(max-width: 40rem)").matches) at("status").scrollIntoView();
+  else at("panes").scrollIntoView({ block: "nearest" });
+}
+
+// The figures, as far as there are any.
+function tell(found) {
+  const numbers = { plain: figures(found.plain), fast: figures(found.fast) };
+  const most = Math.max(...SIDES.map((side) => numbers[side].perSecond), 1e-9);
+  for (const side of SIDES) {
+    const { tokens, passes, perSecond } = numbers[side];
+    at(`${side}-bar`).style.width = `${(100 * perSecond) / most}%`;
+    at(`${side}-speed`).textContent = perSecond ? `${perSecond.toFixed(1)} tokens/s` : "";
+    at(`${side}-count`).textContent = passes ? `${counted(tokens)}, ${counted(passes, "pass")}` : "";
+  }
+  if (numbers.fast.passes > 1) at("lead-figure").textContent = numbers.fast.tokensPerPass.toFixed(2);
+  at("verdict").textContent = numbers.fast.passes > 1 ? verdict(numbers, speedUp(found)) : "Plain decoding: a pass of the model for each token.";
+  at("facts").replaceChildren(...facts(found, speedUp(found)).map(([text, kind]) => made("li", { class: kind }, text)));
+}
+
 function show(found) {
   result = found;
-  at("result").hidden = false;
-  summarise(found);
-  at("replayed").textContent =
-    `Measured ${found.measured}, one run after the other on one device; what you see is a replay of the recorded times.`;
-  at("plain-speed").textContent = `${found.plain.perSecond.toFixed(1)} tokens/s`;
-  at("fast-speed").textContent = `${found.fast.perSecond.toFixed(1)} tokens/s, ${found.drafter}`;
-  drawRuler(found.fast);
-  drawPositions(found.fast.counts);
-  const drafting = found.fast.moments.findIndex((moment) => moment.nodes.length);
-  choose(drafting < 0 ? 0 : drafting);
+  at("result").hidden = at("after").hidden = false;
   stop();
-  for (const side of ["plain", "fast"]) {
-    at(side).replaceChildren();
-    for (const moment of found[side].moments) append(at(side), moment);
-  }
+  for (const side of SIDES) at(side).replaceChildren();
+  for (const side of SIDES) for (const moment of found[side].moments) append(side, moment);
+  tell(found);
+  drawOrigins(found.fast);
+  drawAdvice(found);
+  drawRuler(found.fast);
+  drawPositions(found.fast);
+  const sizes = found.fast.moments.map((moment) => moment.tokens.length);
+  choose(sizes.indexOf(Math.max(...sizes)));
+  for (const side of SIDES) at(side).scrollTop = 0;
 }
 
-function summarise(found) {
-  const { plain, fast, temperature } = found;
-  const same = plain.text === fast.text;
-  const lossy = fast.moments.find((moment) => moment.step && !moment.step.lossless);
-  const cards = [
-    [`${(fast.perSecond / plain.perSecond).toFixed(2)} x`, "speed-up of decoding", fast.perSecond >= plain.perSecond ? "good" : "bad"],
-    [fast.counts.tokens_per_pass.toFixed(2), "tokens per pass", ""],
-    [`${Math.round(100 * fast.counts.draft_acceptance_rate)} %`, "of drafted tokens accepted", ""],
-    [`${fast.moments.length - 1} / ${plain.moments.length - 1}`, "passes, speculative / plain", ""],
-    temperature === 0
-      ? [same ? "identical" : "different", "output, checked", same ? "good" : "bad"]
-      : lossy
-        ? ["another distribution", `sampled: the rule ${lossy.step.rule} is lossy`, "bad"]
-        : ["same distribution", "sampled: the rule is lossless, texts may differ", ""],
+const speedUp = (found) => (found.fast.moments.length > 1 ? figures(found.fast).perSecond / figures(found.plain).perSecond : NaN);
+const NOISE = 0.05; // Two runs of the same thing differ by that much
+
+function verdict({ plain, fast }, faster) {
+  const pace = Math.abs(faster - 1) <= NOISE ? "no faster and no slower" : `${faster.toFixed(2)} x as fast`;
+  return `The model wrote ${counted(fast.tokens)} in ${counted(fast.passes, "pass")} instead of ${fast.tokens}. ` +
+    `A pass took ${(fast.msPerPass / plain.msPerPass).toFixed(2)} x as long as a plain one, drafting included, so the text came ${pace}.`;
+}
+
+// What is true of both runs; the last two are known before they have begun.
+function facts(found, faster) {
+  const { accepted, drafted } = figures(found.fast);
+  const lossy = found.fast.moments.find((moment) => moment.step && !moment.step.lossless);
+  const ids = SIDES.map((side) => tokensOf(found[side]).map((token) => token.id));
+  const length = Math.min(ids[0].length, ids[1].length), whole = SIDES.every((side) => found[side].finished);
+  const same = ids[0].slice(0, length).join() === ids[1].slice(0, length).join() && (!whole || ids[0].length === ids[1].length);
+  const memory = found.memory === "cold" ? "cold" : `warm: knew ${counted(found.earlier, "earlier answer")}`;
+  const setting = [[memory, found.memory === "cold" ? "" : "bad"], [`${found.drafter}, ${found.measured}, one run after the other`, ""]];
+  if (!Number.isFinite(faster)) return setting;
+  return [
+    [`${faster.toFixed(2)} x the speed of plain decoding`, faster > 1 + NOISE ? "good" : faster < 1 - NOISE ? "bad" : ""],
+    same ? ["same text, token by token", "good"]
+      : found.temperature === 0 ? ["different text", "bad"]
+        : lossy ? [`another distribution: the rule ${lossy.step.rule} is lossy`, "bad"] : ["sampled: another text of the same distribution", ""],
+    [drafted ? `${accepted} of ${counted(drafted, "drafted token")} accepted` : "nothing was drafted", ""],
+    ...setting,
   ];
-  at("summary").replaceChildren(
-    ...cards.map(([value, name, kind]) => made("div", { class: kind }, made("b", {}, value), made("small", {}, name))));
 }
 
-function append(pane, moment) {
-  const accepted = new Map(moment.nodes.map((node, index) => [index + 1, node]).filter(([, node]) => node.accepted));
-  const path = [...accepted.values()];
-  moment.tokens.forEach((token, index) => {
-    const node = token.source === "draft" ? path[index] : null;
-    pane.append(shown(token.text, token.source === "draft" ? "accepted" : token.source, moment, node));
+const tint = (moment) => {
+  const index = origins(result.fast).findIndex((one) => one.name === (moment.step && moment.step.drafter));
+  return moment.nodes.length && index >= 0 ? `d${index % 4}` : "";
+};
+
+function append(side, moment) {
+  const pane = at(side), colour = tint(moment), number = result[side].moments.indexOf(moment);
+  const below = pane.scrollHeight - pane.scrollTop - pane.clientHeight < 40;
+  const path = moment.nodes.filter((node) => node.accepted);
+  const spans = moment.tokens.map((token, index) => {
+    const drafted = token.source === "draft";
+    return shown(token.text, drafted ? `accepted ${colour}` : token.source, moment, drafted ? path[index] : null);
   });
   const ghosts = moment.nodes.filter((node) => !node.accepted && !node.probe).slice(0, 12);
-  for (const node of ghosts) pane.append(shown(folded(node.text), "rejected", moment, node));
-  pane.scrollTop = pane.scrollHeight;
+  spans.push(...ghosts.map((node) => shown(folded(node.text), "rejected", moment, node)));
+  for (const span of spans) span.dataset.pass = number;
+  pane.append(...spans);
+  if (below) pane.scrollTop = pane.scrollHeight; // unless the reader has scrolled back
 }
 
 // A token that was not accepted must not break the lines of those that were.
 const folded = (text) => text.replace(/\n+/g, "↵").replace(/[ \t]{2,}/g, "␣");
 
-const counted = (count) => `${count} token${count === 1 ? "" : "s"}`;
-
 function shown(text, kind, moment, node) {
   const span = made("span", { class: `token ${kind}` }, text);
-  span.dataset.hint = hintOf(kind, moment, node);
+  span.dataset.hint = hintOf(kind.split(" ")[0], moment, node);
   return span;
 }
 
 function hintOf(kind, moment, node) {
-  const lines = [kind + (moment.step ? ` in step ${moment.step.step}, ${moment.ms.toFixed(1)} ms` : ", first token")];
+  const { step, ms } = moment;
+  const lines = [kind + (step ? `, pass ${step.step + 1}, ${ms.toFixed(1)} ms` : ", by the pass over the prompt")];
+  if (node) lines.push(`drafted by ${step.drafter}`);
   if (node && node.draft_prob !== null) lines.push(`draft probability ${node.draft_prob.toFixed(3)}`);
   if (node && node.target_prob !== null) lines.push(`target probability ${node.target_prob.toFixed(3)}`);
   return lines.join("\n");
 }
 
-function drawRuler(answer) {
-  const most = Math.max(...answer.moments.map((moment) => moment.tokens.length), 1);
-  const bars = answer.moments.map((moment, index) => made("button", {
-    type: "button", class: moment.nodes.length ? "drafted" : "", style: `height:${(100 * moment.tokens.length) / most}%`,
-    "aria-label": `step ${index}: ${counted(moment.tokens.length)}`, onclick: () => choose(index),
-  }, `+${moment.tokens.length}`));
-  at("ruler").replaceChildren(...bars);
+function drawOrigins(answer) {
+  const { tokens, passes } = figures(answer), found = origins(answer);
+  const own = tokens - sum(found.map((one) => one.accepted));
+  const share = (count) => `${((100 * count) / tokens).toFixed(0)} %`;
+  const stack = made("div", { id: "stack", "aria-hidden": true }, made("i", { style: `flex:${own}` }),
+    ...found.filter((one) => one.accepted).map((one) => made("i", { style: `flex:${one.accepted}`, class: `d${found.indexOf(one) % 4}` })));
+  const line = (kind, cells) => made("tr", {}, ...cells.map((cell, index) => made("td", index === 2 ? { class: "share" } : {}, ...(index ? [] : [made("i", { class: `swatch ${kind}` })]), `${cell}`)));
+  const head = made("tr", {}, ...["", "tokens", "share", "drafted", "accepted", "passes"].map((name) => made("th", { scope: "col", class: name }, name)));
+  at("origins").replaceChildren(stack, made("table", {}, head, line("", ["the model", own, share(own), "", "", passes]),
+    ...found.map((one, index) => line(`d${index % 4}`, [one.name, one.accepted, share(one.accepted), one.drafted,
+      one.drafted ? `${Math.round((100 * one.accepted) / one.drafted)} %` : "", one.passes]))));
 }
 
-function drawPositions(counts) {
-  const steps = counts.num_spec_steps;
-  let left = steps;
-  const rows = counts.acceptance_histogram.slice(0, -1).map((here, place) => {
-    left -= here;
-    const share = steps ? left / steps : 0;
-    return made("div", { class: "bar" }, `${place + 1}`, made("i", {}, made("b", { style: `width:${100 * share}%` })),
-      `${Math.round(100 * share)} %`);
+// What is worth trying next, by what was just seen: [why, what the button says, what it changes].
+function advice(found, offered) {
+  const fast = figures(found.fast), faster = speedUp(found), options = [];
+  const depth = Math.max(0, ...found.fast.moments.map((moment) => moment.nodes.length ? moment.tokens.length : 0));
+  if (fast.drafted && faster < 1 - NOISE)
+    options.push(["The passes got longer by more than the drafts saved. Draft less per pass.", "Draft at most 3", { count: 3 }]);
+  if (found.drafter !== "auto" && offered.includes("auto") && faster < 2)
+    options.push(["Another drafter may know more of this text. auto chooses among those that copy, or none, by what passes cost here.", "Run with auto", { drafter: "auto" }]);
+  if (found.count && depth > found.count && faster > 1)
+    options.push([`Whole drafts of ${found.count} were accepted. Longer ones may bring more.`, "No limit", { count: "" }]);
+  if (found.temperature > 0 && fast.accepted < fast.drafted / 2)
+    options.push([`At temperature ${found.temperature} a guess is right less often: the model itself throws dice.`, "Temperature 0", { temperature: 0 }]);
+  if (fast.tokensPerPass < 1.2)
+    options.push(["This answer repeats little that could be copied. See one that does.", `Run “${EXAMPLES[0].name}”`, { example: 0 }]);
+  if (found.memory === "cold" && fast.drafted)
+    options.push(["A server meets the same questions again. Let the drafter remember its answers on this page, and run this twice.", "Run warm", { memory: "warm" }]);
+  if (found.memory === "warm")
+    options.push([found.earlier ? "Part of this gain is that the drafter had seen such an answer. Without:" : "The drafter has now seen this answer. With that:",
+      found.earlier ? "Run cold" : "Run again", { memory: found.earlier ? "cold" : "warm" }]);
+  return options.slice(0, 3);
+}
+
+function drawAdvice(found) {
+  const offered = [...at("drafter") ? at("drafter").options : []].map((option) => option.value);
+  at("advice").replaceChildren(...advice(found, offered).map(([why, label, change]) =>
+    made("li", {}, why, ...(saved ? [] : [made("button", { type: "button", onclick: () => { apply(change); at("ask").requestSubmit(); } }, label)]))));
+}
+
+function apply({ example, memory, ...values }) {
+  if (example !== undefined) useExample(EXAMPLES[example]);
+  if (memory) document.querySelector(`[name=memory][value=${memory}]`).checked = true;
+  for (const [id, value] of Object.entries(values)) at(id).value = value;
+  if ("count" in values) at("more").open = true;
+  limit();
+  note();
+}
+
+function drawRuler(answer) {
+  const most = Math.max(...answer.moments.map((moment) => moment.tokens.length), 1);
+  at("ruler").replaceChildren(...answer.moments.map((moment, index) => made("button", {
+    type: "button", class: tint(moment), style: `height:${(100 * moment.tokens.length) / most}%`, tabindex: -1,
+    "aria-label": `pass ${index + 1}: ${counted(moment.tokens.length)}`, "data-hint": `pass ${index + 1}: ${counted(moment.tokens.length)}`,
+    onclick: () => choose(index), onfocus: () => choose(index),
+  })));
+}
+
+function drawPositions(answer) {
+  const depths = answer.moments.filter((moment) => moment.nodes.length).map((moment) => {
+    const depth = [0];
+    moment.nodes.forEach((node, index) => { depth[index + 1] = node.probe ? 0 : depth[node.parent] + 1; });
+    return { tried: Math.max(...depth), kept: acceptedIn(moment) };
   });
+  const rows = [];
+  for (let place = 1; place <= Math.max(0, ...depths.map((one) => one.tried)); place += 1) {
+    const tried = depths.filter((one) => one.tried >= place).length, kept = depths.filter((one) => one.kept >= place).length;
+    rows.push(made("div", { class: "bar" }, `${place}`, made("i", {}, made("b", { style: `width:${(100 * kept) / tried}%` })), made("span", {}, `${kept} of ${tried}`)));
+  }
   at("positions").replaceChildren(...(rows.length ? rows : ["nothing was drafted"]));
 }
 
 function choose(index) {
-  [...at("ruler").children].forEach((bar, other) => bar.setAttribute("aria-current", other === index));
   const moment = result.fast.moments[index];
-  at("step-title").textContent = index ? `Step ${index}: ${counted(moment.tokens.length)}` : "First token";
+  [...at("ruler").children].forEach((bar, other) => {
+    bar.setAttribute("aria-current", other === index);
+    if (other === index) at("ruler").scrollLeft = bar.offsetLeft - at("ruler").offsetLeft - at("ruler").clientWidth / 2;
+    bar.tabIndex = other === index ? 0 : -1; // One stop for the tabulator; the arrows go from pass to pass
+  });
+  for (const token of document.querySelectorAll("#fast .chosen")) token.classList.remove("chosen");
+  for (const token of document.querySelectorAll(`#fast [data-pass="${index}"]`)) token.classList.add("chosen");
+  const who = moment.nodes.length ? `, drafted by ${moment.step.drafter}` : index ? ", nothing drafted" : ", the prompt's";
+  at("step-title").textContent = `Pass ${index + 1}: ${counted(moment.tokens.length)}${who}`;
   drawTree(moment);
 }
 
@@ -270,8 +475,7 @@ function box(x, y, text, kind, hint) {
 
 function start() {
   stop();
-  at("plain").replaceChildren();
-  at("fast").replaceChildren();
+  for (const side of SIDES) at(side).replaceChildren();
   player = { next: { plain: 0, fast: 0 }, clock: 0, from: performance.now(), frame: 0, playing: true };
   at("play").setAttribute("aria-pressed", true);
   at("play").textContent = "Pause";
@@ -286,18 +490,21 @@ function tick(now) {
   if (finished()) stop();
 }
 
+// When a pass was over, ms from the beginning of its answer.
+const over = (side, index) => sum(result[side].moments.slice(0, index + 1).map((moment) => moment.ms));
+
 function reveal() {
-  for (const side of ["plain", "fast"]) {
+  for (const side of SIDES) {
     const moments = result[side].moments;
-    while (player.next[side] < moments.length && moments[player.next[side]].at <= player.clock) {
-      append(at(side), moments[player.next[side]]);
+    while (player.next[side] < moments.length && over(side, player.next[side]) <= player.clock) {
+      append(side, moments[player.next[side]]);
       if (side === "fast") choose(player.next[side]);
       player.next[side] += 1;
     }
   }
 }
 
-const finished = () => ["plain", "fast"].every((side) => player.next[side] >= result[side].moments.length);
+const finished = () => SIDES.every((side) => player.next[side] >= result[side].moments.length);
 
 function pause() {
   player.playing = !player.playing;
@@ -309,7 +516,7 @@ function pause() {
 function forward() {
   if (!player) start();
   if (player.playing) pause();
-  const times = ["plain", "fast"].map((side) => result[side].moments[player.next[side]]).filter(Boolean).map((moment) => moment.at);
+  const times = SIDES.filter((side) => player.next[side] < result[side].moments.length).map((side) => over(side, player.next[side]));
   if (!times.length) return stop();
   player.clock = Math.min(...times);
   reveal();
@@ -319,7 +526,7 @@ function forward() {
 function stop() {
   if (player) cancelAnimationFrame(player.frame);
   player = null;
-  at("play").textContent = "Replay";
+  at("play").textContent = "Replay side by side";
   at("play").setAttribute("aria-pressed", false);
 }
 
@@ -349,7 +556,7 @@ async function savePage() {
 function listen() {
   at("play").addEventListener("click", () => (player ? pause() : start()));
   at("forward").addEventListener("click", forward);
-  at("ghosts").addEventListener("change", () => document.body.classList.toggle("hide-ghosts", !at("ghosts").checked));
+  at("details").addEventListener("change", () => document.body.classList.toggle("details", at("details").checked));
   at("download").addEventListener("click", () => offer("forerun-trace.json", "application/json", JSON.stringify(result, null, 1)));
   at("save").addEventListener("click", savePage);
   document.addEventListener("pointerover", (event) => {
@@ -362,11 +569,47 @@ function listen() {
     hint.style.left = `${Math.max(4, Math.min(box.left, innerWidth - hint.offsetWidth - 8))}px`;
     hint.style.top = `${box.bottom + hint.offsetHeight + 8 < innerHeight ? box.bottom + 6 : box.top - hint.offsetHeight - 6}px`;
   });
+  document.addEventListener("scroll", () => { at("hint").hidden = true; }, true);
+  at("ruler").addEventListener("keydown", (event) => {
+    const next = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+    const bar = next && event.target[next];
+    if (bar) bar.focus();
+  });
   document.addEventListener("keydown", (event) => {
-    const typing = /^(TEXTAREA|INPUT|SELECT|BUTTON)$/.test(event.target.tagName);
-    if (event.key === "Enter" && event.ctrlKey && at("ask")) at("ask").requestSubmit();
-    else if (!typing && result && event.key === " ") { event.preventDefault(); at("play").click(); }
-    else if (!typing && result && event.key === "ArrowRight") forward();
+    const typing = /^(TEXTAREA|INPUT|SELECT|BUTTON|SUMMARY)$/.test(event.target.tagName);
+    const ready = !typing && result && !at("after").hidden;
+    if (event.key === "Enter" && event.ctrlKey && at("ask") && !at("run").disabled) at("ask").requestSubmit();
+    else if (event.key === "Escape" && stopping) stopping.abort();
+    else if (ready && event.key === " ") { event.preventDefault(); at("play").click(); }
+    else if (ready && event.key === "ArrowRight") forward();
+  });
+}
+
+function useExample(example) {
+  at("prompt").value = example[at("mode").value];
+  at("temperature").value = example.temperature;
+  markExample();
+}
+
+function markExample() {
+  [...at("examples").children].forEach((button, index) =>
+    button.setAttribute("aria-pressed", Object.values(EXAMPLES[index]).includes(at("prompt").value)));
+}
+
+let limits = {};
+const limit = () => { at("count").max = limits[at("drafter").value]; };
+
+function listenToForm() {
+  at("ask").addEventListener("submit", (event) => { event.preventDefault(); run(); });
+  at("stop").addEventListener("click", () => stopping.abort());
+  at("drafter").addEventListener("change", limit);
+  at("memory").addEventListener("change", note);
+  at("prompt").addEventListener("input", markExample);
+  at("examples").append(...EXAMPLES.map((example) =>
+    made("button", { type: "button", onclick: () => useExample(example) }, example.name, made("small", {}, example.expect))));
+  at("mode").addEventListener("change", () => {
+    const shown = EXAMPLES.find((example) => Object.values(example).includes(at("prompt").value));
+    if (shown) useExample(shown);
   });
 }
 
@@ -377,32 +620,30 @@ async function begin() {
     at("save").hidden = true;
     return show(saved);
   }
-  at("ask").addEventListener("submit", (event) => { event.preventDefault(); run(); });
-  const suggest = () => {
-    const unchanged = ["", ...Object.values(QUESTIONS)].includes(at("prompt").value);
-    if (!unchanged) return;
-    const mode = at("mode").value;
-    at("prompt").value = QUESTIONS[mode];
-    at("temperature").value = mode === "chat" ? 0 : 0.8;
-    at("length").value = mode === "chat" ? 256 : 96;
-  };
-  at("mode").addEventListener("change", suggest);
-  suggest();
+  listenToForm();
+  useExample(EXAMPLES[0]);
+  note();
+  at("run").disabled = true;
+  meet();
+}
+
+// Ask the server what it has; one that still loads its model is asked again.
+async function meet() {
   try {
-    const model = (await call("v1/models")).data[0];
+    const model = (await (await call("v1/models")).json()).data[0];
     at("model").textContent = model.id;
     at("mode").disabled = !model.chat;
-    if (!model.chat) { at("mode").value = "text"; suggest(); }
+    if (!model.chat) { at("mode").value = "text"; useExample(EXAMPLES[0]); }
+    limits = model.speculation.max_speculative_tokens;
     at("drafter").replaceChildren(...model.speculation.drafters.map((name) => made("option", {}, name)));
-    const limit = () => { at("count").max = model.speculation.max_speculative_tokens[at("drafter").value]; };
-    at("drafter").addEventListener("change", limit);
     limit();
-    if (!model.speculation.traces) {
-      at("run").disabled = true;
-      say("this page shows traces of answers, and this server gives none; start it with --allow-traces", true);
-    }
+    at("run").disabled = !model.speculation.traces;
+    say(model.speculation.traces ? "" : "this page shows traces of answers, and this server gives none; start it with --allow-traces", !model.speculation.traces);
   } catch (error) {
-    say(`${error.message}; reload the page when the server is ready`, true);
+    const loading = error.status === 503;
+    say(loading ? "The model is being loaded ..." : error.message, !loading);
+    if (loading) setTimeout(meet, 1000);
+    else if (error.status === 401) at("key").addEventListener("change", meet, { once: true });
   }
 }
 
