@@ -25,7 +25,7 @@ def test_what_the_page_reads_is_there(live: Live) -> None:
     model = live.get("/v1/models").json()["data"][0]
     card = model["speculation"]
     assert card["drafters"] == ["draft_model", "auto", "ngram"]
-    assert card["max_speculative_tokens"] == {"draft_model": 4, "auto": 16, "ngram": 16}, "the server's own was built for 4"
+    assert card["max_speculative_tokens"] == {"draft_model": 4, "auto": 16, "ngram": 16}, "its own was built for 4"
     assert card["traces"] and model["chat"]
     body = {"prompt": "the cat", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = live.post("/v1/completions", {**body, "return_speculation_trace": True}).json()
@@ -53,7 +53,8 @@ def test_a_stream_brings_the_trace_step_by_step(live: Live, path: str) -> None:
     body = {**ask, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_speculation_trace": True}
     lines = live.post(path, {**body, "stream": True}).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
-    parts = [choice["speculation_trace"] for event in events for choice in event["choices"] if "speculation_trace" in choice]
+    choices = [choice for event in events for choice in event["choices"]]
+    parts = [choice["speculation_trace"] for choice in choices if "speculation_trace" in choice]
     [whole] = events[-1]["speculation_trace"]
     assert whole["first_token_ms"] > 0 and len(parts) == 1 + len(whole["steps"]) > 2
     assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
