@@ -272,7 +272,8 @@ class TestStore:
                 target_of(), {(0, 1, nodes): [ms] * 3 for nodes, ms in [(1, 5), (2, 6), (3, 7), (4, 8)]}
             )
             known = measuring.known_or_nominal(target_of())
-            assert [known.pass_ms(nodes) for nodes in (1, 3, 4, 9)] == pytest.approx([5, 7, 8, 20]), "what is new counts"
+            found = [known.pass_ms(nodes) for nodes in (1, 3, 4, 9)]
+            assert found == pytest.approx([5, 7, 8, 20]), "what is new counts"
             assert known.pass_ms(18) == pytest.approx(20 + 9 * Nominal().slope * 5)
 
     def test_what_no_step_has_shown_is_not_free(self, cache: Path) -> None:

@@ -381,15 +381,15 @@ def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
 
 
 def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
-    depths = tree.depths
+    depths, tokens = tree.depths, tree.tokens[1:]
     for node, parent in enumerate(tree.parents[1:], start=1):
         if not 0 <= parent < node:
             expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
             raise InvalidDraftError(f"node {node} has parent {parent}; {expected}")
         depths.append(depths[parent] + 1)
-    for node, token in enumerate(tree.tokens[1:], start=1):
-        if not 0 <= token < vocabulary:
-            raise InvalidDraftError(f"node {node} holds token {token}, outside the vocabulary of {vocabulary}")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        node, token = next(one for one in enumerate(tokens, start=1) if not 0 <= one[1] < vocabulary)
+        raise InvalidDraftError(f"node {node} holds token {token}, outside the vocabulary of {vocabulary}")
     for node in tree.probes:
         if not 0 < node < len(tree.tokens):
             raise InvalidDraftError(f"node {node} is a probe, but there are the drafted nodes 1..{tree.size}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
 from forerun.core.acceptance import Acceptance
 from forerun.engine.policy.settings import SETTINGS
@@ -121,8 +121,9 @@ class LookupTrials(Trials):
         """What asking takes beyond what it saves, a step; 0 where it is cheap, repays itself or is too new to tell."""
         if len(self._seen) < self._needed:
             return 0.0
-        cost = median(ms for ms, _ in self._seen)
-        return max(0.0, cost - fmean(gain for _, gain in self._seen)) if cost > SETTINGS.cheap * plain_ms else 0.0
+        cost = median([ms for ms, _ in self._seen])
+        gain = sum([gain for _, gain in self._seen]) / len(self._seen)
+        return max(0.0, cost - gain) if cost > SETTINGS.cheap * plain_ms else 0.0
 
 
 def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gain_ms: float, plain_ms: float) -> None:
