@@ -96,7 +96,7 @@ def _resident(pid: int) -> int:
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     asked, drafter = [options.model, options.dtype, str(options.tokens), PROMPT], options.drafter or ""
-    words = ["--dtype", options.dtype, "-n", str(options.tokens), "-t", "0", "-p", PROMPT]
+    words = ["--raw", "--dtype", options.dtype, "-n", str(options.tokens), "-t", "0", "-p", PROMPT]
     words += ["--drafter", drafter] if drafter else []
     checked = ["-m", "forerun.cli", "generate", options.model, *words]
     return {
