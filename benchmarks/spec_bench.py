@@ -40,6 +40,7 @@ DRAFTERS = ("ngram", "suffix", "recycling", "auto")
 VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": str(os.cpu_count()),  # Else "Reducing Torch threads from 2 to 1 for serving": a quarter slower
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
