@@ -16,7 +16,7 @@ from forerun.core.tree import TokenTree
 from forerun.model import Target
 from forerun.model.kernels import forwards, packing, products
 from forerun.model.kernels.accelerate import accelerate, undone
-from forerun.model.kernels.forwards import AttentionForward, GatedForward, LayerForward, NormForward
+from forerun.model.kernels.forwards import AttentionForward, GatedForward, LayerForward, ModelForward, NormForward
 from model_kernels.conftest import COMMON
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
@@ -44,7 +44,7 @@ def test_the_answers_stay(family: str) -> None:
     plain = small(family, **({"sliding_window": 8} if family == "mistral" else {}))
     faster = copy.deepcopy(plain)
     assert accelerate(faster).forwards == sum(1 for _ in faster.modules() if "forward" in _.__dict__) > 0
-    assert kinds(faster) == {NormForward, GatedForward, AttentionForward, LayerForward}
+    assert kinds(faster) == {NormForward, GatedForward, AttentionForward, LayerForward, ModelForward}
     ids = torch.randint(3, 128, (2, 20))
     with torch.inference_mode():
         expected = plain(input_ids=ids).logits
@@ -288,6 +288,42 @@ def test_states_at_a_boundary_are_kept() -> None:
     target.score([0], [TokenTree(9)])
     assert len({value.data_ptr() for value in found.values()}) == 3
     assert all(torch.equal(found[boundary], kept[boundary]) for boundary in kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("boundaries", [(), (0,), (1, 3), (0, 1, 2, 3, 4)], ids=str)
+def test_layers_in_one_call_have_the_bits_of_layers_one_by_one(boundaries: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Watched ones stand between runs of the others."""
+    model = small("llama", num_hidden_layers=4).to(dtype)
+    accelerate(model)
+    base: Any = model.model
+    assert type(base.forward) is ModelForward
+
+    def states() -> list[torch.Tensor]:
+        target = Target(model, rows=2, slots=64)
+        found = [target.prefill([0, 1], [[3, 4, 5], [9, 8, 7, 6]], boundaries=frozenset(boundaries))]
+        found.append(target.score([1, 0], [TokenTree(6), TokenTree(7)], boundaries=frozenset(boundaries)))
+        return [part for one in found for part in (one.logits, *one.hidden_states.values())]
+
+    together = states()
+    del base.forward
+    assert all(map(torch.equal, together, states()))
+
+
+def test_a_model_that_does_more_than_run_its_layers_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.LlamaModel.forward
+
+    def doubled(self: Any, **kwargs: Any) -> Any:
+        found = plain(self, **kwargs)
+        found.last_hidden_state = 2 * found.last_hidden_state
+        return found
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", doubled)
+    model = small("llama")
+    accelerate(model)
+    assert LayerForward in kinds(model) and ModelForward not in kinds(model)
 
 
 def test_a_layer_reads_weights_that_were_exchanged() -> None:

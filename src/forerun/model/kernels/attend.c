@@ -383,8 +383,8 @@ static int leads_outside(const Problem *p, int64_t batch) {
     return 0;
 }
 
-// 0, or what is wrong: 1 the sizes, 2 the rows, 3 the paths, 4 there is no memory.
-int32_t forerun_attend(const Problem *p) {
+// 0, or what is wrong: 1 the sizes, 2 the rows, 3 the paths.
+int32_t forerun_attend_check(const Problem *p) {
     if (p->batch < 1 || p->count < 1 || p->width < 1 || p->key_heads < 1 || p->heads < 1 || p->heads % p->key_heads) return 1;
     if (!fits(p->depth) || !fits(p->value_depth) || p->threads < 1) return 1;
     for (int64_t batch = 0; batch < p->batch; batch++) {
@@ -392,24 +392,36 @@ int32_t forerun_attend(const Problem *p) {
         if (row < 0 || row >= p->held) return 2;
         if (p->longest && leads_outside(p, batch)) return 3;
     }
-    int32_t failed = 0;
+    return 0;
+}
+
+// One thread's share of a sound problem over other keys and values, which lie as its own; all threads of a team call it,
+// and none waits for the others. 0, or 4: there is no memory.
+int32_t forerun_attend_part(const Problem *problem, const uint16_t *key, const uint16_t *value) {
+    Problem own = *problem, *p = &own;
+    Scratch scratch;
     int64_t rows = p->heads / p->key_heads * p->count, chunks = (rows + CHUNK - 1) / CHUNK;
+    p->key = key, p->value = value;
+    scratch.found = malloc((size_t)(CHUNK * (p->longest + 1)) * sizeof(float));
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t task = 0; task < p->batch * p->key_heads * chunks; task++) {
+        int64_t chunk = task % chunks, first = chunk * CHUNK;
+        int64_t some = rows - first < CHUNK ? rows - first : CHUNK;
+        if (scratch.found) attend_chunk(p, task / chunks / p->key_heads, task / chunks % p->key_heads, first, some, &scratch);
+    }
+    int32_t failed = scratch.found ? 0 : 4;
+    free(scratch.found);
+    return failed;
+}
+
+// 0, or what is wrong, as both say.
+int32_t forerun_attend(const Problem *p) {
+    int32_t failed = forerun_attend_check(p);
+    if (failed) return failed;
 #pragma omp parallel num_threads(p->threads)
-    {
-        Scratch scratch;
-        scratch.found = malloc((size_t)(CHUNK * (p->longest + 1)) * sizeof(float));
-        if (!scratch.found) {
+    if (forerun_attend_part(p, p->key, p->value)) {
 #pragma omp atomic write
-            failed = 4;
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < p->batch * p->key_heads * chunks; task++) {
-            int64_t chunk = task % chunks, first = chunk * CHUNK;
-            int64_t some = rows - first < CHUNK ? rows - first : CHUNK;
-            if (scratch.found)
-                attend_chunk(p, task / chunks / p->key_heads, task / chunks % p->key_heads, first, some, &scratch);
-        }
-        free(scratch.found);
+        failed = 4;
     }
     return failed;
 }

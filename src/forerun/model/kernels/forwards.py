@@ -8,24 +8,27 @@ before, see `acceptance`. The operations are those of its device, see `fused`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import acceptance, attention, fused, products
-from forerun.model.kernels.native import Attention, HeadNorm, Heads, LayerCalls, LayerParts, LayerRoom
+from forerun.model.kernels.native import Attention, HeadNorm, Heads, LayerParts, LayerRoom, Layers, Stores
 from forerun.model.kernels.packing import PackedLinear, PackedWeight, PanelWeight
 from forerun.model.layers import cache_argument
 from forerun.model.padding import current
 
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Classes of transformers that do nothing but project, perhaps normalise heads, rotate, attend and project."""
+MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+"""Classes that do nothing but embed, run their layers and norm."""
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Classes that do nothing but norm, attend and add, norm, mix and add."""
 SMALL = 1e-3  # States are tried at this scale too, where a norm's epsilon counts
@@ -75,11 +78,16 @@ class NormForward(_Forward):
             and _takes(weight, weight.shape[0])
         )
 
+    @property
+    def weight(self) -> Tensor:
+        """(width,), as the module has it now."""
+        found = self.module._parameters["weight"]
+        assert found is not None, "suits() is asked first"
+        return found
+
     def __call__(self, states: Tensor) -> Tensor:
         takes = self.ops.takes_states(states)
-        result: Tensor = (
-            self.ops.rms_norm(states, self.module._parameters["weight"], self.epsilon) if takes else self.plain(states)
-        )
+        result: Tensor = self.ops.rms_norm(states, self.weight, self.epsilon) if takes else self.plain(states)
         return result
 
     def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -244,49 +252,122 @@ def _on_a_cache(
     return [chosen(found), *(part for row in range(batch) for part in cache.read(layer, row, count))]
 
 
-class _Shared:
-    """What the layers of a model know of the pass that they run in, found out by the first: they run one at a time."""
+class _Rooms:
+    """The room that all layers of a model share: they run one at a time."""
+
+    KEPT = 64  # Tokens for which there is always room; that of larger passes is let go by the next smaller one
 
     def __init__(self) -> None:
-        self.given: tuple[Any, ...] = (None, None, None)  # Mask, angles and cache of a pass that the kernels take
-        self.room: LayerRoom | None = None
-        self.this = object()  # Stands for the pass
-        self.asked: _Asked | None = None  # Of attention, by the first layer of a pass
+        self.last: LayerRoom | None = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Shared:
-        memo[id(self)] = found = _Shared()
+    def of(self, parts: LayerParts, tokens: int, dtype: torch.dtype, kind: int) -> LayerRoom:
+        """Room for so many tokens in such layers."""
+        room = self.last
+        if room is None or (room.sizes, room.dtype) != (parts.sizes, dtype) or not self._fits(room.tokens, tokens):
+            room = self.last = LayerRoom(parts.sizes, max(tokens, self.KEPT), dtype, kind)
+        return room
+
+    def _fits(self, held: int, tokens: int) -> bool:
+        return tokens <= held <= max(tokens, self.KEPT)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Rooms:
+        memo[id(self)] = found = _Rooms()
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a layer asked of attention. Others whose stores lie alike ask the same of theirs."""
+class _Inside:
+    """What stands inside of layers, and whether it is what it was."""
 
-    call: Attention
-    query: int  # Where its queries lie; layers of another width have theirs elsewhere
-    during: object  # Stands for the pass
-    stores: tuple[Tensor, Tensor]  # Whole, of which the layer may read a window
-    offsets: tuple[int, int]  # Bytes from a store to its window
+    places: list[tuple[dict[str, Any], str]]  # Children of an owner, and a name among them
+    held: list[Any]
+    replaced: list[dict[str, Any]]  # Attributes of those that have a faster forward
+    by: list[Any]
+    hooks: list[dict[int, Any]]
 
-    def fits(self, query: Tensor, stores: tuple[Tensor, Tensor], scale: float) -> bool:
-        """Whether a layer whose queries lie there, with these stores, asks the same."""
-        key, value = self.stores
+    @classmethod
+    def at(cls, places: Sequence[tuple[nn.Module, str]]) -> _Inside:
+        """What stands there now."""
+        found = [(owner._modules, name) for owner, name in places]
+        held: list[Any] = [children[name] for children, name in found]
+        replaced = [part.__dict__ for part in held if "forward" in part.__dict__]
+        hooks = [hooks for part in held for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        return cls(found, held, replaced, [attributes["forward"] for attributes in replaced], hooks)
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerForward]) -> _Inside:
+        """What stood in all these layers."""
+        return cls(*([one for layer in layers for one in getattr(layer.inside, field.name)] for field in fields(cls)))
+
+    def intact(self) -> bool:
+        """Whether nothing has been exchanged or is watched."""
         return (
-            scale == self.call.scale
-            and query.data_ptr() == self.query
-            and stores[0].shape == key.shape
-            and stores[1].shape == value.shape
+            not any(self.hooks)
+            and [children.get(name) for children, name in self.places] == self.held
+            and [attributes.get("forward") for attributes in self.replaced] == self.by
         )
 
-    def again(self, stores: tuple[Tensor, Tensor]) -> Tensor:
-        """The answer for these stores; it lies where the last one lay."""
-        found = self.call.run_on(stores[0].data_ptr() + self.offsets[0], stores[1].data_ptr() + self.offsets[1])
-        return found.flatten(2)
+
+class _Run:
+    """Whole layers that run one behind the other."""
+
+    def __init__(self, layers: Sequence[LayerForward]) -> None:
+        self.layers, self.first, self.rooms = layers, layers[0], layers[0].rooms
+        self.inside = _Inside.of(layers)
+        self.parts = [layer.parts() for layer in layers]
+        self.numbers = [layer.attention.module.layer_idx for layer in layers]
+        self.kind = products.kind_of(self.first.dtype)
+        self.calls = Layers(self.parts, self.kind, products.address())
+
+    def fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
+        """Whether the kernels take this pass."""
+        return self.inside.intact() and self.first.attention.fits(states, angles, mask, cache)
+
+    def __call__(self, states: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: SlotCache) -> Tensor:
+        """What the layers make of states (B, N, width) that they fit."""
+        heads = self.first.attention.heads
+        opened = [cache.opened(number, (heads.keys, heads.depth), like=states) for number in self.numbers]
+        stores, places = [pair for pair, _ in opened], opened[0][1]
+        tokens = states.shape[:-1].numel()
+        room = self.rooms.of(self.parts[0], tokens, states.dtype, self.kind)
+        self.calls.begin(room, tokens, angles, places, stores)
+        asked = self._asked(states, stores, cache, mask)
+        if asked is not None:
+            return self.calls.run(states, asked)
+        for number, layer in enumerate(self.layers):
+            query = self.calls.enter(number, states)
+            attended = layer.attention.attend(query, cache, mask)
+            states = self.calls.leave(number, attended.contiguous(), states)
+        return states
+
+    def _asked(self, states: Tensor, stores: Stores, cache: SlotCache, mask: Tensor) -> Attention | None:
+        """The problem that attention in C is given by all layers; None where it runs elsewhere or on other tokens."""
+        this, module = current(), self.first.attention.module
+        seen = cache.seen(module.layer_idx)
+        aliased = all(
+            one.untyped_storage().data_ptr() == store.untyped_storage().data_ptr()
+            for one, store in zip(seen, stores[0], strict=True)
+        )  # scattered rows may have been copied
+        alike = all(one.shape == store.shape for pair in stores for one, store in zip(pair, stores[0], strict=True))
+        query = self.calls.query(states.shape[:-1]).transpose(1, 2)
+        if this.flat is not None or not aliased or not alike or mask.shape[1] != 1:
+            return None
+        if not self.first.ops.takes_attention(query, *seen, mask):
+            return None
+        return Attention(query, *seen, mask, module.scaling, this.rows, paths=this.paths)
+
+
+class _Runs(dict[tuple[int, int], _Run]):
+    """Those that were needed so far, by their first layer and the one behind their last. A copy of a model makes its
+    own."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Runs:
+        return _Runs()
 
 
 class LayerForward(_Forward):
-    """A decoder layer on a CPU in two calls, and its attention between them. Its parts have got their own faster
-    forwards before; the bits are those of the parts."""
+    """A decoder layer on a CPU in one call, or in two with its attention between them. Its parts have got their own
+    faster forwards before; the bits are those of the parts."""
 
     PARTS: ClassVar = {
         "input_layernorm": NormForward,
@@ -295,23 +376,20 @@ class LayerForward(_Forward):
         "mlp": GatedForward,
     }
 
-    def __init__(self, module: Any, shared: _Shared) -> None:
+    def __init__(self, module: Any, rooms: _Rooms) -> None:
         super().__init__(module, module.input_layernorm.weight)
         self.cache_argument = cache_argument(module.self_attn)
-        self.shared, self.calls, self.begun = shared, LayerCalls(), object()
-        self.places: Tensor | None = None  # Of the pass that was begun
-        self.made: LayerParts | None = None
-        before, self.attention, behind, mlp = (module._modules[name].__dict__["forward"] for name in self.PARTS)
-        self.norms = (before, behind)
-        self.weights = [self.attention.joint, module.self_attn.o_proj.packed_weight]
-        self.weights += [mlp.joint, module.mlp.down_proj.packed_weight]
+        self.rooms = rooms
+        self.before, self.attention, self.behind, self.mlp = (
+            module._modules[name].__dict__["forward"] for name in self.PARTS
+        )
+        self.last = (module.self_attn.o_proj.packed_weight, module.mlp.down_proj.packed_weight)
         inside = [(module, name) for name in self.PARTS] + _projections(module)
-        inside += [(each.module, name) for each in (self.attention, mlp) for name in each.PARTS]
-        self.inside = [(owner._modules, name) for owner, name in inside]
-        self.held = [children[name] for children, name in self.inside]
-        self.replaced = [part.__dict__ for part in self.held if "forward" in part.__dict__]
-        self.by = [attributes["forward"] for attributes in self.replaced]
-        self.hooks = [hooks for part in self.held for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self.inside = _Inside.at(
+            inside + [(each.module, name) for each in (self.attention, self.mlp) for name in each.PARTS]
+        )
+        self.runs = _Runs()  # Of this layer alone
+        self.key = (self.parts().sizes, module.self_attn.scaling)  # Layers with one key can be one run
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
@@ -341,100 +419,117 @@ class LayerForward(_Forward):
         **kwargs: Any,
     ) -> Any:
         cache: Any = kwargs.get(self.cache_argument)
-        given = (attention_mask, position_embeddings, cache)
-        if not self._intact() or not self._fits(hidden_states, *given):
+        if not self.runs:
+            self.runs[0, 1] = _Run([self])
+        if not self.runs[0, 1].fits(hidden_states, position_embeddings, attention_mask, cache):
             return self.plain(
                 hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
             )
-        attention = self.attention
-        heads, layer = attention.heads, attention.module.layer_idx
-        stores, places = cache.opened(layer, (heads.keys, heads.depth), like=hidden_states)
-        if self.begun is not self.shared.this or self.places is not places:
-            assert position_embeddings is not None
-            self._begin(hidden_states, position_embeddings, places)
-        query = self.calls.enter(hidden_states, stores, stores[0].shape[0] * stores[0].shape[1])
-        attended = self._attend(query, stores, cache, attention_mask)
-        answer: Tensor = self.calls.leave(attended, hidden_states)
-        return answer
+        assert position_embeddings is not None and attention_mask is not None
+        return self.runs[0, 1](hidden_states, position_embeddings, attention_mask, cache)
 
-    def _attend(self, query: Tensor, stores: tuple[Tensor, Tensor], cache: SlotCache, mask: Any) -> Tensor:
-        """What queries (B, N, heads, D) find: (B, N, heads * D), contiguous."""
-        shared, scale = self.shared, self.attention.module.scaling
-        asked = shared.asked
-        if asked is None or asked.during is not shared.this:
-            asked = shared.asked = self._asked(query, stores, cache, mask)
-        if asked is not None and asked.fits(query, stores, scale):
-            return asked.again(stores)
-        found: Tensor = self.attention.attend(query, cache, mask)
-        return found.contiguous()
-
-    def _asked(self, query: Tensor, stores: tuple[Tensor, Tensor], cache: SlotCache, mask: Tensor) -> _Asked | None:
-        """The problem that attention would be given in C; None where it runs elsewhere or on other tokens."""
-        this, module = current(), self.attention.module
-        keys, values = cache.seen(module.layer_idx)
-        rows = query.transpose(1, 2)
-        aliased = all(
-            one.untyped_storage().data_ptr() == store.untyped_storage().data_ptr()
-            for one, store in zip((keys, values), stores, strict=True)
-        )  # scattered rows may have been copied
-        if this.flat is not None or not aliased or not self.ops.takes_attention(rows, keys, values, mask):
-            return None
-        if mask.shape[1] != 1:
-            return None
-        call = Attention(rows, keys, values, mask, module.scaling, this.rows, paths=this.paths)
-        offsets = keys.data_ptr() - stores[0].data_ptr(), values.data_ptr() - stores[1].data_ptr()
-        return _Asked(call, query.data_ptr(), self.shared.this, stores, offsets)
-
-    def _fits(self, states: Tensor, mask: Any, angles: Any, cache: Any) -> bool:
-        """Whether the kernels take this pass; what all layers share is looked at once."""
-        shared = self.shared
-        if all(one is other for one, other in zip(shared.given, (mask, angles, cache), strict=True)):
-            same = shared.room is not None and states.shape == shared.room.shape and states.is_contiguous()
-            if same and states.dtype is self.dtype and not torch.is_grad_enabled():
-                return True
-        shared.this, shared.given = object(), (None, None, None)
-        if not self.attention.fits(states, angles, mask, cache):
-            return False
-        shared.given = (mask, angles, cache)
-        return True
-
-    def _begin(self, states: Tensor, angles: tuple[Tensor, Tensor], places: Tensor) -> None:
-        """The first time in a pass: say where everything lies."""
-        before, behind = (norm.module._parameters["weight"] for norm in self.norms)
-        parts = self.made
-        if parts is None or parts.first[0] is not before or parts.second[0] is not behind:
-            parts = self.made = self._parts(before, behind)
-        shared = self.shared
-        if shared.room is None or not shared.room.fits(parts, states):
-            shared.room = LayerRoom(parts, states)
-        self.calls.begin(parts, shared.room, angles, places)
-        self.begun, self.places = shared.this, places
-
-    def _parts(self, before: Tensor, behind: Tensor) -> LayerParts:
-        joint, mix, gates, down = self.weights
+    def parts(self) -> LayerParts:
+        """What the layer is made of."""
+        mix, down = self.last
         return LayerParts(
-            first=(before, self.norms[0].epsilon),
-            second=(behind, self.norms[1].epsilon),
-            joint=joint,
+            first=self.before,
+            second=self.behind,
+            joint=self.attention.joint,
             mix=mix,
-            gates=gates,
+            gates=self.mlp.joint,
             down=down,
             heads=self.attention.heads,
-            kind=products.kind_of(self.dtype),
-            multiply=products.address(),
-        )
-
-    def _intact(self) -> bool:
-        """Whether nothing inside has been exchanged or is watched."""
-        return (
-            not any(self.hooks)
-            and [children.get(name) for children, name in self.inside] == self.held
-            and [attributes.get("forward") for attributes in self.replaced] == self.by
         )
 
     def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
         """What the layer makes of causal rows on a cache of its own, and what it writes there."""
         return _on_a_cache(self.attention, forward, states, kwargs, lambda found: found)
+
+
+class ModelForward(_Forward):
+    """A base model whose whole layers run in one call, as far as none of them is watched; its embedding, its angles,
+    its last norm and its other layers are called as its own forward calls them."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, module.layers[0].forward.attention.joint.packed)
+        self.cache_argument = cache_argument(module)
+        self.layers = list(module.layers)
+        self.runs = _Runs()
+
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        """Asked once the layers have their forwards."""
+        if type(module).__name__ not in MODELS or not type(module).__module__.startswith("transformers.models."):
+            return False
+        layers: Any = module._modules.get("layers")
+        return bool(len(layers)) and type(layers[0].__dict__.get("forward")) is LayerForward
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        module: Any = self.module
+        if not self._fits(input_ids, attention_mask, position_ids, kwargs):
+            return self.plain(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        cache = kwargs[self.cache_argument]
+        states = module.embed_tokens(input_ids)
+        angles = module.rotary_emb(states, position_ids=position_ids)
+        at = 0
+        while at < len(self.layers):
+            end = self._whole_until(at)
+            if end > at and (run := self._run(at, end)).fits(states, angles, attention_mask, cache):
+                states, at = run(states, angles, attention_mask, cache), end
+                continue
+            given = {"attention_mask": attention_mask, "position_embeddings": angles, "position_ids": position_ids}
+            states, at = self.layers[at](states, **given, **kwargs), at + 1
+        return BaseModelOutputWithPast(last_hidden_state=module.norm(states), **{self.cache_argument: cache})
+
+    def _fits(self, ids: Tensor | None, mask: Any, positions: Tensor | None, kwargs: dict[str, Any]) -> bool:
+        """Whether this is a pass of ids over a cache of ours, and nothing else is asked."""
+        module: Any = self.module
+        return (
+            ids is not None
+            and positions is not None
+            and isinstance(mask, Tensor)
+            and mask.dim() == 4
+            and kwargs.keys() == {self.cache_argument, "use_cache"}
+            and type(kwargs[self.cache_argument]) is SlotCache
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and list(module.layers._modules.values()) == self.layers
+        )
+
+    def _whole_until(self, start: int) -> int:
+        """The end of the run of whole, unwatched layers of one kind that begins there."""
+        end, key = start, None
+        for layer in self.layers[start:]:
+            forward = layer.__dict__.get("forward")
+            if layer._forward_hooks or layer._forward_pre_hooks or type(forward) is not LayerForward:
+                break
+            if key is not None and forward.key != key:
+                break
+            end, key = end + 1, forward.key
+        return end
+
+    def _run(self, start: int, end: int) -> _Run:
+        if (start, end) not in self.runs:
+            self.runs[start, end] = _Run([layer.forward for layer in self.layers[start:end]])
+        return self.runs[start, end]
+
+    @torch.inference_mode()
+    def agrees(self, ids: Tensor) -> bool:
+        """Whether it makes of ids (B, N) on a cache of its own what the module's own forward makes of them."""
+        batch, count = ids.shape
+        cache, positions = SlotCache(batch, count), torch.arange(count).expand(batch, -1)
+        cache.begin(range(batch), positions, count)
+        mask = torch.full((count, count), torch.finfo(self.dtype).min, dtype=self.dtype).triu(1)
+        given = {"input_ids": ids, "attention_mask": mask.expand(batch, 1, -1, -1), "position_ids": positions}
+        others: dict[str, Any] = {self.cache_argument: cache, "use_cache": True}
+        own, found = (forward(**given, **others).last_hidden_state for forward in (self.plain, self))
+        return torch.equal(own, found)
 
 
 def _projections(layer: Any) -> list[tuple[Any, str]]:
@@ -460,9 +555,16 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
     found = _tried(model, ids, accepted, lambda module: next((kind for kind in KINDS if kind.suits(module)), None))
     if ids is None and accepted is None:
         return len(found)
-    shared = _Shared()  # Whole layers, of modules that have faster forwards by now
-    one = partial(LayerForward, shared=shared)
-    return len(found) + len(_tried(model, ids, accepted, lambda module: one if LayerForward.suits(module) else None))
+    rooms = _Rooms()  # Whole layers, of modules that have faster forwards by now
+    one = partial(LayerForward, rooms=rooms)
+    found += _tried(model, ids, accepted, lambda module: one if LayerForward.suits(module) else None)
+    for name, module in model.named_modules():
+        if ModelForward.suits(module):
+            whole = ModelForward(module)
+            if (ids is not None and whole.agrees(ids)) if accepted is None else name in accepted:
+                module.forward = whole
+                found.append(whole)
+    return len(found)
 
 
 def _tried(

@@ -179,93 +179,133 @@ int32_t forerun_top(const Element *in, int64_t *out, int64_t most, int64_t rows,
     return 0;
 }
 
-// What stands before a layer's attention: norm, joint projection of queries, keys and values, `place`.
+// One decoder layer: norm, joint projection of queries, keys and values, `place`, attention, output projection, residual,
+// norm, joint projection of gate and up, activation, down projection, residual. What differs from pass to pass is left out.
 typedef struct {
     Product joint;           // of `normed`, into what `placing` reads
+    Product mix;             // of what attention found, into (tokens, width)
+    Product gates;           // of `normed`, into (tokens, 2 * inner)
+    Product down;            // of (tokens, inner), into (tokens, width), the layer's answer
     Placing placing;
-    const Element *states;   // (tokens, width)
-    const Element *norm;     // (width,)
-    Element *normed;         // (tokens, width)
+    const Element *first, *second;    // (width,) weights of the norms
+    int64_t width, inner;
+    float first_epsilon, second_epsilon;
+} Layer;
+
+// A thread's share of attention, over the keys and values at these addresses; 0, or what is wrong.
+typedef int32_t (*Attend)(const void *problem, const void *keys, const void *values);
+
+// What the layers of one pass share.
+typedef struct {
+    const Element *states;       // (tokens, width) the first layer's input
+    Element *answer;             // (tokens, width) the last one's
+    Element *between[2];         // (tokens, width) each, where there are several layers
+    Element *attended;           // (tokens, heads * depth)
+    const Element *cosine, *sine;
+    const int64_t *places;
+    const void *attention;       // what `attend` is asked, but for the keys and values
     Multiply multiply;
-    int64_t width;
-    float epsilon;
+    Attend attend;
+    int64_t tokens, slots;
+    int64_t keys_from, values_from;    // entries of the stores before those that attention reads
     int32_t threads;
-} Entry;
+} Pass;
 
-int64_t forerun_entry_size(void) { return sizeof(Entry); }
+int64_t forerun_layer_size(void) { return sizeof(Layer); }
 
-// 0, or 1 where places are out of range.
-int32_t forerun_enter(const Entry *e) {
-    const Placing *placing = &e->placing;
-    if (!placeable(placing)) return 1;
-#pragma omp parallel num_threads(e->threads)
-    {
-        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#pragma omp for
-        for (int64_t token = 0; token < placing->tokens; token++)
-            norm(e->states + token * e->width, e->norm, e->normed + token * e->width, e->width, e->epsilon);
-        widen_states(&e->joint, thread, threads);
-#pragma omp barrier
-        e->multiply(&e->joint, thread, threads);
-#pragma omp barrier
-#pragma omp for
-        for (int64_t token = 0; token < placing->tokens; token++) place(placing, token);
-    }
-    return 0;
+int64_t forerun_pass_size(void) { return sizeof(Pass); }
+
+static Placing placing_of(const Layer *l, const Pass *p) {
+    Placing placing = l->placing;
+    placing.tokens = p->tokens, placing.cosine = p->cosine, placing.sine = p->sine, placing.places = p->places, placing.slots = p->slots;
+    return placing;
 }
 
-// What stands behind it: output projection, residual, norm, joint projection of gate and up, activation, down projection,
-// residual.
-typedef struct {
-    Product mix;             // of what attention found, into (tokens, width)
-    Product joint;           // of `normed`, into (tokens, 2 * inner)
-    Product down;            // of (tokens, inner), into (tokens, width), the layer's answer
-    const Element *states;   // (tokens, width) the layer's input
-    const Element *norm;     // (width,)
-    Element *normed;         // (tokens, width)
-    Multiply multiply;
-    int64_t width, inner;
-    float epsilon;
-    int32_t threads;
-} Exit;
+// A product of all tokens by all threads of a team, which are together before and behind it.
+static void multiply(const Pass *p, Product product) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    product.rows = p->tokens;
+    if (product.kind == WIDENED) {
+        widen_states(&product, thread, threads);
+#pragma omp barrier
+    }
+    p->multiply(&product, thread, threads);
+#pragma omp barrier
+}
 
-int64_t forerun_exit_size(void) { return sizeof(Exit); }
+// What stands before a layer's attention, by all threads of a team.
+static void enter(const Layer *l, const Pass *p, const Element *states) {
+    Placing placing = placing_of(l, p);
+    Element *normed = (Element *)l->joint.states;
+#pragma omp for
+    for (int64_t token = 0; token < placing.tokens; token++)
+        norm(states + token * l->width, l->first, normed + token * l->width, l->width, l->first_epsilon);
+    multiply(p, l->joint);
+#pragma omp for
+    for (int64_t token = 0; token < placing.tokens; token++) place(&placing, token);
+}
 
 // to += from
 INLINE void add(Element *to, const Element *from, int64_t width) {
     for (int64_t at = 0; at < width; at += LANES) store(to + at, _mm512_add_ps(load(from + at), load(to + at)));
 }
 
-void forerun_leave(const Exit *e) {
-    int64_t tokens = e->mix.rows, width = e->width, parts = e->inner / LANES;
-    Element *mixed = e->mix.out, *answer = e->down.out, *inner = (Element *)e->down.states;
-    const Element *both = e->joint.out;
-#pragma omp parallel num_threads(e->threads)
-    {
-        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        widen_states(&e->mix, thread, threads);
-#pragma omp barrier
-        e->multiply(&e->mix, thread, threads);
-#pragma omp barrier
+// What stands behind it.
+static void leave(const Layer *l, const Pass *p, const Element *states, Element *answer) {
+    int64_t tokens = p->tokens, width = l->width, parts = l->inner / LANES;
+    Product mix = l->mix, down = l->down;
+    mix.states = p->attended, down.out = answer;
+    Element *mixed = mix.out, *normed = (Element *)l->gates.states, *inner = (Element *)down.states;
+    const Element *both = l->gates.out;
+    multiply(p, mix);
 #pragma omp for
-        for (int64_t token = 0; token < tokens; token++) {
-            add(mixed + token * width, e->states + token * width, width);
-            norm(mixed + token * width, e->norm, e->normed + token * width, width, e->epsilon);
-        }
-        widen_states(&e->joint, thread, threads);
-#pragma omp barrier
-        e->multiply(&e->joint, thread, threads);
-#pragma omp barrier
-#pragma omp for
-        for (int64_t at = 0; at < tokens * parts; at++) {
-            const Element *gate = both + at / parts * 2 * e->inner + at % parts * LANES;
-            gated(gate, gate + e->inner, inner + at * LANES);
-        }
-        widen_states(&e->down, thread, threads);
-#pragma omp barrier
-        e->multiply(&e->down, thread, threads);
-#pragma omp barrier
-#pragma omp for
-        for (int64_t token = 0; token < tokens; token++) add(answer + token * width, mixed + token * width, width);
+    for (int64_t token = 0; token < tokens; token++) {
+        add(mixed + token * width, states + token * width, width);
+        norm(mixed + token * width, l->second, normed + token * width, width, l->second_epsilon);
     }
+    multiply(p, l->gates);
+#pragma omp for
+    for (int64_t at = 0; at < tokens * parts; at++) {
+        const Element *gate = both + at / parts * 2 * l->inner + at % parts * LANES;
+        gated(gate, gate + l->inner, inner + at * LANES);
+    }
+    multiply(p, down);
+#pragma omp for
+    for (int64_t token = 0; token < tokens; token++) add(answer + token * width, mixed + token * width, width);
+}
+
+// 0, or 1 where places are out of range.
+int32_t forerun_enter(const Layer *l, const Pass *p) {
+    Placing placing = placing_of(l, p);
+    if (!placeable(&placing)) return 1;
+#pragma omp parallel num_threads(p->threads)
+    enter(l, p, p->states);
+    return 0;
+}
+
+void forerun_leave(const Layer *l, const Pass *p) {
+#pragma omp parallel num_threads(p->threads)
+    leave(l, p, p->states, p->answer);
+}
+
+// Layers one behind the other. 0, or 1 where places are out of range, 2 where attention cannot be computed.
+int32_t forerun_layers(const Layer *const *layers, int64_t count, const Pass *p) {
+    int32_t failed = 0;
+    for (int64_t at = 0; at < count; at++) {
+        Placing placing = placing_of(layers[at], p);
+        if (!placeable(&placing)) return 1;
+    }
+#pragma omp parallel num_threads(p->threads)
+    for (int64_t at = 0; at < count; at++) {
+        const Layer *l = layers[at];
+        const Element *states = at ? p->between[at % 2] : p->states;
+        enter(l, p, states);
+        if (p->attend(p->attention, l->placing.keys + p->keys_from, l->placing.values + p->values_from)) {
+#pragma omp atomic write
+            failed = 2;
+        }
+#pragma omp barrier
+        leave(l, p, states, at + 1 < count ? p->between[(at + 1) % 2] : p->answer);
+    }
+    return failed;
 }

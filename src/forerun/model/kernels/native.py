@@ -7,6 +7,7 @@ does what they do: some forty small operations a layer, which at a few tokens co
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import logging
@@ -172,8 +173,7 @@ def attend(
 
 
 class Attention:
-    """A problem for the attention kernel. `run` answers it; `run_on` asks the same of another layer's keys and values,
-    which lie as these do. Its tensors must live as long as it, unchanged in place."""
+    """A problem for the attention kernel, which `run` answers. Its tensors must live as long as it."""
 
     def __init__(
         self,
@@ -209,10 +209,22 @@ class Attention:
 
     def run(self) -> Tensor:
         """(B, N, heads, D'). ArgumentError: the shapes do not belong together, or there is no such row or slot."""
-        found = attention_kernel()
-        assert found is not None, "takes_attention() is asked first"
-        if self.fitting and not found(ctypes.byref(self._problem)):
-            return self.out
+        self._refuse(attention_kernel().forerun_attend if self.fitting else None)
+        return self.out
+
+    def address(self) -> int:
+        """Where the problem lies for `Layers.run`. ArgumentError: as `run`."""
+        self._refuse(attention_kernel().forerun_attend_check if self.fitting else None)
+        return ctypes.addressof(self._problem)
+
+    def offsets(self, key: int, value: int) -> tuple[int, int]:
+        """Entries between these addresses and its own keys and values."""
+        return (self._problem.key - key) // self.out.itemsize, (self._problem.value - value) // self.out.itemsize
+
+    def _refuse(self, judge: Callable[[Any], int] | None) -> None:
+        """Raise ArgumentError where it finds something wrong, or there is none to ask."""
+        if judge is not None and not judge(ctypes.byref(self._problem)):
+            return
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors[:4] if tensor is not None)
         rows, paths = self.tensors[4], self._paths
         chosen = "" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}"
@@ -223,21 +235,22 @@ class Attention:
             "D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W), int64 rows below R and int32 paths within W"
         )
 
-    def run_on(self, key: int, value: int) -> Tensor:
-        """`run` with keys and values at these addresses; the answer lies where the last one lay."""
-        self._problem.key, self._problem.value = key, value
-        return self.run()
-
 
 @cache
-def attention_kernel() -> ctypes._NamedFuncPointer | None:
-    """The compiled kernel; None where this machine cannot have it."""
+def attention_kernel() -> Any:
+    """The compiled library of attention; None where this machine cannot have it."""
     library = compiled_library("attend")
     if library is None:
         return None
     assert library.forerun_problem_size() == ctypes.sizeof(_Problem)
-    library.forerun_attend.restype = ctypes.c_int32
-    return library.forerun_attend
+    library.forerun_attend.restype = library.forerun_attend_check.restype = ctypes.c_int32
+    return library
+
+
+@cache
+def _attention_part() -> int:
+    """Where the function lies with which `Layers.run` attends."""
+    return ctypes.cast(attention_kernel().forerun_attend_part, ctypes.c_void_p).value or 0
 
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -251,7 +264,8 @@ _ARGUMENTS = {
     "forerun_gate": (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_int32),
     "forerun_place": (_POINTER,),
     "forerun_top": (_POINTER, _POINTER, _COUNT, _COUNT, _COUNT, ctypes.c_int32),
-    "forerun_leave": (_POINTER,),
+    "forerun_enter": (_POINTER, _POINTER),
+    "forerun_leave": (_POINTER, _POINTER),
 }
 
 
@@ -275,23 +289,26 @@ class _Product(ctypes.Structure):
     ]
 
 
-class _Entry(ctypes.Structure):
-    """`Entry` of ``fused_ops.c``."""
+class _Layer(ctypes.Structure):
+    """`Layer` of ``fused_ops.c``."""
 
     _fields_: ClassVar = [
-        ("joint", _Product),
+        *((name, _Product) for name in ("joint", "mix", "gates", "down")),
         ("placing", _Placing),
-        *_fields("states norm normed multiply", "width", "epsilon"),
+        *((name, ctypes.c_void_p) for name in ("first", "second")),
+        *((name, ctypes.c_int64) for name in ("width", "inner")),
+        *((name, ctypes.c_float) for name in ("first_epsilon", "second_epsilon")),
     ]
 
 
-class _Exit(ctypes.Structure):
-    """`Exit` of ``fused_ops.c``."""
+class _Pass(ctypes.Structure):
+    """`Pass` of ``fused_ops.c``."""
 
-    _fields_: ClassVar = [
-        *((name, _Product) for name in ("mix", "joint", "down")),
-        *_fields("states norm normed multiply", "width inner", "epsilon"),
-    ]
+    _fields_ = _fields(
+        "states answer between0 between1 attended cosine sine places attention multiply attend",
+        "tokens slots keys_from values_from",
+        "",
+    )
 
 
 @cache
@@ -306,8 +323,8 @@ def fused_kernels(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
     if library is None:
         return None
     assert library.forerun_placing_size() == ctypes.sizeof(_Placing)
-    assert library.forerun_entry_size() == ctypes.sizeof(_Entry)
-    assert library.forerun_exit_size() == ctypes.sizeof(_Exit)
+    assert library.forerun_layer_size() == ctypes.sizeof(_Layer)
+    assert library.forerun_pass_size() == ctypes.sizeof(_Pass)
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = None, arguments
@@ -461,130 +478,187 @@ class Matrix(Protocol):
     in_features: int
 
 
+class Norm(Protocol):
+    """A root-mean-square norm. Its weight may be exchanged between passes."""
+
+    @property
+    def weight(self) -> Tensor:
+        """(width,)"""
+        ...
+
+    @property
+    def epsilon(self) -> float:
+        """What is added to the mean square."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerParts:
     """What a decoder layer is made of, but for its attention."""
 
-    first: tuple[Tensor, float]  # Weight (width,) of the norm before attention, and epsilon
-    second: tuple[Tensor, float]  # Of the norm behind it
+    first: Norm  # Before attention
+    second: Norm  # Behind it
     joint: Matrix  # Queries, keys and values
     mix: Matrix  # Output projection of attention
     gates: Matrix  # Gate and up
     down: Matrix
     heads: Heads
-    kind: int  # One of `products.Kind`
-    multiply: int  # Address of the function that multiplies
 
     @property
-    def inner(self) -> int:
-        """Width between `gates` and `down`."""
-        return self.down.in_features
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All weights in panels."""
+        return self.joint, self.mix, self.gates, self.down
+
+    @property
+    def norms(self) -> list[Norm]:
+        """All norms."""
+        found: list[Norm | None] = [self.first, self.second, self.heads.query_norm, self.heads.key_norm]
+        return [norm for norm in found if norm is not None]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Width, width between `gates` and `down`, heads of queries and of keys, depth of a head."""
+        heads = self.heads
+        return self.joint.in_features, self.down.in_features, heads.queries, heads.keys, heads.depth
 
 
 class LayerRoom:
-    """Room for what lies between the steps of a layer, shared by the layers of a model, which run one after another."""
+    """Room for what lies between the steps of layers of these sizes, in a pass of at most so many tokens."""
 
-    def __init__(self, parts: LayerParts, states: Tensor) -> None:
-        heads, lead = parts.heads, states.shape[:-1]
-        self.shape, self.dtype = states.shape, states.dtype
-        self.key = (parts.inner, heads.queries, heads.keys, heads.depth)
-        self.normed, self.mixed = torch.empty_like(states), torch.empty_like(states)
-        self.joint = states.new_empty(*lead, (heads.queries + 2 * heads.keys) * heads.depth)
-        self.query = states.new_empty(*lead, heads.queries, heads.depth)
-        self.both, self.gated = (states.new_empty(*lead, times * parts.inner) for times in (2, 1))
-        deepest = max(states.shape[-1], heads.queries * heads.depth, parts.inner)
-        tokens = states.numel() // states.shape[-1]
-        self.wide = torch.empty(tokens * deepest if parts.kind == WIDENED else 0, dtype=torch.float32)
+    def __init__(self, sizes: tuple[int, int, int, int, int], tokens: int, dtype: torch.dtype, kind: int) -> None:
+        width, inner, queries, keys, depth = sizes
+        self.sizes, self.tokens, self.dtype = sizes, tokens, dtype
 
-    def fits(self, parts: LayerParts, states: Tensor) -> bool:
-        """Whether it is room for these states in such a layer."""
-        heads = parts.heads
-        return (
-            self.shape == states.shape
-            and self.dtype is states.dtype
-            and self.key == (parts.inner, heads.queries, heads.keys, heads.depth)
-        )
+        def room(entries: int) -> Tensor:
+            return torch.empty(tokens, entries, dtype=dtype)
+
+        self.normed, self.mixed, self.between = room(width), room(width), (room(width), room(width))
+        self.joint, self.query = room((queries + 2 * keys) * depth), room(queries * depth)
+        self.both, self.gated = room(2 * inner), room(inner)
+        deepest = max(width, queries * depth, inner)
+        self.wide = torch.empty(tokens * deepest if kind == WIDENED else 0, dtype=torch.float32)
 
 
-class LayerCalls:
-    """The two calls of a decoder layer around its attention. Their arguments are kept from pass to pass, for to fill
-    them in takes longer than many a product: one pass at a time. Bits are those of the single operations."""
+Stores = Sequence[tuple[Tensor, Tensor]]  # Keys and values of each layer, (rows, slots, keys, D)
 
-    def __init__(self) -> None:
-        self._entry, self._exit = _Entry(), _Exit()
+
+class Layers:
+    """Decoder layers that run one behind the other: all in one call, or each in one call before and one behind its
+    attention. Their arguments are kept from pass to pass, for to fill them in takes longer than many a product; one
+    pass at a time. Bits are those of the single operations."""
+
+    def __init__(self, parts: Sequence[LayerParts], kind: int, multiply: int) -> None:
+        """Of layers of the same sizes, which multiply in a way of `products.Kind`, by the function at an address."""
+        self._parts, self._kind = parts, kind
+        self._matrices = [matrix for one in parts for matrix in one.matrices]
+        self._norms = [norm for one in parts for norm in one.norms]
+        self._layers = (_Layer * len(parts))()
+        size = ctypes.sizeof(_Layer)
+        self._addresses = [ctypes.addressof(self._layers) + size * at for at in range(len(parts))]
+        self._pointers = (ctypes.c_void_p * len(parts))(*self._addresses)
+        self._pass = _Pass(multiply=multiply)
+        self._filled: list[int] = []
         self._room: LayerRoom | None = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> LayerCalls:
-        return LayerCalls()
+    def begin(
+        self, room: LayerRoom, tokens: int, angles: tuple[Tensor, Tensor], places: Tensor, stores: Stores
+    ) -> None:
+        """Announce a pass over so many tokens: their cosines and sines (.., D) and their `places` (M,) in `stores`, as
+        in `rope_and_write`."""
+        now = [matrix.packed.data_ptr() for matrix in self._matrices]
+        now += [matrix.bias.data_ptr() for matrix in self._matrices if matrix.bias is not None]
+        now += [norm.weight.data_ptr() for norm in self._norms]
+        now += [store.data_ptr() for pair in stores for store in pair]
+        if self._room is not room or now != self._filled:
+            for layer, parts, pair in zip(self._layers, self._parts, stores, strict=True):
+                self._fill(layer, parts, pair, room)
+            self._room, self._filled = room, now
+        this = self._pass
+        this.cosine, this.sine, this.places = angles[0].data_ptr(), angles[1].data_ptr(), places.data_ptr()
+        this.slots, this.tokens, this.threads = stores[0][0].shape[:2].numel(), tokens, torch.get_num_threads()
 
-    def begin(self, parts: LayerParts, room: LayerRoom, angles: tuple[Tensor, Tensor], places: Tensor) -> None:
-        """Announce a pass: cosines and sines (.., D) of its M tokens, their `places` (M,), as in `rope_and_write`."""
-        if self._room is not room:
-            self._fill(parts, room)
-        entry, leaving = self._entry, self._exit
-        placing, heads = entry.placing, parts.heads
-        placing.cosine, placing.sine, placing.places = angles[0].data_ptr(), angles[1].data_ptr(), places.data_ptr()
-        if heads.query_norm is not None:
-            placing.query_norm = heads.query_norm.weight.data_ptr()
-        if heads.key_norm is not None:
-            placing.key_norm = heads.key_norm.weight.data_ptr()
-        entry.norm, leaving.norm = parts.first[0].data_ptr(), parts.second[0].data_ptr()
-        products = (entry.joint, leaving.mix, leaving.joint, leaving.down)
-        for product, matrix in zip(products, (parts.joint, parts.mix, parts.gates, parts.down), strict=True):
-            product.weights = matrix.packed.data_ptr()
-            if matrix.bias is not None:
-                product.bias = matrix.bias.data_ptr()
-        entry.threads = placing.threads = leaving.threads = torch.get_num_threads()
-
-    def _fill(self, parts: LayerParts, room: LayerRoom) -> None:
+    def _fill(self, layer: _Layer, parts: LayerParts, stores: tuple[Tensor, Tensor], room: LayerRoom) -> None:
         """What stays from pass to pass."""
-        heads, width, inner = parts.heads, room.shape[-1], parts.inner
-        tokens = room.normed.numel() // width
-        normed, joint, query = room.normed.data_ptr(), room.joint.data_ptr(), room.query.data_ptr()
-        wide, both, gated = room.wide.data_ptr(), room.both.data_ptr(), room.gated.data_ptr()
+        width, inner, queries, keys, depth = parts.sizes
 
-        def product(states: int | None, out: int | None, depth: int, outputs: int) -> _Product:
-            return _Product(states, None, None, out, wide, tokens, depth, outputs, parts.kind)
+        def product(matrix: Matrix, states: Tensor | None, out: Tensor | None, outputs: int) -> _Product:
+            pointers = [None if one is None else one.data_ptr() for one in (states, matrix.packed, matrix.bias, out)]
+            return _Product(*pointers, room.wide.data_ptr(), 0, matrix.in_features, outputs, self._kind)
 
-        attended = heads.queries * heads.depth
-        norms = (heads.query_norm, heads.key_norm)
+        layer.joint = product(parts.joint, room.normed, room.joint, (queries + 2 * keys) * depth)
+        layer.mix = product(parts.mix, None, room.mixed, width)
+        layer.gates = product(parts.gates, room.normed, room.both, 2 * inner)
+        layer.down = product(parts.down, room.gated, None, width)
+        norms = (parts.heads.query_norm, parts.heads.key_norm)
+        weights = (None if norm is None else norm.weight.data_ptr() for norm in norms)
         epsilons = (0.0 if norm is None else norm.epsilon for norm in norms)
-        sizes = (tokens, 0, heads.queries, heads.keys, heads.depth)
-        placing = _Placing(joint, None, None, None, None, None, query, None, None, *sizes, *epsilons, 1)
-        first, second = parts.first[1], parts.second[1]
-        entry = product(normed, joint, width, attended + 2 * heads.keys * heads.depth)
-        self._entry = _Entry(entry, placing, None, None, normed, parts.multiply, width, first, 1)
-        products = (
-            product(None, room.mixed.data_ptr(), attended, width),
-            product(normed, both, width, 2 * inner),
-            product(gated, None, inner, width),
-        )
-        self._exit = _Exit(*products, None, None, normed, parts.multiply, width, inner, second, 1)
-        self._room = room
+        pointers = (room.joint.data_ptr(), None, None, *weights, None, room.query.data_ptr())
+        written = (store.data_ptr() for store in stores)
+        layer.placing = _Placing(*pointers, *written, 0, 0, queries, keys, depth, *epsilons, 1)
+        layer.first, layer.second = parts.first.weight.data_ptr(), parts.second.weight.data_ptr()
+        layer.width, layer.inner = width, inner
+        layer.first_epsilon, layer.second_epsilon = parts.first.epsilon, parts.second.epsilon
 
-    def enter(self, states: Tensor, stores: tuple[Tensor, Tensor], slots: int) -> Tensor:
-        """Norm, joint projection and `rope_and_write` of states (.., width) to `stores` of so many slots in all: the
-        queries (.., queries, D), until the next layer enters. ArgumentError: there is no such slot; nothing was
-        written."""
-        entry, room = self._entry, self._room
-        assert room is not None, "begin() comes first"
-        entry.states = states.data_ptr()
-        placing = entry.placing
-        placing.keys, placing.values, placing.slots = stores[0].data_ptr(), stores[1].data_ptr(), slots
-        if _library(states).forerun_enter(ctypes.byref(entry)):
-            raise ArgumentError(
-                f"a layer cannot write {placing.tokens} tokens to {slots} slots: a place is out of range"
-            )
-        return room.query
+    def query(self, lead: Sequence[int]) -> Tensor:
+        """Where the queries (.., queries, D) of the tokens `lead` (..) lie, until the next layer enters."""
+        assert self._room is not None, "begin() comes first"
+        _, _, queries, _, depth = self._room.sizes
+        return self._room.query[: self._pass.tokens].view(*lead, queries, depth)
 
-    def leave(self, attended: Tensor, states: Tensor) -> Tensor:
+    def enter(self, number: int, states: Tensor) -> Tensor:
+        """Norm, joint projection and `rope_and_write` of states (.., width) in one layer: its `query`. ArgumentError:
+        there is no such slot; nothing was written."""
+        self._pass.states = states.data_ptr()
+        if _library(states).forerun_enter(self._addresses[number], ctypes.byref(self._pass)):
+            raise self._outside()
+        return self.query(states.shape[:-1])
+
+    def leave(self, number: int, attended: Tensor, states: Tensor) -> Tensor:
         """What attention found (.., queries * D), projected and added to the layer's input; norm, gated MLP, and that
         added too: (.., width)."""
-        leaving, answer = self._exit, torch.empty_like(states)
-        leaving.states, leaving.mix.states = states.data_ptr(), attended.data_ptr()
-        leaving.down.out = answer.data_ptr()
-        _library(states).forerun_leave(ctypes.byref(leaving))
+        this, answer = self._pass, torch.empty_like(states)
+        this.states, this.attended, this.answer = states.data_ptr(), attended.data_ptr(), answer.data_ptr()
+        _library(states).forerun_leave(self._addresses[number], ctypes.byref(this))
         return answer
+
+    def run(self, states: Tensor, asked: Attention) -> Tensor:
+        """All layers over states (.., width): (.., width). ArgumentError: there is no such slot, or attention cannot be
+        computed; nothing was written.
+
+        Args:
+            asked: attention of the first layer; the others ask the same of their keys and values.
+        """
+        this, room, answer = self._pass, self._room, torch.empty_like(states)
+        assert room is not None, "begin() comes first"
+        this.states, this.answer, this.attended = states.data_ptr(), answer.data_ptr(), asked.out.data_ptr()
+        this.between0, this.between1 = (one.data_ptr() for one in room.between)
+        this.attention, this.attend = asked.address(), _attention_part()
+        placing = self._layers[0].placing
+        this.keys_from, this.values_from = asked.offsets(placing.keys, placing.values)
+        failed = _run_layers(states.dtype)(self._pointers, len(self._layers), ctypes.byref(this))
+        if failed == 1:
+            raise self._outside()
+        if failed:
+            raise MemoryError("there is no memory for the scores of attention")
+        return answer
+
+    def _outside(self) -> ArgumentError:
+        return ArgumentError(
+            f"a layer cannot write {self._pass.tokens} tokens to {self._pass.slots} slots: a place is out of range"
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Layers:
+        parts: Sequence[LayerParts] = copy.deepcopy(self._parts, memo)
+        return Layers(parts, self._kind, self._pass.multiply)
+
+
+@cache
+def _run_layers(dtype: torch.dtype) -> Any:
+    """The function that runs whole layers: the interpreter's lock is let go, a pass takes long."""
+    found = fused_kernels(dtype)
+    assert found is not None, "takes_states() is asked first"
+    kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    return kind(("forerun_layers", found))
 
 
 def _library(states: Tensor) -> ctypes.CDLL:
