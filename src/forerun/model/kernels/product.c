@@ -42,8 +42,9 @@ enum { WIDTH = 8, MOST_ROWS = 6, MOST_PANELS = 1 };
 #define multiply_add _mm256_fmadd_ps
 #endif
 
-enum { PARTS = LANES / WIDTH, ROW_BLOCK = 64, DEPTH_BLOCK = 128, AHEAD = 24, WORTH = 1 << 15 };
-// Lines of the cache that are prefetched; entries of a matrix from which on several threads share the work
+enum { PARTS = LANES / WIDTH, ROW_BLOCK = 64, LINES = 64, HELD = 1 << 19, WORTH = 1 << 15 };
+// Lines of a panel, 64 bytes each, that are multiplied while the next are fetched; bytes of the states that stay in a
+// core's cache; entries of a matrix from which on several threads share the work
 #define UNROLL _Pragma("GCC unroll 16")
 
 INLINE uint16_t narrow(float value) {
@@ -53,9 +54,8 @@ INLINE uint16_t narrow(float value) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Stores LANES sums, plus the bias, as entries of the result from `output` on; none behind the last.
-static void finish(const Product *p, const float *sums, int64_t row, int64_t output) {
-    int64_t count = p->outputs - output < LANES ? p->outputs - output : LANES;
+// Stores `count` sums, plus the bias, as entries of the result from `output` on.
+INLINE void finish_some(const Product *p, const float *sums, int64_t row, int64_t output, int64_t count) {
     if (p->kind == FLOAT32) {
         float *out = (float *)p->out + row * p->outputs + output;
         const float *bias = p->bias ? (const float *)p->bias + output : NULL;
@@ -72,11 +72,20 @@ static void finish(const Product *p, const float *sums, int64_t row, int64_t out
     }
 }
 
+// The same of a panel's LANES; none behind the last.
+static void finish(const Product *p, const float *sums, int64_t row, int64_t output) {
+    if (p->outputs - output >= LANES) finish_some(p, sums, row, output, LANES);    // The compiler knows how many
+    else finish_some(p, sums, row, output, p->outputs - output);
+}
+
+// What is fetched while a tile is computed: a line of each panel at every line, `step` bytes behind the last.
+typedef struct { const char *from; int64_t step; } Ahead;
+
 // Adds entries `from` to `to` of the depth to the sums of ROWS rows x COUNT panels, which lie in `sums` (rows, COUNT,
 // LANES) between the blocks of the depth.
 INLINE void tile(
     const int KIND, const int ROWS, const int COUNT, const Product *p, int64_t row, int64_t panel, int64_t from, int64_t to,
-    float *sums) {
+    float *sums, Ahead ahead) {
     Lanes sum[MOST_ROWS][MOST_PANELS * PARTS];
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int part = 0; part < COUNT * PARTS; part++)
@@ -84,12 +93,11 @@ INLINE void tile(
     if (KIND == FLOAT32) {
         const float *states = (const float *)p->states + row * p->depth;
         const float *weights = (const float *)p->weights + panel * p->depth * LANES;
-        for (int64_t at = from; at < to; at++) {
+        for (int64_t at = from; at < to; at++, ahead.from += ahead.step) {
             Lanes weight[MOST_PANELS * PARTS];
             UNROLL for (int part = 0; part < COUNT * PARTS; part++) {
-                const float *here = weights + part / PARTS * p->depth * LANES + at * LANES + part % PARTS * WIDTH;
-                if (part % PARTS == 0) _mm_prefetch((const char *)(here + AHEAD * LANES), _MM_HINT_T0);
-                weight[part] = load_lanes(here);
+                if (part % PARTS == 0) _mm_prefetch(ahead.from + part / PARTS * p->depth * LANES * 4, _MM_HINT_T0);
+                weight[part] = load_lanes(weights + part / PARTS * p->depth * LANES + at * LANES + part % PARTS * WIDTH);
             }
             UNROLL for (int r = 0; r < ROWS; r++) {
                 Lanes state = all_lanes(states[r * p->depth + at]);
@@ -101,12 +109,12 @@ INLINE void tile(
         const uint16_t *weights = (const uint16_t *)p->weights + panel * p->depth * LANES;
         const float *wide = p->wide + row * p->depth;
         const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
-        for (int64_t at = from; at < to; at += 2) {
+        for (int64_t at = from; at < to; at += 2, ahead.from += ahead.step) {
             Words weight[MOST_PANELS * PARTS];
             UNROLL for (int part = 0; part < COUNT * PARTS; part++) {
-                const uint16_t *here = weights + part / PARTS * p->depth * LANES + at * LANES + part % PARTS * WIDTH * 2;
-                if (part % PARTS == 0) _mm_prefetch((const char *)(here + AHEAD * LANES * 2), _MM_HINT_T0);
-                weight[part] = load_words(here);
+                if (part % PARTS == 0) _mm_prefetch(ahead.from + part / PARTS * p->depth * LANES * 2, _MM_HINT_T0);
+                weight[part] =
+                    load_words(weights + part / PARTS * p->depth * LANES + at * LANES + part % PARTS * WIDTH * 2);
             }
             if (KIND == WIDENED) {
                 UNROLL for (int r = 0; r < ROWS; r++) {
@@ -141,11 +149,11 @@ INLINE void tile(
 
 INLINE void tiles(
     const int KIND, const Product *p, int64_t rows, int64_t count, int64_t row, int64_t panel, int64_t from, int64_t to,
-    float *sums) {
+    float *sums, Ahead ahead) {
 #define TILE(ROWS)                                                                           \
     case ROWS:                                                                               \
-        if (count == 1) tile(KIND, ROWS, 1, p, row, panel, from, to, sums);                  \
-        else tile(KIND, ROWS, MOST_PANELS, p, row, panel, from, to, sums);                   \
+        if (count == 1) tile(KIND, ROWS, 1, p, row, panel, from, to, sums, ahead);           \
+        else tile(KIND, ROWS, MOST_PANELS, p, row, panel, from, to, sums, ahead);            \
         break;
     switch (rows) {
         TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
@@ -157,26 +165,32 @@ INLINE void tiles(
 }
 
 static void any_tile(
-    const Product *p, int64_t rows, int64_t count, int64_t row, int64_t panel, int64_t from, int64_t to, float *sums) {
-    if (p->kind == FLOAT32) tiles(FLOAT32, p, rows, count, row, panel, from, to, sums);
+    const Product *p, int64_t rows, int64_t count, int64_t row, int64_t panel, int64_t from, int64_t to, float *sums,
+    Ahead ahead) {
+    if (p->kind == FLOAT32) tiles(FLOAT32, p, rows, count, row, panel, from, to, sums, ahead);
 #ifdef __AVX512BF16__
-    else if (p->kind == DOTS) tiles(DOTS, p, rows, count, row, panel, from, to, sums);
+    else if (p->kind == DOTS) tiles(DOTS, p, rows, count, row, panel, from, to, sums, ahead);
 #endif
-    else tiles(WIDENED, p, rows, count, row, panel, from, to, sums);
+    else tiles(WIDENED, p, rows, count, row, panel, from, to, sums, ahead);
 }
 
-// Rows `first` to `last` with `count` panels from `panel` on.
+// Rows `first` to `last` with `count` panels from `panel` on. While all rows pass by a block of the weights, the next one
+// is fetched, evenly over the groups of rows: memory is never idle.
 static void by_lanes(const Product *p, int64_t first, int64_t last, int64_t panel, int64_t count) {
     __attribute__((aligned(64))) float sums[ROW_BLOCK * MOST_PANELS * LANES];
+    int64_t line = p->kind == FLOAT32 ? 1 : 2, size = p->depth / line * 64, block = LINES * line;
     for (int64_t start = first; start < last; start += ROW_BLOCK) {
         int64_t end = last - start < ROW_BLOCK ? last : start + ROW_BLOCK;
-        int64_t block = end - start <= MOST_ROWS ? p->depth : p->kind == FLOAT32 ? DEPTH_BLOCK : 2 * DEPTH_BLOCK;
-        for (int64_t from = 0; from < p->depth; from += block)
-            for (int64_t row = start; row < end; row += MOST_ROWS) {
-                int64_t to = p->depth - from < block ? p->depth : from + block;
-                int64_t some = end - row < MOST_ROWS ? end - row : MOST_ROWS;
-                any_tile(p, some, count, row, panel, from, to, sums + (row - start) * count * LANES);
+        int64_t groups = (end - start + MOST_ROWS - 1) / MOST_ROWS, most = (end - start + groups - 1) / groups;
+        for (int64_t from = 0; from < p->depth; from += block) {
+            int64_t to = p->depth - from < block ? p->depth : from + block;
+            const char *next = (const char *)p->weights + (to < p->depth ? panel * size + to / line * 64 : (panel + count) * size);
+            for (int64_t row = start; row < end; row += most) {
+                int64_t some = end - row < most ? end - row : most;
+                Ahead ahead = {next + (row - start) / most * (LINES * 64 / groups), 64 / groups};
+                any_tile(p, some, count, row, panel, from, to, sums + (row - start) * count * LANES, ahead);
             }
+        }
         for (int64_t row = start; row < end; row++)
             for (int64_t one = 0; one < count; one++)
                 finish(p, sums + ((row - start) * count + one) * LANES, row, (panel + one) * LANES);
@@ -268,24 +282,30 @@ static void many_tiles(const Product *p, int64_t row, int64_t lower, int64_t pan
     finish_tile(p, sums, lower, row + 16, panel + 1);
 }
 
+// Rows `first` to `last` with `count` panels from `panel` on. Of many rows as many as the cache holds stay while all panels
+// pass by, and two panels while all of these rows do.
 static void by_tiles(const Product *p, int64_t first, int64_t last, int64_t panel, int64_t count) {
-    int64_t pairs = count / 2 * 2;
-    for (int64_t row = first; row < last; row += 32) {
-        int64_t rows = last - row < 32 ? last - row : 32, lower = rows - 16;
-        if (lower <= 0) {
-            configure(rows, 0);
-            for (int64_t at = 0; at < count; at += 4)
-                few_tiles(p, row, rows, panel + at, count - at < 4 ? count - at : 4);
-            continue;
-        }
-        configure(16, lower);
-        for (int64_t at = 0; at < pairs; at += 2) many_tiles(p, row, lower, panel + at);
+    int64_t pairs = count / 2 * 2, rest = (last - first) % 32, whole = last - rest;
+    int64_t held = HELD / (p->depth * 2) / 32 * 32, block = held < 32 ? 32 : held;
+    if (whole > first) configure(16, 16);
+    for (int64_t start = first; start < whole; start += block) {
+        int64_t end = whole - start < block ? whole : start + block;
+        for (int64_t at = 0; at < pairs; at += 2)
+            for (int64_t row = start; row < end; row += 32) many_tiles(p, row, 16, panel + at);
+        for (int64_t row = start; row < end && pairs < count; row += 16) few_tiles(p, row, 16, panel + pairs, 1);
+    }
+    if (rest > 16) {
+        configure(16, rest - 16);
+        for (int64_t at = 0; at < pairs; at += 2) many_tiles(p, whole, rest - 16, panel + at);
         if (pairs < count) {
-            configure(16, 0);
-            few_tiles(p, row, 16, panel + pairs, 1);
-            configure(lower, 0);
-            few_tiles(p, row + 16, lower, panel + pairs, 1);
+            few_tiles(p, whole, 16, panel + pairs, 1);
+            configure(rest - 16, 0);
+            few_tiles(p, whole + 16, rest - 16, panel + pairs, 1);
         }
+    } else if (rest) {
+        configure(rest, 0);
+        for (int64_t at = 0; at < count; at += 4)
+            few_tiles(p, whole, rest, panel + at, count - at < 4 ? count - at : 4);
     }
     _tile_release();
 }
