@@ -67,10 +67,10 @@ def test_against_float64(way: Way, shape: tuple[int, int], biased: bool) -> None
     torch.testing.assert_close(found.double(), expected, **tolerance)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 3000)], ids=str)
 @pytest.mark.usefixtures("threads")
 def test_a_rows_bits_depend_on_that_row_alone(way: Way, shape: tuple[int, int]) -> None:
-    """Not on how many rows there are, where it stands among them, or on threads."""
+    """Not on how many rows there are, where it stands among them, or on threads; also where a cache holds few rows."""
     matrix, bias, rows = problem(*shape, way.dtype, max(COUNTS))
     panels = products.packed(matrix)
     whole = way.multiply(rows, panels, bias, shape[0])
