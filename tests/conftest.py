@@ -38,12 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly that the real model was not there: a green run without it proves less."""
+    """Say loudly that the real model or the browser was not there: a green run without it proves less."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if report.nodeid.startswith(REAL)]
     whys = {str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple)}
     for why in sorted(why for why in whys if "no real model" in why):
         line = f"NOT TESTED ON A REAL MODEL ({len(skipped)} tests): {why.removeprefix('Skipped: ')}"
         terminalreporter.write_line(line, red=True, bold=True)
+    for report in terminalreporter.stats.get("skipped", []):
+        if "Chromium" in str(report.longrepr) or "playwright" in str(report.longrepr):
+            line = "THE PLAYGROUND WAS NOT TESTED IN A BROWSER: apt-get install chromium, pip install -e '.[dev]'"
+            terminalreporter.write_line(line, red=True, bold=True)
+            break
 
 
 def pytest_collection_finish() -> None:
