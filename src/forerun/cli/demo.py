@@ -53,7 +53,9 @@ class _Setting(NamedTuple):
 
 
 def demo(
-    model: Annotated[str | None, Parameter(help=f"Directory or hub id of a chat model; {REAL} if not given.")] = None,
+    model: Annotated[
+        str | None, Parameter(help=f"Directory, hub id or GGUF file of a model; {REAL} if not given.")
+    ] = None,
     /,
     *,
     offline: Flag = False,
@@ -189,6 +191,7 @@ def _real(
         console.write_json({**about, **total, "answers": [one.record() for one in answers]})
     else:
         note = f"{model}, drafter {drafter}, {where}; from the question to the last token, one request at a time"
+        note += "" if llm.has_chat_template else "; it has no chat template and went on with the questions as text"
         out.print(session.legend(out))
         out.print(side_by_side.summary(answers, note), soft_wrap=False)
     return 1 if any(one.wrong for one in answers) else 0

@@ -503,7 +503,7 @@ def _length_table(shown: Shown) -> Table:
 
 
 def _ranking_table(shown: Shown) -> Table:
-    titles = ("draft model", "first token accepted", "tokens per pass", "c per level", "best K", "speed-up")
+    titles = ("draft model", "first token\naccepted", "tokens\nper pass", "c per\nlevel", "best\nK", "speed-up")
     table = console.table(*titles, title="candidates, the fastest first", numbers_from=1)
     for one, line in shown.ranking:
         first = one.trial.survival[0] if one.trial.survival else 0.0

@@ -106,15 +106,23 @@ def warm_up(llm: LLM, question: Question, params: SamplingParams) -> None:
     """Answer a few tokens in both ways: the first passes of a process pay for what is made once."""
     from dataclasses import replace
 
-    short, prompt = replace(params, max_tokens=WARM_UP_TOKENS, ignore_eos=True), llm.chat_prompt(question.messages)
+    short = replace(params, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    prompt = _asked(llm, question, short)
     for speculative in (False, None):
         llm.generate([prompt], short, speculative=speculative, cache_salt=f"warm-up {speculative}")
+
+
+def _asked(llm: LLM, question: Question, params: SamplingParams) -> dict[str, Any]:
+    """The question as the model wants to read it; a model without a chat template goes on with its text."""
+    if llm.has_chat_template:
+        return llm.chat_prompt(question.messages)
+    return llm.read_prompt(question.text, params)
 
 
 def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) -> Answered:
     from forerun.certify.reference import difference
 
-    prompt, runs = llm.chat_prompt(question.messages), dict[str, Run]()
+    prompt, runs = _asked(llm, question, params), dict[str, Run]()
     temperature = float(params.temperature or 0.0)
     with _picture(temperature, show=show) as picture:
         for arm in ARMS:
@@ -191,9 +199,8 @@ def _introduce(question: Question) -> None:
 
 def summary(answers: Sequence[Answered], note: str) -> Group:
     """A table of all answers, the speed-up of all together, and whether anything differs."""
-    table = console.table(
-        *("", "T", "plain, tokens/s", "speculative", "speed-up", "tokens per pass", "same text"), numbers_from=1
-    )
+    arms = ("plain\ntokens/s", "speculative\ntokens/s")
+    table = console.table("", "T", *arms, "speed-up", "tokens\nper pass", "same text", numbers_from=1)
     for answer in answers:
         table.add_row(answer.question.title, f"{answer.temperature:g}", *_cells([answer]), _verdict(answer))
     together = figures(answers)
@@ -222,4 +229,4 @@ def _cells(answers: Sequence[Answered]) -> list[str]:
 def _verdict(answer: Answered) -> Text:
     if answer.parted is None:
         return Text("yes", "green")
-    return Text("no", "bold red") if answer.wrong else Text(f"from token {answer.parted.position} on no", "yellow")
+    return Text("no", "bold red") if answer.wrong else Text(f"up to {answer.parted.position}", "yellow")
