@@ -19,9 +19,9 @@ def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
     assert demo.resolve(tmp_path) == tmp_path
 
 
-def test_a_missing_shipped_model_names_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_demo_model_says_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "FOLDER", tmp_path)
-    with pytest.raises(CheckpointError, match=r"recipes/demo/make\.py"):
+    with pytest.raises(CheckpointError, match="pip install forerun-demo"):
         demo.resolve("demo-draft")
 
 
