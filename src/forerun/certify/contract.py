@@ -117,9 +117,9 @@ def recorded(engine: LLM) -> Recorder:
 
 
 def answer(engine: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, **more: Any) -> list[RequestOutput]:
-    """Answers to prompts of token ids, together; of sampled ones each has a seed of its own."""
-    seeds = (None if params.greedy else index for index in range(len(prompts)))
-    asked = [replace(params, seed=seed) for seed in seeds]
+    """Answers to prompts of token ids, together. Each has a seed of its own, since a drafter may draw for a greedy one,
+    too."""
+    asked = [replace(params, seed=seed) for seed in range(len(prompts))]
     return engine.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked, **more)
 
 
@@ -187,8 +187,8 @@ def _company(subject: Subject) -> tuple[bool, str]:
         together = tokens_of(answer(subject.engine(), PROMPTS, params))
         for index, prompt in enumerate(PROMPTS):
             engine = subject.engine()
-            own = replace(params, seed=None if params.greedy else index)
-            [alone] = tokens_of(engine.generate([{"prompt_token_ids": list(prompt)}], own))
+            own = {"prompt_token_ids": list(prompt)}
+            [alone] = tokens_of(engine.generate([own], replace(params, seed=index)))
             if alone != together[index]:
                 kind = "greedy" if params.greedy else "seeded"
                 return False, f"the {kind} answer to prompt {index} is another one beside other prompts than alone"
