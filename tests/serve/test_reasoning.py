@@ -27,7 +27,7 @@ def read(text: str, *, inside: bool = False, cut: int = 0) -> tuple[str, str]:
     """Reasoning and content of a text that comes in two parts."""
 
     def steps(incoming: Incoming) -> Steps[None]:
-        yield from read_reasoning(incoming, THINK, inside=inside)
+        yield from read_reasoning(incoming, THINK, None, inside=inside)
         yield from incoming.rest(Kind.CONTENT)
 
     one = PieceReader(steps)

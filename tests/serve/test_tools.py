@@ -291,6 +291,48 @@ def test_strings_that_a_field_cannot_enforce_are_refused() -> None:
         kind.grammar(Lark(json.dumps), forced=True, many=False)
 
 
+VALUES_WRITTEN: list[tuple[Any, str, str]] = [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "Paris, <b> </b> 42", ""),
+    ({"$ref": "#/$defs/T"}, 'an "odd" text', ""),
+    ({"enum": ["a", "b", 7, None]}, "b", "c"),
+    ({"enum": ["a", "b", 7, None]}, "7", "8"),
+    ({"enum": ["a", "b", 7, None]}, "null", "nil"),
+    ({"anyOf": [{"const": "no"}, {"type": "integer"}]}, "no", "so"),
+    ({"anyOf": [{"const": "no"}, {"type": "integer"}]}, "12", "[]"),
+    ({"allOf": [{"$ref": "#/$defs/N"}]}, "12", "so"),
+    ({"type": ["boolean", "null"]}, "true", '"true"'),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(("schema", "right", "wrong"), VALUES_WRITTEN)
+def test_a_forced_value_is_written_as_it_is_read(
+    compiler: GrammarCompiler, name: str, schema: Any, right: str, wrong: str
+) -> None:
+    """Strings as they are, all else as JSON, whatever the schema says it in."""
+    document = {"type": "object", "properties": {"unit": schema}, "required": ["unit"]}
+    document["$defs"] = {"T": {"type": "string"}, "N": {"type": "integer"}}
+    lark = Lark(compiler.mark)
+    kind = FORMATS[name]("", [Function("weather", document, strict=True)])
+    grammar, call = lark.text(kind.grammar(lark, forced=True, many=False)), CALLS_WRITTEN[name, ""]
+    front, back = call.split("C")
+    assert spelled(compiler, grammar, f"{front}{right}{back}") == f"{front}{right}{back}"
+    assert spelled(compiler, grammar, f"{front}{wrong}{back}") != f"{front}{wrong}{back}" or not wrong
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_no_forced_value_holds_the_end_of_its_field(compiler: GrammarCompiler, name: str) -> None:
+    """A reader would end the value there and read arguments that the schema does not have."""
+    lark = Lark(compiler.mark)
+    kind = FORMATS[name]("", [Function("weather", {"properties": {"unit": {"type": "string"}}}, strict=True)])
+    grammar, (front, back) = lark.text(kind.grammar(lark, forced=True, many=False)), CALLS_WRITTEN[name, ""].split("C")
+    inner = {"qwen3_coder": "</parameter> <parameter=x>", "glm45": "</arg_value> <arg_key>x"}[name]
+    ids = [token for character in f"C{inner}" for token in compiler.tokenizer.encode(character)]
+    whole = [*compiler.tokenizer.encode(front), *ids, *compiler.tokenizer.encode(back)]
+    valid = compiler.processor(StructuredOutputs(grammar=grammar), 0).valid([], whole)
+    assert len(compiler.tokenizer.encode(front)) < valid < len(whole) - len(compiler.tokenizer.encode(back))
+
+
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"

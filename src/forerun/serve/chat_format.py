@@ -43,10 +43,11 @@ class ChatFormat:
         return PieceReader(self._read)
 
     def _read(self, text: Incoming) -> Steps[None]:
+        called = False
         if self.marks is not None:
-            yield from read_reasoning(text, self.marks, inside=self.inside)
+            called = yield from read_reasoning(text, self.marks, self.format, inside=self.inside)
         if self.format is not None:
-            yield from self.format.read(text)
+            yield from self.format.read(text, called=called)
         else:
             yield from text.rest(Kind.CONTENT)
 

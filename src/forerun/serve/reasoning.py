@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forerun.errors import ArgumentError, choices
-from forerun.serve.tools.incoming import Incoming, Kind, Steps
+from forerun.serve.tools.base import ToolFormat
+from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +48,26 @@ def begins_inside(marks: Marks, prompt: str) -> bool:
     return marks.inside or prompt.rstrip().endswith(marks.open)
 
 
-def read_reasoning(text: Incoming, marks: Marks, *, inside: bool) -> Steps[None]:
+def read_reasoning(text: Incoming, marks: Marks, calls: ToolFormat | None, *, inside: bool) -> Steps[bool]:
     """Read the reasoning at the beginning of an answer, without its marks and the blanks around them; nothing where
-    there is none. Reasoning that is never closed goes on to the end of the text."""
+    there is none. Reasoning that is never closed goes on to the end of the text, or to a call, which is read, too;
+    returns whether one was. Which it is shows at the end: a call in reasoning that is closed was a thought."""
     start = text.at
     opened = yield from text.opens(marks.open)
     if not opened and not inside:
         text.at = start
-        return
+        return False
     yield from text.skip_blanks()
-    yield from text.until(marks.close, Kind.REASONING)
-    yield from text.skip_blanks()
+    more = () if calls is None else (calls.mark,)
+    while (end := (yield from text.until(marks.close, Kind.REASONING, *more))) is not None:
+        behind = text.at
+        if text.text.endswith(marks.close, 0, behind):
+            yield from text.skip_blanks()
+            break
+        if calls is not None and not (yield from text.holds(marks.close)) and (yield from calls.read_calls(text)):
+            text.reasoned = end
+            return True
+        text.at = behind
+        yield Piece(Kind.REASONING, text.text[end:behind])
     text.reasoned = text.at
+    return False

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from forerun.errors import ArgumentError
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps, collected
+from forerun.serve.tools.values import Schema
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -47,17 +48,21 @@ class Lark:
         options = _SPACING if strict else {**_SPACING, "lenient": True}
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
-    def until(self, mark: str) -> str:
-        """Any text up to `mark`, and the mark."""
+    def until(self, mark: str, text: str | None = None) -> str:
+        """Any text up to `mark`, and the mark; `text`: a terminal, what it may be."""
         written = self.mark(mark)
         if written.startswith('"'):
-            return self.rule(f"TEXT {written}", lazy=True)
-        return self.rule(f"{self.without(mark)} {written}")
+            return self.rule(f"{text or 'TEXT'} {written}", lazy=True)
+        return self.rule(f"{text or self.without(mark)} {written}")
 
     def without(self, mark: str, *, of: str = "TEXT") -> str:
         """Any text (`of`: a terminal) in which `mark` is not spelled out, since a reader would take it for the mark."""
+        return self.terminal(f"{of} & ~(TEXT {literal(mark)} TEXT)")
+
+    def terminal(self, body: str) -> str:
+        """A new terminal; its name."""
         name = f"TEXT_{len(self._rules)}"
-        self._rules.append(f"{name}: {of} & ~(TEXT {literal(mark)} TEXT)")
+        self._rules.append(f"{name}: {body}")
         return name
 
     def text(self, start: str) -> str:
@@ -82,9 +87,10 @@ class ToolFormat(ABC):
     def __init__(self, template: str, functions: Sequence[Function]) -> None:
         self.template, self.functions = template, functions
 
-    def read(self, text: Incoming) -> Steps[None]:
-        """Read an answer: text, and calls behind each mark. What looks like a call and is none stays text."""
-        called = yield from self.read_opening(text)
+    def read(self, text: Incoming, *, called: bool = False) -> Steps[None]:
+        """Read an answer, or the rest of one that has `called`: text, and calls behind each mark. What looks like a
+        call and is none stays text."""
+        called = called or (yield from self.read_opening(text))
         while (start := (yield from text.until(self.mark, Kind.CONTENT, drop_end=called))) is not None:
             behind = text.at
             if (yield from self.read_calls(text)):
@@ -215,6 +221,7 @@ def _as_object(raw: str) -> str:
 # --- calls with a mark around each argument ---
 
 _UNWRITABLE = ("pattern", "format", "minLength", "maxLength")  # Not enforceable where a string ends at a mark
+_NO_STRING = {"type": ["null", "boolean", "number", "array", "object"]}
 
 
 class FieldFormat(ToolFormat):
@@ -235,78 +242,80 @@ class FieldFormat(ToolFormat):
     def write_field(self, lark: Lark, key: str, value: str | None) -> str:
         """One argument in Lark's notation; a `value` of None is any text."""
 
+    @property
+    def _goes_on(self) -> tuple[str, ...]:
+        """The marks that can stand behind the head and behind a value."""
+        return tuple(mark for mark in (self.key_marks[0], self.closing.strip(), self.end) if mark)
+
     def read_calls(self, text: Incoming) -> Steps[bool]:
         name = yield from self.read_head(text)
-        if not name:
+        if not name or not (yield from text.comes(self._goes_on)):
             return False
         yield Piece(Kind.CALL, name)
-        opening = "{"
+        opening, arguments = "{", self._arguments(name)
         while (field := (yield from self._read_field(text))) is not None:
             key, raw = field
-            value = json.dumps(self._value(name, key, raw), ensure_ascii=False)
+            value = arguments.field(key).read(raw)
             yield Piece(Kind.ARGUMENTS, f"{opening}{json.dumps(key, ensure_ascii=False)}: {value}")
             opening = ", "
         closed = self.closing and (yield from text.opens(self.closing.strip()))
-        if (yield from text.opens(self.end)) or closed:
+        ended = yield from text.opens(self.end)
+        if ended or closed:
             yield Piece(Kind.ARGUMENTS, "{}" if opening == "{" else "}")
+        if not ended and (not closed or (yield from text.comes((self.end,), ended=True))):
+            text.at = len(text.text)  # The text has ended within the call, of which nothing is content
         return True
 
     def block(self, lark: Lark, *, many: bool) -> str:
         one = lark.rule(self._one_of(lambda function: self._call(lark, function)))
         return self._repeated(lark, one, many=many)
 
+    def any_value(self, lark: Lark, end: str) -> str:
+        """Any text that is read as one value up to `end`, and the end."""
+        behind = " | ".join(map(literal, self._goes_on))
+        text = lark.terminal(f"TEXT & ~(TEXT {literal(self.value_marks[1])} /\\s*/ ({behind}) TEXT)")
+        return lark.until(end, text)
+
+    def _arguments(self, name: str) -> Schema:
+        found: Mapping[str, Any] = next((one.parameters for one in self.functions if one.name == name), {})
+        return Schema(found, found)
+
     def _read_field(self, text: Incoming) -> Steps[tuple[str, str] | None]:
-        """Read one argument: its name and its text; None, with nothing read, where there is none."""
+        """Read one argument: its name and its text; None, with nothing read, where there is none. A value may hold the
+        mark that ends it: it ends where the call can go on behind it."""
         start, (opening, end) = text.at, self.value_marks
         if (yield from text.opens(self.key_marks[0])):
             key = yield from text.up_to(self.key_marks[1])
             if key is not None and (not opening or (yield from text.opens(opening))):
-                value = yield from text.up_to(end)
+                value = yield from text.up_to(end, self._goes_on)
                 if value is not None:
                     return key.strip(), value.removeprefix("\n").removesuffix("\n") if self.own_lines else value
         text.at = start
         return None
 
-    def _value(self, name: str, key: str, raw: str) -> Any:
-        function = next((one for one in self.functions if one.name == name), None)
-        schema = function.parameters.get("properties", {}).get(key, {}) if function is not None else {}
-        if _is_text(schema):
-            return raw
-        try:
-            return json.loads(raw)
-        except ValueError:
-            return raw
-
     def _call(self, lark: Lark, function: Function) -> str:
-        schema = function.parameters
-        required = schema.get("required", ())
-        if function.strict and "properties" not in schema:
+        schema = self._arguments(function.name)
+        keys, required = schema.fields, schema.required
+        if function.strict and not any("properties" in part for part in schema.parts()):
             raise ArgumentError(f"strict function {function.name!r}: this model's calls need a schema with properties")
         fields = []
-        for key, own in schema.get("properties", {}).items():
-            field = lark.rule(self.write_field(lark, key, self._field_value(lark, function, own)))
+        for key in keys:
+            field = lark.rule(self.write_field(lark, key, self._field_value(lark, function, schema.field(key))))
             fields.append(field if key in required else f"{field}?")
         closing = [literal(self.closing)] if self.closing else []
         return " ".join([literal(self.head.format(function.name)), *fields, *closing, lark.mark(self.end)])
 
-    def _field_value(self, lark: Lark, function: Function, schema: Mapping[str, Any]) -> str | None:
-        if not _is_text(schema):
+    def _field_value(self, lark: Lark, function: Function, schema: Schema) -> str | None:
+        """A value in Lark's notation: strings as they are, all else as JSON; None where it may be any string."""
+        if schema.text:
+            unwritable = [keyword for part in schema.parts() for keyword in _UNWRITABLE if keyword in part]
+            if function.strict and unwritable:
+                name = function.name
+                raise ArgumentError(f"strict function {name!r}: {unwritable[0]!r} cannot be enforced in its calls")
+            return None
+        written = list(map(literal, schema.strings))
+        if not written or not schema.only_strings:
             shared = {key: function.parameters[key] for key in ("$defs", "definitions") if key in function.parameters}
-            return lark.json({**schema, **shared}, strict=function.strict)
-        if options := _options(schema):
-            return lark.rule(" | ".join(literal(option) for option in options))
-        unwritable = next((keyword for keyword in _UNWRITABLE if keyword in schema), None)
-        if function.strict and unwritable is not None:
-            raise ArgumentError(f"strict function {function.name!r}: {unwritable!r} cannot be enforced in its calls")
-        return None
-
-
-def _options(schema: Mapping[str, Any]) -> list[Any]:
-    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
-
-
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    kind, options = schema.get("type"), _options(schema)
-    return kind == "string" or (kind is None and bool(options) and all(isinstance(one, str) for one in options))
+            other = [schema.schema, _NO_STRING] if written else [schema.schema]
+            written.append(lark.json({"allOf": other, **shared}, strict=function.strict))
+        return lark.rule(" | ".join(written))

@@ -21,13 +21,8 @@ class Glm45(FieldFormat):
 
     def read_head(self, text: Incoming) -> Steps[str]:
         yield from text.skip_blanks()
-        name = yield from text.name()
-        yield from text.skip_blanks()
-        start = text.at
-        goes_on = (yield from text.starts(KEY)) or (yield from text.starts(self.end))
-        text.at = start
-        return name if goes_on else ""
+        return (yield from text.name())
 
     def write_field(self, lark: Lark, key: str, value: str | None) -> str:
-        written = lark.until(VALUE_END) if value is None else f"{value} {lark.mark(VALUE_END)}"
+        written = self.any_value(lark, VALUE_END) if value is None else f"{value} {lark.mark(VALUE_END)}"
         return f'{lark.mark(KEY)} {literal(key)} {lark.mark(KEY_END)} "\\n" {lark.mark(VALUE)} {written} "\\n"'

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -47,21 +47,34 @@ class Incoming:
         self.ended = False  # Nothing will be added
         self.reasoned = 0  # Characters of the reasoning, with its marks; 0 while it has not been read
 
-    def until(self, mark: str, kind: Kind, *, drop_end: bool = False) -> Steps[int | None]:
-        """Pass the text on up to `mark`, which is read too; blanks before it are held back, with `drop_end` also where
-        the text ends without it. Returns where what was held back begins; None where the mark never came."""
+    def until(self, mark: str, kind: Kind, *more: str, drop_end: bool = False) -> Steps[int | None]:
+        """Pass the text on up to `mark` or one of `more`, which is read too; blanks before it are held back, with
+        `drop_end` also where the text ends without it. Returns where what was held back begins; None where no mark
+        came."""
+        marks = (mark, *more)
         while True:
-            found = self.text.find(mark, self.at)
-            if found < 0 and self.ended:
+            places = [(place, one) for one in marks if (place := self.text.find(one, self.at)) >= 0]
+            if places:
+                place, found = min(places)
+                end = self._before_blanks(place)
+                yield from self._pass(end, kind)
+                self.at = place + len(found)
+                return end
+            if self.ended:
                 yield from self._pass(self._before_blanks(len(self.text)) if drop_end else len(self.text), kind)
                 self.at = len(self.text)
                 return None
-            end = self._before_blanks(found if found >= 0 else len(self.text) - _overlap(self.text, mark))
-            yield from self._pass(end, kind)
-            if found >= 0:
-                self.at = found + len(mark)
-                return end
+            sure = len(self.text) - max(_overlap(self.text, one) for one in marks)
+            yield from self._pass(self._before_blanks(sure), kind)
             yield None
+
+    def holds(self, mark: str) -> Steps[bool]:
+        """Whether `mark` is anywhere in what is left; nothing is read."""
+        while self.text.find(mark, self.at) < 0:
+            if self.ended:
+                return False
+            yield None
+        return True
 
     def rest(self, kind: Kind) -> Steps[None]:
         """Pass all that comes on."""
@@ -112,41 +125,67 @@ class Incoming:
         """Read what could be a function's name; empty where nothing could."""
         return (yield from self.matching(_NAME))
 
-    def up_to(self, mark: str) -> Steps[str | None]:
-        """Read the text up to `mark`, and the mark; None, with nothing read, where it never comes."""
+    def up_to(self, mark: str, before: Sequence[str] = ()) -> Steps[str | None]:
+        """Read the text up to `mark`, and the mark: the first one that, behind blanks, one of `before` or nothing
+        follows, if given; None, with nothing read, where it never comes."""
+        start = place = self.at
         while True:
-            found = self.text.find(mark, self.at)
+            found = self.text.find(mark, place)
             if found >= 0:
-                start, self.at = self.at, found + len(mark)
-                return self.text[start:found]
-            if self.ended:
+                self.at = found + len(mark)
+                if not before or (yield from self.comes(before, ended=True)):
+                    return self.text[start:found]
+                self.at, place = start, found + 1
+            elif self.ended:
                 return None
+            else:
+                place = max(place, len(self.text) - len(mark) + 1)
+                yield None
+
+    def comes(self, marks: Sequence[str], *, ended: bool = False) -> Steps[bool]:
+        """Whether one of the marks comes next behind blanks, all unread; `ended`: the answer where the text ends before
+        that is known."""
+        start = self.at
+        yield from self.skip_blanks()
+        place, self.at = self.at, start
+        while True:
+            here = self.text[place:]
+            if any(here.startswith(mark) for mark in marks):
+                return True
+            if not any(mark.startswith(here) for mark in marks):
+                return False
+            if self.ended:
+                return ended
             yield None
 
     def json_value(self) -> Steps[None]:
-        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, unchecked; or the text's end."""
+        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, or the text's end; what models
+        forget to escape within strings, such as line breaks, is escaped, all else unchecked."""
         first = yield from self.next()
         if first not in ('"', "{", "["):
             if scalar := (yield from self.matching(_SCALAR)):
                 yield Piece(Kind.ARGUMENTS, scalar)
             return
-        depth, quoted, escaped, position = 0, False, False, self.at
-        while True:
-            for character in self.text[position:]:
-                position += 1
+        depth, quoted, escaped, ended = 0, False, False, False
+        while not ended:
+            written = ""
+            while self.at < len(self.text) and not ended:
+                character = self.text[self.at]
+                self.at += 1
                 if quoted:
+                    written += _mended(character, escaped=escaped)
                     quoted, escaped = escaped or character != '"', character == "\\" and not escaped
-                elif character == '"':
-                    quoted = True
                 else:
+                    written += character
+                    quoted = character == '"'
                     depth += (character in "{[") - (character in "}]")
-                if depth == 0 and not quoted:
-                    yield from self._pass(position, Kind.ARGUMENTS)
-                    return
-            yield from self._pass(position, Kind.ARGUMENTS)
+                ended = depth == 0 and not quoted
+            if written:
+                yield Piece(Kind.ARGUMENTS, written)
             if self.ended:
                 return
-            yield None
+            if not ended:
+                yield None
 
     def json_string(self) -> Steps[str | None]:
         """Read a JSON string; None where there is none, or where it never ends."""
@@ -212,6 +251,13 @@ def collected(steps: Steps[None]) -> Steps[str]:
         else:
             text += piece.text
     return text
+
+
+def _mended(character: str, *, escaped: bool) -> str:
+    """A character of a JSON string as JSON wants it; `escaped`: it stands behind a backslash."""
+    if character < " ":
+        return json.dumps(character)[1:-1]
+    return f"\\{character}" if escaped and character not in '"\\/bfnrtu' else character
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -28,5 +28,5 @@ class Qwen3Coder(FieldFormat):
 
     def write_field(self, lark: Lark, key: str, value: str | None) -> str:
         end = "\n</parameter>\n"
-        written = lark.until(end) if value is None else f"{value} {literal(end)}"
+        written = self.any_value(lark, end) if value is None else f"{value} {literal(end)}"
         return f"{literal(f'<parameter={key}>' + LINE)} {written}"
