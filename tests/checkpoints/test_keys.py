@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS, sample
@@ -18,6 +21,7 @@ from forerun.checkpoints.formats import parse, read_files
 from forerun.checkpoints.keys import MEANINGLESS, NEUTRAL
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
+from forerun.training.convert.settings import ARCHITECTURE_KEYS
 
 PLACES = {
     "flat": ("", "eagle_config"),
@@ -171,7 +175,7 @@ def test_a_key_that_is_null_is_absent(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "rope_type is 'mrope'; expected default"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type is 'spiral'; expected default"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "much"}}, "no head that can be built"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "differs by kind of layer"),
@@ -185,13 +189,74 @@ def test_what_nothing_can_compute_is_refused_when_it_is_read(changes: dict[str, 
         format_of(keys).read(keys | changes, tensors)
 
 
-@pytest.mark.parametrize("kind", [{"rope_type": "default", "mrope_section": [1, 2]}, {**LLAMA3, "mrope_section": [1]}])
+@pytest.mark.parametrize("kind", [{"rope_type": "default", "sections": [1, 2]}, {**LLAMA3, "sections": [1]}])
 def test_an_unknown_key_of_the_rotary_embedding_is_kept_and_reported(kind: dict[str, Any]) -> None:
     keys, tensors = written("flat")
     head = format_of(keys).read(keys | {"rope_scaling": kind}, tensors)
-    assert head.unknown == ["rope_scaling.mrope_section"]
+    assert head.unknown == ["rope_scaling.sections"]
     assert format_named("flat").write(head, TARGET)[0]["rope_scaling"] == kind
     assert VARIANTS["scaled_rope"].rope_scaling == LLAMA3 and sample(VARIANTS["scaled_rope"]).unknown == []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"type": "mrope", "mrope_section": [2, 3, 3]},
+        {"rope_type": "mrope", "mrope_section": [2, 3, 3], "mrope_interleaved": True},
+        {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    ],
+)
+def test_a_head_of_a_multimodal_target_reads_text_as_any_other(kind: dict[str, Any]) -> None:
+    keys, tensors = written("flat")
+    head = format_of(keys).read(keys | {"rope_scaling": kind}, tensors)
+    assert head.unknown == [] and head.config.rope_scaling is not None
+    assert head.config.rope_scaling["rope_type"] == "default", "the three positions of a text token are the same"
+    assert head.build() is not None
+
+
+# What trainer and reader say of ModelOpt's keys
+
+
+def test_the_trainers_defaults_change_nothing_for_a_reader() -> None:
+    """ModelOpt 0.38 to 0.42 writes the defaults of its parallel heads into a head that has none."""
+    keys, tensors = written("modelopt")
+    keys["eagle_config"] |= {"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
+    assert format_of(keys).read(keys, tensors).unknown == []
+    for name, key in ARCHITECTURE_KEYS.items():
+        if name in NEUTRAL:
+            assert key.default in NEUTRAL[name], name
+    shared = {name for name in ARCHITECTURE_KEYS if name in NEUTRAL}
+    assert {"parallel_draft_step", "parallel_draft_heads_num_layers", "use_mtp_layernorm"} <= shared
+
+
+# Whose head it is where no format reads it
+
+FLAT: dict[str, Any] = {"hidden_size": 32, "vocab_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("config", "whose"),
+    [
+        (
+            {**FLAT, "model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 5},
+            "vLLM's own layout of a M",
+        ),
+        ({"model_type": "eagle", "architectures": ["EAGLEModel"], "model": FLAT}, "vLLM's own layout of an EAGLE head"),
+        ({**FLAT, "architecture": "EagleForCausalLM", "mapping": {"tp_size": 1}}, "TensorRT-LLM's converted"),
+        ({**FLAT, "architecture": "MedusaForCausalLM", "mapping": {}, "num_medusa_heads": 4}, "TensorRT-LLM's conv"),
+        ({**FLAT, "architectures": ["Gemma4AssistantForCausalLM"]}, "Google's assistant for Gemma 4"),
+        ({**FLAT, "architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model is no EAGLE head"),
+        ({**FLAT, "architectures": ["XMedusaModel"]}, "XMedusaModel is no EAGLE head"),
+    ],
+)
+def test_a_head_of_another_layout_is_refused_by_its_projects_name(
+    config: dict[str, Any], whose: str, tmp_path: Path
+) -> None:
+    """And not for a key of EAGLE's that it lacks."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"blocks.0.layers.0.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(whose)):
+        read_head(tmp_path, num_layers=4)
 
 
 # What the next step reads

@@ -275,7 +275,7 @@ def _read_window(keys: Keys, layers: int) -> dict[str, Any]:
 
 def _read_rope(keys: Keys) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling``, from these or ``rope_parameters`` (transformers 5); keys of a scaling that
-    transformers does not know stay in it."""
+    transformers does not know stay in it, and so do those of a multimodal target's."""
     theta = keys.number("rope_theta", 10_000.0)
     older, newer = keys.nested("rope_scaling"), keys.nested("rope_parameters")
     rope = newer.rest() or older.rest()
@@ -286,6 +286,8 @@ def _read_rope(keys: Keys) -> dict[str, Any]:
     theta = float(rope.pop("rope_theta", None) or theta)
     kind = rope.pop("type", None)
     rope = {"rope_type": rope.pop("rope_type", kind or "default"), **rope}
+    if rope["rope_type"] == "mrope":  # Of text all three positions are the same, as transformers reads it, too
+        rope["rope_type"] = "default"
     if rope["rope_type"] not in ROPE_KINDS:
         raise CheckpointError(f"rope_type is {rope['rope_type']!r}; expected {', '.join(ROPE_KINDS)}")
     return {"rope_theta": theta, "rope_scaling": None if rope == {"rope_type": "default"} else rope}

@@ -72,6 +72,8 @@ def read_flat(
 ) -> HeadCheckpoint:
     """A head whose configuration is flat, `made` with fields of its `own`; errors as `Format.read`."""
     keys = Keys(config)
+    if OTHER_KINDS.search(names := " ".join(map(str, keys.get("architectures") or []))):
+        raise CheckpointError(f"a head of the architecture {names} is no EAGLE head of dense layers; expected {LLAMA}")
     nested, fields = keys.nested(NESTED), eagle.read_layers(keys)
     regular = _regular(nested, tensors, fields["hidden_size"])
     found = eagle.to_canonical(tensors, regular=regular)
@@ -155,8 +157,6 @@ def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:
     names = " ".join(map(str, keys.get("architectures") or []))
     if "deepseek" in names.lower() and not keys.get("kv_lora_rank"):
         raise CheckpointError(f"config.json has no kv_lora_rank; a head of the architecture {names} needs it")
-    if OTHER_KINDS.search(names):
-        raise CheckpointError(f"a head of the architecture {names} is no EAGLE head of dense layers; expected {LLAMA}")
     stated = re.search(r"eagle(3?)", names, re.IGNORECASE)
     if stated:
         return 3 if stated[1] else 1

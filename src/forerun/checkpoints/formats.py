@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +103,30 @@ def format_for(kind: str) -> str:
     return found[-1]
 
 
+OTHERS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "vLLM's own layout of a Medusa head (model_type medusa, tensors blocks.0.layers.0.weight)": lambda config: (
+        config.get("model_type") == "medusa" and "medusa_num_heads" not in config
+    ),
+    "vLLM's own layout of an EAGLE head (model_type eagle, the layers' keys inside model)": lambda config: (
+        config.get("model_type") == "eagle" and isinstance(config.get("model"), Mapping)
+    ),
+    "TensorRT-LLM's converted checkpoint (architecture, mapping, tensors of each rank)": lambda config: (
+        isinstance(config.get("architecture"), str) and "mapping" in config
+    ),
+    "Google's assistant for Gemma 4, which reads the target's own cache": lambda config: (
+        "Gemma4Assistant" in str(config.get("architectures"))
+    ),
+}
+"""Whose head a ``config.json`` is that no format here reads -> how to tell."""
+
+
 def format_of(config: Mapping[str, Any]) -> Format:
     """The format that a ``config.json`` is written in; CheckpointError if it is none of ours."""
+    if whose := next((whose for whose, tells in OTHERS.items() if tells(config)), None):
+        raise CheckpointError(
+            f"config.json is {whose}, which is not supported; take the head as its "
+            f"authors published it, in one of the formats {', '.join(FORMATS)}"
+        )
     for name in FORMATS:
         candidate = format_named(name)
         if candidate.recognises(config):

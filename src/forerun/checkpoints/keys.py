@@ -51,9 +51,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # DSpark, DFlash 2, of whose keys DFlash's format reads.
     **dict.fromkeys(("add_para_norm", "eh_proj_before_attn", "eh_proj_bias"), (False,)),
     **dict.fromkeys(("truncated_vocab_size", "hot_vocab_size"), ()),
-    **dict.fromkeys(("parallel_draft_heads_num_layers", "markov_rank"), (0,)),
+    "markov_rank": (0,),
     "projector_type": ("dflash",),
     **dict.fromkeys(("selector_rank", "conv_kernel_size"), ()),
+    # ModelOpt's, the first value its default: what makes an EAGLE-3 head, and layers of parallel heads that it lacks.
+    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), (True,)),
+    **{"use_mtp_layernorm": (False,), "parallel_draft_step": (1,), "parallel_draft_heads_num_layers": (1, 0)},
     # Drafting several tokens in one pass with a token that stands for what is not known yet.
     **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id", "dspark_noise_token_id"), ()),
     "parallel_drafting": (False,),
@@ -64,7 +67,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 ROPE = frozenset(
     """
     rope_type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
-    truncate low_freq_factor high_freq_factor short_factor long_factor
+    truncate low_freq_factor high_freq_factor short_factor long_factor mrope_section mrope_interleaved
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
 """What a ``rope_scaling`` can say; transformers computes with it."""

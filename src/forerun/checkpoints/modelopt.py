@@ -10,15 +10,11 @@ from collections.abc import Mapping
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.eagle import to_file
 from forerun.checkpoints.flat import REGULAR, read_flat, write_flat
-from forerun.checkpoints.keys import NESTED
+from forerun.checkpoints.keys import NESTED, NEUTRAL
 from forerun.errors import CheckpointError
 
-LAYER_NORMS = {
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "parallel_draft_step": 1,
-}
+NAMES = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "parallel_draft_step")
+LAYER_NORMS = {name: NEUTRAL[name][0] for name in NAMES}
 """ModelOpt's own keys, at the values that make an EAGLE-3 head; with others it is a head of another kind."""
 
 
@@ -34,14 +30,8 @@ class ModelOptFormat(Format):
         return isinstance(nested, Mapping) and any(key in nested for key in LAYER_NORMS)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        nested = dict(config[NESTED])
-        for key, needed in LAYER_NORMS.items():
-            found = nested.pop(key, None)
-            if found not in (None, needed):  # those that it no longer uses are null
-                raise CheckpointError(
-                    f"{NESTED}.{key} is {found!r}, an EAGLE-3 head has {needed!r}; ModelOpt's other kinds of heads are "
-                    "not supported"
-                )
+        # Those that ModelOpt no longer uses are null, those of a head of another kind are refused by `Keys.rest`.
+        nested = {name: value for name, value in config[NESTED].items() if value != LAYER_NORMS.get(name)}
         return read_flat({**config, NESTED: nested}, tensors, num_layers)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:

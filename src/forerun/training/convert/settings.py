@@ -1,5 +1,5 @@
 """The configuration keys for EAGLE of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``), their defaults but
-for those that say so, and what they mean for a head. Imports no torch."""
+for those that say so, and what they mean for a head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forerun.checkpoints.keys import NEUTRAL
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -76,13 +77,13 @@ ARCHITECTURE_KEYS: dict[str, Key] = {
     **{name: Key(default) for name, default in _LAYER_DEFAULTS.items()},
     "attention_dropout": Key(0.0, "the head has no dropout"),
     # The three that make an EAGLE-3 head; they must agree.
-    "use_input_layernorm_in_first_layer": Key(True),
-    "use_last_layernorm": Key(True),
+    **{name: Key(NEUTRAL[name][0]) for name in ("use_input_layernorm_in_first_layer", "use_last_layernorm")},
     "use_aux_hidden_state": Key(True),
     "eagle_aux_hidden_state_layer_ids": Key([]),
-    "use_mtp_layernorm": Key(False, "the layers that a checkpoint brings are trained by [('mtp', {})]"),
-    "parallel_draft_step": Key(1, _PARALLEL),
-    "parallel_draft_heads_num_layers": Key(1, _PARALLEL),
+    "use_mtp_layernorm": Key(
+        NEUTRAL["use_mtp_layernorm"][0], "the layers that a checkpoint brings are trained by [('mtp', {})]"
+    ),
+    **{name: Key(NEUTRAL[name][0], _PARALLEL) for name in ("parallel_draft_step", "parallel_draft_heads_num_layers")},
     "has_lm_head": Key(False),
     # Taken from the base model where they are not given.
     **dict.fromkeys(("hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings"), Key(None, ours=True)),
