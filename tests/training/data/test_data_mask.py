@@ -207,6 +207,24 @@ def test_calls_that_the_template_does_not_show_are_refused(template: str) -> Non
     assert counted(tokenizer, last) == ["yes</s>"]
 
 
+def test_a_call_that_the_template_drops_beside_others_is_refused() -> None:
+    """Of several calls in a message some templates write the first alone, others none where there is a text."""
+    calls, shown = "m.get('tool_calls', [])", CALLING.replace("ARGUMENTS", "call.function.arguments | tojson")
+    first, silent = (shown.replace(calls, f"({calls}{how})") for how in ("[:1]", " if not m['content'] else []"))
+    one, two = ({"function": {"name": "f", "arguments": {"a": value}}} for value in ("x", "y"))
+    both = {"role": "assistant", "content": "", "tool_calls": [one, two]}
+    tokenizer = byte_tokenizer(first)
+    Encoder(tokenizer).encode(talk(CHAT[1], {**both, "tool_calls": [one]}))
+    with pytest.raises(DataError, match="leaves out call 2 of 2 in message 2"):
+        Encoder(tokenizer).encode(talk(CHAT[1], both))
+    later = {"role": "assistant", "content": "so", "tool_calls": [two]}
+    tokenizer = byte_tokenizer(silent)
+    called = ({**both, "tool_calls": [one]}, {"role": "tool", "content": "1"})
+    Encoder(tokenizer).encode(talk(CHAT[1], *called, CHAT[2]))
+    with pytest.raises(DataError, match="leaves out call 1 of 1 in message 4"):
+        Encoder(tokenizer).encode(talk(CHAT[1], *called, later))
+
+
 def test_variables_of_the_chat_template_are_handed_to_it() -> None:
     tokenizer = byte_tokenizer(THINKING)
     off = Encoder(tokenizer, variables={"enable_thinking": False}, answer_tokens=1)

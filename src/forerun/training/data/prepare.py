@@ -185,16 +185,28 @@ class Encoder:
         return self._masked(messages, turns[-1:] if self.last_turn_only else turns, record)
 
     def _check_calls(self, messages: Sequence[Message], turns: Sequence[int], record: Record) -> None:
-        """Refuse calls of tools that the chat template leaves out: they would be learned as answers that end at
-        once."""
-        if not any(messages[turn].get("tool_calls") for turn in turns):
-            return
-        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-        if self._rendered(bare, record, tokenize=False) == self._rendered(messages, record, tokenize=False):
-            raise DataError(
-                "the chat template does not show the assistant's calls of tools (tool_calls), so that they would be "
-                "learned as empty answers; use a target whose template does, or leave such conversations out"
-            )
+        """Refuse a call of a tool that the chat template leaves out: the conversation is rendered without it to the
+        same text. It would be learned as an answer that ends early."""
+        whole = None
+        for turn in turns:
+            calls = messages[turn].get("tool_calls") or []
+            for index in range(len(calls)):
+                whole = whole or self._rendered(messages, record, tokenize=False)
+                others = [call for other, call in enumerate(calls) if other != index]
+                less = {key: value for key, value in messages[turn].items() if key != "tool_calls"}
+                less |= {"tool_calls": others} if others else {}
+                try:
+                    same = whole == self._rendered(
+                        [*messages[:turn], less, *messages[turn + 1 :]], record, tokenize=False
+                    )
+                except DataError:  # A template that asks for as many results as calls has seen it
+                    continue
+                if same:
+                    raise DataError(
+                        "the chat template does not show the assistant's calls of tools (tool_calls): it leaves out "
+                        f"call {index + 1} of {len(calls)} in message {turn + 1}, which would be learned as no call; "
+                        "use a target whose template shows it, or leave such conversations out"
+                    )
 
     def _encode_cut(self, messages: Sequence[Message], turns: Sequence[int], record: Record) -> Encoded:
         """Of a last answer that a limit cut off there is what was written behind its prompt, and no end of its turn."""
