@@ -78,3 +78,19 @@ def test_derived_seeds_do_not_meet() -> None:
     """Nor do those of the several answers of a request, which follow each other."""
     seeds = sorted(request_seed(seed, number) for seed in range(20) for number in range(500))
     assert min(high - low for low, high in itertools.pairwise(seeds)) > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [({}, True), ({"adaptive": False, "draw": "deterministic"}, True), ({"adaptive": False}, False)],
+)
+def test_the_text_of_a_seed_beside_a_draft_model(
+    checkpoint: Path, draft_checkpoint: Path, options: dict[str, Any], same: bool
+) -> None:
+    """It is plain decoding's unless the draft model samples, which is asked for by name."""
+    config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4, **options}
+    llm = engine(checkpoint, speculative_config=config)
+    params = [SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, seed=seed) for seed in range(4)]
+    drafted, plain = (llm.generate([PROMPT] * 4, params, speculative=speculative) for speculative in (None, False))
+    texts = [[output.outputs[0].token_ids for output in outputs] for outputs in (drafted, plain)]
+    assert (texts[0] == texts[1]) is same
