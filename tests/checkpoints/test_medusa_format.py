@@ -95,7 +95,7 @@ def test_it_is_exported_for_forerun_and_the_vllm_that_still_drafts_with_it(tmp_p
     assert exported.format_name == "medusa" and "--drafter medusa" in exported.command
     assert differences(before, read_head(tmp_path / "out")) == []
     assert "# Medusa-1 head for owner/target" in (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(ArgumentError, match="heads of the kind medusa go to vllm, hf"):
+    with pytest.raises(ArgumentError, match="Heads of the kind medusa go to vllm, hf"):
         export_head(folder, FACTS, "sglang", tmp_path / "sglang")
     exported = export_head(folder, FACTS, "vllm", tmp_path / "vllm")
     assert differences(before, read_head(tmp_path / "vllm")) == []

@@ -126,7 +126,7 @@ def test_an_export_is_the_target_with_its_layers(to: str, tmp_path: Path, capsys
         assert json.loads(shlex.split(command)[-1]) == {"method": "mtp", "num_speculative_tokens": 3}
     if to == "sglang":
         assert "--speculative-algorithm NEXTN" in command and command.endswith("--speculative-num-draft-tokens 4")
-    with pytest.raises(ArgumentError, match=r"heads of the kind mtp go to vllm, sglang, llama\.cpp, hf"):
+    with pytest.raises(ArgumentError, match=r"Heads of the kind mtp go to vllm, sglang, llama\.cpp, hf"):
         export_head(head, facts, "trtllm", tmp_path / "more")
 
 

@@ -254,5 +254,5 @@ def test_no_engine_loads_one_and_doctor_says_so_of_each(kind: str, title: str, t
     if kind == "kangaroo":
         with pytest.raises(CheckpointError, match=r"exit_layer of config.json is 2: expected 1\.\.1 for a target of 2"):
             read_head(tmp_path / "head", num_layers=2)
-    with pytest.raises(ArgumentError, match=f"heads of the kind {kind} go to hf"):
+    with pytest.raises(ArgumentError, match=f"Heads of the kind {kind} go to hf"):
         export_head(tmp_path / "head", FACTS, "vllm", tmp_path / "vllm")
