@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,22 @@ def test_compiling_has_a_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     os.kill(process.pid, signal.SIGSTOP)  # answers never, once all of its threads have stopped
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    monkeypatch.setattr(grammar, "TRIAL_S", 0.1)
+    monkeypatch.setattr(grammar, "DEADLINE_S", 0.1)
     with pytest.raises(ArgumentError, match="too complex"):
         ask(llm, StructuredOutputs(regex="(hen|dog)!"))
     monkeypatch.undo()
     assert ask(llm, StructuredOutputs(regex="(hen|dog)!")) in ("hen!", "dog!")
+
+
+def test_a_machine_that_is_busy_makes_no_grammar_complex(llm: LLM) -> None:
+    """What counts is the processor's time that compiling takes, not the clock's."""
+    ask(llm, GOOD)
+    process = llm._reader.grammars._trials._started()
+    os.kill(process.pid, signal.SIGSTOP)
+    timer = threading.Timer(grammar_trial.TRIAL_S + 0.5, os.kill, (process.pid, signal.SIGCONT))
+    timer.start()
+    assert ask(llm, StructuredOutputs(regex="(owl|dog)!")) in ("owl!", "dog!")
+    timer.join()
 
 
 def test_the_process_ends_with_its_engine(checkpoint: Path) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from forerun.core.row import Row
 from forerun.core.tree import TokenTree, prune
 from forerun.engine import grammar_trial
-from forerun.engine.grammar_trial import compiled, complaint
+from forerun.engine.grammar_trial import TRIAL_S, compiled, complaint
 from forerun.errors import ArgumentError, Isolation
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.types import StructuredOutputs
@@ -271,7 +271,7 @@ def _allowed(grammar: GrammarProcessor, output: list[int], tree: TokenTree) -> l
 
 # --- the process that tries grammars ----------------------------------------------------------------------------------
 
-TRIAL_S = 2.0  # Time to compile one grammar, seconds; ordinary schemas take some milliseconds
+DEADLINE_S = 20.0  # Until one grammar has been compiled, which has `TRIAL_S` of the processor's time for it
 START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy
 
 
@@ -286,7 +286,7 @@ class Trials:
 
     def tried(self, kind: str, text: str) -> str:
         """Why a grammar is refused; empty where it is not."""
-        answer = _asked(self._started(), {"kind": kind, "text": text}, TRIAL_S)
+        answer = _asked(self._started(), {"kind": kind, "text": text}, DEADLINE_S)
         if answer is not None:
             return answer
         taken = f"more than {TRIAL_S:g} s or more memory than there is"

@@ -7,6 +7,7 @@ is the tokenizer, every other one a grammar; each is answered by a line: why it 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from functools import partial
@@ -15,6 +16,9 @@ from typing import Any
 STACK_BYTES = 1 << 20
 """Of the thread that compiles here. Threads of the engine have at least twice as much: what fits here fits there."""
 MEMORY_BYTES = 2 << 30  # Address space of this process
+TRIAL_S = 2.0
+"""Time of the processor to compile one grammar, which ends this process; ordinary schemas take milliseconds. By the
+clock they take ten times as long where others work."""
 MAX_ITEMS = 15_000
 """Of the parser in one step; llguidance's own limit is 50,000. With 128,000 tokens a schema of 25 alternatives, objects
 that begin alike, needs 10,000, other ordinary ones less than 2,000. An ambiguous grammar takes 40 ms to get to
@@ -65,7 +69,16 @@ def _answer_all() -> None:
     tokenizer = LLTokenizer(**json.loads(sys.stdin.readline()))
     _say("")
     for line in sys.stdin:
-        _say(tried(tokenizer, **json.loads(line)))
+        _limit(TRIAL_S)
+        why = tried(tokenizer, **json.loads(line))
+        _limit(0.0)
+        _say(why)
+
+
+def _limit(seconds: float) -> None:
+    """End this process after so much time of the processor; 0: never. Elsewhere than on Unix only the deadline does."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _say(why: str) -> None:
