@@ -17,7 +17,7 @@ from forerun.drafters import Entry
 from forerun.engine import core
 from forerun.engine.scheduling import Scheduling, next_in_line
 from forerun.errors import ArgumentError
-from forerun.types import LAST_HIDDEN
+from forerun.types import LAST_HIDDEN, OutputToken, Source
 
 
 class Clock:
@@ -217,8 +217,8 @@ def test_nobody_who_holds_nothing_waits_behind_who_came_later(checkpoint: Path) 
     ids = [llm.submit("the cat", greedy(4)) for _ in range(3)]
     waiting = [answer for request_id in reversed(ids) for answer in llm.engine._requests[request_id].answers]
     assert next_in_line(waiting, []).request.id == ids[0]
-    waiting[0].preemptions = 1
-    assert next_in_line(waiting, []).request.id == ids[2], "who had to give way goes first"
+    waiting[0].tokens.append(OutputToken(id=3, text="", step=0, source=next(iter(Source))))
+    assert next_in_line(waiting, []).request.id == ids[2], "who has begun goes on first"
 
 
 def test_an_answer_whose_time_is_up_ends_with_what_there_is(checkpoint: Path, clock: Clock) -> None:

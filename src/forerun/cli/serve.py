@@ -62,7 +62,7 @@ class EngineOptions:
     max_num_seqs: int = 8
     """Answers that run at once."""
     max_num_batched_tokens: int | None = None
-    """Most prompt tokens of a pass while answers are being decoded; 512 if not given."""
+    """Most prompt tokens of a pass; if not given as many as keep others waiting for three decoding steps at most."""
     enable_prefix_caching: bool = True
     """Read of a prompt only what no row holds already."""
     kv_cache_tokens: int | None = None

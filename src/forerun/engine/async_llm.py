@@ -30,8 +30,8 @@ _LOOK_S = 0.2  # How often the worker looks whether the event loop that it waits
 
 
 class AsyncLLM:
-    """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch, also those of
-    several event loops.
+    """`LLM` with awaitable methods; takes the same arguments, `max_num_batched_tokens` None unless it is given: nobody
+    waits long for a long prompt. Requests of many tasks share the batch, also those of several event loops.
 
     Use as ``async with AsyncLLM(...) as llm`` or call `close` at the end.
     """
@@ -41,7 +41,9 @@ class AsyncLLM:
         # and once there are more of them than cores it puts each to sleep between any two operations.
         self._worker = _Worker()
         try:
-            self.llm: LLM = self._worker.submit(partial(LLM, model, **keywords)).result()
+            self.llm: LLM = self._worker.submit(
+                partial(LLM, model, **{"max_num_batched_tokens": None, **keywords})
+            ).result()
         except BaseException:
             self._worker.shutdown(wait=False, cancel_futures=True)
             raise

@@ -42,6 +42,7 @@ class Request:
     priority: int = 0  # Of a client's waiting requests the one with the lowest comes first
     client: str | None = None  # Whose request it is, where rows are to be shared fairly among clients
     user: str | None = None  # Of the client, where its rows are to be shared fairly among its users
+    arrived: int = 0  # Prompt tokens that the engine had read when it came
     timeout_s: float | None = None  # Time from queueing to the end, seconds
     answers: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None  # Of what has been read of it

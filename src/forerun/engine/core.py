@@ -18,10 +18,19 @@ from forerun.core.tree import TokenTree
 from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import permitted
-from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills
+from forerun.engine.scheduling import (
+    PassTimes,
+    Prefill,
+    PrefillQueue,
+    Scheduling,
+    next_in_line,
+    row_for,
+    run_prefills,
+)
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.model.recordings import FREE, bucket
+from forerun.model.target import PIECE
 from forerun.types import StreamChunk
 
 
@@ -42,6 +51,8 @@ class Engine:
         self._unshown: list[Prefill] = []  # Prompts of which drafters have not been shown all that was read
         self._prefixes = PrefixCache(target, enabled=self.scheduling.enable_prefix_caching)
         self._prefilled_last = False
+        self._queue = PrefillQueue(scheduling, padded=target.pads_prompts)
+        self._times, self._introducing_s = PassTimes(), 0.0
 
     @property
     def busy(self) -> bool:
@@ -68,6 +79,7 @@ class Engine:
                 f"prompt and answer need up to {needed} tokens, the cache may hold {most}; lower max_tokens, shorten "
                 "the prompt, or raise kv_cache_tokens"
             )
+        request.arrived = self._queue.clock
         for answer in request.answers:
             answer.order = next(self._order)
         self._requests[request.id] = request
@@ -92,16 +104,16 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
         """One pass: over prompts, or over the next tokens of all that have been read; one chunk an answer. While there
-        are both, they take turns: a long prompt delays the others by a chunk, and never its own first token by a
-        decoding step. Answers whose time is up end first, with what there is of them."""
+        are both, they take turns: a long prompt delays the others by a chunk. Answers whose time is up end first, with
+        what there is of them."""
         chunks = self._expire()
-        self._preempt()
+        self._preempt_youngest()
         self._admit()
         reading = {answer for text in self._prefilling for answer in text.answers}
         decoding = [answer for answer in self._running if answer not in reading]
         self._prefilled_last = bool(reading) and not (decoding and self._prefilled_last)
         if self._prefilled_last:
-            chunks += self._prefill()
+            chunks += self._prefill(beside=bool(decoding))
         elif decoding:
             chunks += self._decode(decoding)
         self._retire()
@@ -110,15 +122,29 @@ class Engine:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting and len(self._prefixes):
+        while self._waiting:
             answer = next_in_line(self._waiting, self._running)
-            if not self._fits([*self._running, answer]):
+            if not self._make_room(answer):
                 break
             self._waiting.remove(answer)
             self._allocate(answer)
             self._running.append(answer)
         self._running.sort(key=lambda answer: answer.row.cache_row)
         self._drop_prefixes()
+
+    def _make_room(self, answer: Completion) -> bool:
+        """Whether there are a row and memory for it, if need be those of answers of whoever holds more than its share:
+        these are preempted, but none in vain."""
+        staying, leaving = list(self._running), list[Completion]()
+        while not (leaving or len(self._prefixes)) or not self._fits([*staying, answer]):
+            other = row_for(answer, staying, self.target.lengths)
+            if other is None:
+                return False
+            staying.remove(other)
+            leaving.append(other)
+        for other in leaving:
+            self._preempt(other)
+        return True
 
     def _allocate(self, answer: Completion) -> None:
         """Give the answer a row; what it lacks there is prefilled with an answer to the same prompt, or by itself."""
@@ -189,15 +215,18 @@ class Engine:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _preempt(self) -> None:
+    def _preempt_youngest(self) -> None:
         """Before a pass: what the running answers may hold after it fits, or the youngest is preempted."""
         while not self._fits(self._running):
-            answer = max(self._running, key=lambda answer: answer.order)
-            self._release(answer, keep=False)
-            answer.preemptions += 1
-            self.preemptions += 1
-            self._waiting.append(answer)
+            self._preempt(max(self._running, key=lambda answer: answer.order))
         self._drop_prefixes()
+
+    def _preempt(self, answer: Completion) -> None:
+        """Take its row; it waits, and goes on where it stood when what it held has been read again."""
+        self._release(answer, keep=False)
+        answer.preemptions += 1
+        self.preemptions += 1
+        self._waiting.append(answer)
 
     def _fits(self, answers: Sequence[Completion]) -> bool:
         most = self.scheduling.kv_cache_tokens
@@ -218,12 +247,17 @@ class Engine:
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
-    def _prefill(self) -> list[StreamChunk]:
-        """The next chunks of prompts, and the first tokens of those that have been read to the end."""
+    def _prefill(self, *, beside: bool) -> list[StreamChunk]:
+        """The next chunks of prompts, and the first tokens of those that have been read to the end; `beside`: answers
+        wait for their next tokens meanwhile."""
         self._introduce()
-        limits = self.scheduling
-        texts = pass_of(self._prefilling, limits.chunk, limits.max_num_batched_tokens)
-        logits = run_prefills(self.target, texts, limits.chunk)
+        began = time.perf_counter()
+        pieces = self._queue.next_pass(self._prefilling, self._budget(beside=beside))
+        texts = [text for text, _ in pieces]
+        logits = run_prefills(self.target, pieces)
+        # What drafters make of a chunk comes with the next pass; that of the chunk before took about as long.
+        took = time.perf_counter() - began + self._introducing_s
+        self._times.add_pass(sum(len(tokens) for _, tokens in pieces), took)
         self._prefilling = [text for text in self._prefilling if not text.finished]
         self._unshown += [text for text in texts if text.finished or not text.shared]
         finished = ((index, text) for index, text in enumerate(texts) if text.finished)
@@ -235,6 +269,13 @@ class Engine:
         rows, indices = [answer.row for _, answer in beginning], [index for index, _ in beginning]
         emitted = first_tokens(rows, logits[indices], isolate=True)
         return ended + [answer.append(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
+
+    def _budget(self, *, beside: bool) -> int:
+        """Prompt tokens of the next pass."""
+        if self.scheduling.max_num_batched_tokens is not None:
+            return self.scheduling.max_num_batched_tokens
+        # An accelerator runs some hundred tokens in about the time of a few: shorter passes would gain nothing.
+        return self._times.tokens(beside=beside) if self.target.device.type == "cpu" else PIECE
 
     def _decode(self, answers: Sequence[Completion]) -> list[StreamChunk]:
         self._introduce()
@@ -251,11 +292,15 @@ class Engine:
         emitted = step(self.target, rows, groups, check=self._check, admit=admit, since=began, isolate=True)
         self.drafting.learn(emitted)
         self.drafting.count_failures(rows)
+        self._times.add_step(time.perf_counter() - began)
         return [answer.append(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
 
     def _introduce(self) -> None:
         """Show drafters what was read of prompts since: before the next pass, so that no first token waits for it, and
         a chunk at a time, so that a long prompt holds nobody up and few of its hidden states are kept."""
+        if not self._unshown:
+            return
+        began = time.perf_counter()
         new_sequences = defaultdict[str, list[NewSequence]](list)
         for text in self._unshown:
             states = text.hidden_states()
@@ -273,6 +318,7 @@ class Engine:
         self._unshown.clear()
         for key, found in new_sequences.items():
             self.drafting.introduce(key, found)
+        self._introducing_s = time.perf_counter() - began
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
         """The chunks, each finished request's last one carrying its whole output."""

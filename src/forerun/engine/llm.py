@@ -72,7 +72,8 @@ class LLM:
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes what is there.
         max_model_len: most tokens of prompt and answer together; None takes the model's context, at most 8192.
         max_num_seqs: answers that run at once (rows of the cache).
-        max_num_batched_tokens: most prompt tokens of a pass while answers are being decoded; None takes 512.
+        max_num_batched_tokens: most prompt tokens of a pass. None: as many as keep others waiting for three decoding
+            steps at most, as measured while it runs, and 512 on an accelerator; `AsyncLLM` takes None.
         enable_prefix_caching: a prompt that begins like what a row holds is read from there on only.
         kv_cache_tokens: most tokens that all rows together hold, see `Scheduling`; also bounds `max_model_len`. None:
             whatever the rows can hold. Answers that do not fit are preempted and go on later, with the same output.
@@ -101,7 +102,7 @@ class LLM:
         device: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
-        max_num_batched_tokens: int | None = None,
+        max_num_batched_tokens: int | None = PIECE,
         enable_prefix_caching: bool = True,
         kv_cache_tokens: int | None = None,
         seed: int | None = None,
@@ -119,7 +120,8 @@ class LLM:
                 raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         scheduling = Scheduling(
-            max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
+            max_num_batched_tokens=PIECE if reproducible and max_num_batched_tokens is None else max_num_batched_tokens,
+            whole_chunks=reproducible,
             enable_prefix_caching=enable_prefix_caching and not reproducible,
             kv_cache_tokens=kv_cache_tokens,
         )

@@ -1,13 +1,17 @@
-"""The scheduler's choices: who gets the next row, whose prefill runs next, who is preempted; and the prefills.
+"""The scheduler's choices: who gets the next row, whose prompts the next pass reads, who is preempted; and prefills.
 
-Policy and bookkeeping alone; `core` carries it out.
+Policy and bookkeeping alone; `core` carries it out. The whole rule in three sentences. *Rows*: whoever holds the fewest
+is next, and where none is free takes one from whoever holds at least two more. *Passes*: the prompts of the client of
+whom the fewest tokens were read go first, of its prompts the one with the fewest left; what ends in the pass shares it,
+and a longer prompt is cut. *Cuts*: a pass is so short that nobody waits longer than `MAX_GAP` decoding steps for it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -19,15 +23,23 @@ from forerun.model import Scored, Target
 from forerun.model.target import PIECE
 from forerun.types import Boundary, TokenLogprob
 
+CUT = 8  # Prompts are cut at multiples of so many tokens, or of the limit where it is less
+MAX_GAP = 3.0
+"""Decoding steps that a running answer's next token, or a prompt that has just come, waits for a pass over prompts at
+most, a step of its own included. So a pass takes two steps beside a stream: of SmolLM2-135M in bfloat16 on two cores 32
+tokens behind none, 8 behind 3,500."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduling:
     """Limits of an engine. The names are vLLM's where it has one."""
 
-    max_num_batched_tokens: int = 2 * PIECE
-    """Most prompt tokens of a pass, tokens; such a pass and a decoding step take turns. More of them cost as much each,
-    and all prompts of a pass wait for its end. Prompts are read in chunks that end at multiples of this, or of 512
-    where it is more, whatever else runs."""
+    max_num_batched_tokens: int | None = PIECE
+    """Most prompt tokens of a pass; such a pass and a decoding step take turns. None: on a CPU, where every token of a
+    pass costs, as many as `MAX_GAP` allows by what passes take, else 512."""
+    whole_chunks: bool = (
+        False  # Whether prompts are cut at multiples of 512, or of the limit, alone, whatever else runs
+    )
     enable_prefix_caching: bool = True  # Whether a free row still serves the prompts that begin with what it held
     kv_cache_tokens: int | None = None
     """Most tokens that all rows together hold, prefixes kept for reuse included; None: rows x slots. Drafted nodes come
@@ -35,33 +47,63 @@ class Scheduling:
     first pass on. A CPU gives memory only to slots that were ever written; on CUDA all of it is taken at once."""
 
     def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < 1:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 1:
             raise ArgumentError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < 2:
             raise ArgumentError(f"kv_cache_tokens must be at least 2, got {self.kv_cache_tokens}")
 
-    @property
-    def chunk(self) -> int:
-        """Prompts are cut at multiples of this many tokens."""
-        return min(PIECE, self.max_num_batched_tokens)
+
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -> Completion:
-    """The answer that gets the next row.
+    """Return the answer that gets the next row.
 
-    One that was preempted comes first. Otherwise the client with the fewest rows is next, of its users the one with the
-    fewest, of its requests likewise, and among equals the oldest: a request of 64 answers, or a client's burst, gets
+    The client with the fewest rows is next, of its users the one with the fewest, of its requests likewise; among
+    equals an answer that has begun, then the prompt that is `due`: a request of 64 answers, or a client's burst, gets
     every row that nobody else wants and not one more. What a client calls its users takes rows from its own users
     alone, and its priorities decide which of its requests goes first when it is its turn.
     """
-    held = Counter(group for answer in running for group in _groups(answer.request))
+    held = _held(running)
 
-    def rank(answer: Completion) -> tuple[bool, list[int], int]:
-        return answer.preemptions == 0, [held[group] for group in _groups(answer.request)], answer.order
+    def rank(answer: Completion) -> tuple[list[int], bool, int, int]:
+        rows = [held[group] for group in _groups(answer.request)]
+        return rows, not answer.tokens, due(answer.request), answer.order
 
     first = min(waiting, key=rank)
     own = [answer for answer in waiting if _groups(answer.request)[0] == _groups(first.request)[0]]
-    return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *rank(answer)))
+    return min(own, key=lambda answer: (not answer.tokens, answer.request.priority, *rank(answer)))
+
+
+def row_for(answer: Completion, running: Sequence[Completion], lengths: Sequence[int]) -> Completion | None:
+    """Return the running answer that gives its row to `answer`; None where it has to wait.
+
+    It is one of whoever holds the most rows, if that still holds as many as the other without it: among clients, users
+    of one client, and requests of one user. Of its answers the one goes that has least to be read again, by `lengths`,
+    the tokens in each row of the cache; among equals the youngest. One of which nothing has been read makes room for a
+    prompt that would be read before it, too.
+    """
+    held, own = _held(running), _groups(answer.request)
+    found = list[tuple[int, int, int, Completion]]()
+    for other in running:
+        pairs = zip(_groups(other.request), own, strict=True)
+        theirs, ours = next(((held[group], held[mine]) for group, mine in pairs if group != mine), (0, 0))
+        length = lengths[other.row.cache_row]
+        if theirs >= ours + 2 or (theirs > ours and not length and due(answer.request) < due(other.request)):
+            found.append((-theirs, length, -other.order, other))
+    return min(found, key=lambda one: one[:3])[3] if found else None
+
+
+def due(request: Request, done: int = 0) -> int:
+    """Return when a prompt is read, of which `done` tokens have been: the lowest comes first of a client's. The fewer
+    are left the sooner, and each token that was read since the request came counts as one less, so that none waits for
+    ever."""
+    return request.arrived + len(request.prompt_tokens) - done
+
+
+def _held(running: Sequence[Completion]) -> Counter[tuple[str | None, ...]]:
+    """Count the rows of each group."""
+    return Counter(group for answer in running for group in set(_groups(answer.request)))
 
 
 def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
@@ -71,16 +113,102 @@ def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
     return (request.client,), (request.client, request.user), ("", request.id)
 
 
-def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefill]:
-    """Whose next chunks, of `chunk` tokens, the coming pass runs: from the head of the line (the oldest come first) at
-    least one, padded to `budget` tokens at most."""
-    chosen, widest = list[Prefill](), 0
-    for prefill in prefills:
-        widest = max(widest, len(prefill.next_chunk(chunk)))
-        if chosen and (len(chosen) + 1) * widest > budget:
-            break
-        chosen.append(prefill)
-    return sorted(chosen, key=lambda prefill: prefill.row)
+# --- passes over prompts ----------------------------------------------------------------------------------------------
+
+
+_SPARSE = (
+    4  # Where padding is not computed, the rectangle of rows and longest piece, over the tokens: masks are as large
+)
+_ASSUMED = 64  # Tokens of a pass while nothing was measured
+
+
+class PrefillQueue:
+    """Which prompts the next pass reads, and how much of each.
+
+    The client of whom the fewest prompt tokens were read comes first (a virtual token counter: Sheng et al., OSDI
+    2024); one that comes back starts with as many as the least of those in line. Of its prompts the one goes first that
+    has the fewest tokens left, see `due`. Prompts that end in the pass share it; a longer one is cut, and only where it
+    stands first: nobody's short prompt waits for the end of a long one.
+
+    Args:
+        padded: whether a pass costs what its longest piece costs in every row.
+    """
+
+    def __init__(self, limits: Scheduling, *, padded: bool) -> None:
+        self._limits, self._padded = limits, padded
+        self.clock = 0  # Prompt tokens that were read
+        self._read = dict[str | None, int]()  # Virtual token counters, by client, of those that have any credit
+        self._in_line = frozenset[str | None]()
+
+    def next_pass(self, prefills: Sequence[Prefill], budget: int) -> list[tuple[Prefill, list[int]]]:
+        """Return prompts and the next tokens of each, `budget` together, in the order of their rows; at least one."""
+        self._lift(prefills)
+        chosen, left, widest = list[tuple[Prefill, list[int]]](), budget, 0
+        for prefill in sorted(prefills, key=self._rank):
+            piece = self._piece(prefill, left, budget)
+            ends, longest = prefill.done + len(piece) == len(prefill.tokens), max(widest, len(piece))
+            wide = self._padded or any(one.scores_prompt for one in (prefill, *(other for other, _ in chosen)))
+            fits = len(piece) <= left and (len(chosen) + 1) * longest <= (budget if wide else _SPARSE * budget)
+            if not chosen or (ends and fits):
+                chosen.append((prefill, piece))
+                left, widest = left - len(piece), longest
+        self._charge(chosen)
+        return sorted(chosen, key=lambda one: one[0].row)
+
+    def _rank(self, prefill: Prefill) -> tuple[int, int]:
+        return self._read[prefill.request.client], due(prefill.request, prefill.done)
+
+    def _piece(self, prefill: Prefill, left: int, budget: int) -> list[int]:
+        """The prompt's next tokens, `left` at most, or up to the first place where it may be cut."""
+        unit, done = min(PIECE if self._limits.whole_chunks else CUT, budget), prefill.done
+        end = done + left
+        return prefill.tokens[done : end if end >= len(prefill.tokens) else max(end // unit, done // unit + 1) * unit]
+
+    def _lift(self, prefills: Sequence[Prefill]) -> None:
+        """Clients that have come since the last pass get no credit for the time before."""
+        in_line = frozenset(prefill.request.client for prefill in prefills)
+        staying = [self._read[client] for client in in_line & self._in_line]
+        floor, kept = min(staying, default=0), self._read if staying else {}
+        self._read = {client: read for client, read in kept.items() if read > floor} | {
+            client: max(floor, kept.get(client, 0)) for client in in_line
+        }
+        self._in_line = in_line
+
+    def _charge(self, chosen: Sequence[tuple[Prefill, list[int]]]) -> None:
+        read = Counter[str | None]()
+        for prefill, piece in chosen:
+            read[prefill.request.client] += len(piece)
+        for client, count in read.items():
+            self._read[client] += max(2 * CUT, count)  # A pass over fewer costs as much
+        self.clock += max(2 * CUT, read.total())
+
+
+class PassTimes:
+    """How many prompt tokens a pass may have, from what passes of late took: it takes a decoding step, which reads the
+    weights as well, and so much for each token."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=33)  # Of decoding, s
+        self._passes: deque[tuple[int, float]] = deque(maxlen=9)  # Over prompts: tokens, s
+
+    def add_step(self, seconds: float) -> None:
+        """Take in a decoding step."""
+        self._steps.append(seconds)
+
+    def add_pass(self, tokens: int, seconds: float) -> None:
+        """Take in a pass over prompts; over very few tokens it tells nothing of what each costs."""
+        if tokens >= CUT:
+            self._passes.append((tokens, seconds))
+
+    def tokens(self, *, beside: bool) -> int:
+        """Return how many tokens keep within `MAX_GAP`, a multiple of `CUT`; `beside`: a step comes in between."""
+        if not self._steps or not self._passes:
+            return _ASSUMED
+        step = median(self._steps)
+        each = median(max(seconds - step, 0.0) / tokens for tokens, seconds in self._passes)
+        room = (MAX_GAP - beside - 1) * step
+        most = PIECE if room >= PIECE * each else int(room / each)
+        return max(CUT, most // CUT * CUT)
 
 
 # --- prefills ---------------------------------------------------------------------------------------------------------
@@ -106,6 +234,10 @@ class Prefill:
         return self.answers[0].row.cache_row
 
     @property
+    def request(self) -> Request:
+        return self.answers[0].request
+
+    @property
     def begins(self) -> bool:
         """Whether the answers have no token yet: their first ones come with the last chunk."""
         return not self.answers[0].tokens
@@ -124,10 +256,6 @@ class Prefill:
         """Whether the request wants the prompt's own log-probabilities, and from this prefill."""
         first = self.answers[0]
         return first.request.params.prompt_logprobs is not None and self.begins and first.index == 0
-
-    def next_chunk(self, chunk: int) -> list[int]:
-        """The tokens up to the next multiple of `chunk`."""
-        return self.tokens[self.done : (self.done // chunk + 1) * chunk]
 
     def take(self, count: int, scored: Scored, line: int) -> None:
         """`count` more tokens were run, in `line` of a pass."""
@@ -163,21 +291,20 @@ class Prefill:
         request.prompt_logprobs = found
 
 
-def run_prefills(target: Target, prefills: Sequence[Prefill], chunk: int) -> Tensor:
-    """One pass: the next chunk of each prefill, and (B, 1, V) the logits after their last tokens. Rows of finished ones
+def run_prefills(target: Target, pieces: Sequence[tuple[Prefill, list[int]]]) -> Tensor:
+    """One pass: the next tokens of each prefill, and (B, 1, V) the logits after the last ones. Rows of finished ones
     are copied for the answers that share them."""
-    chunks = [prefill.next_chunk(chunk) for prefill in prefills]
     scored = target.prefill(
-        [prefill.row for prefill in prefills],
-        chunks,
-        boundaries=frozenset[Boundary]().union(*(prefill.requires for prefill in prefills)),
-        all_logits=any(prefill.scores_prompt for prefill in prefills),
+        [prefill.row for prefill, _ in pieces],
+        [tokens for _, tokens in pieces],
+        boundaries=frozenset[Boundary]().union(*(prefill.requires for prefill, _ in pieces)),
+        all_logits=any(prefill.scores_prompt for prefill, _ in pieces),
     )
-    for line, (prefill, tokens) in enumerate(zip(prefills, chunks, strict=True)):
+    for line, (prefill, tokens) in enumerate(pieces):
         prefill.take(len(tokens), scored, line)
         for answer in prefill.answers[1:] if prefill.finished else ():
             target.copy_row(prefill.row, answer.row.cache_row, prefill.done)
     if scored.logits.shape[1] == 1:
         return scored.logits
-    ends = torch.tensor([len(tokens) - 1 for tokens in chunks], device=scored.logits.device)
-    return scored.logits[torch.arange(len(chunks), device=ends.device), ends].unsqueeze(1)
+    ends = torch.tensor([len(tokens) - 1 for _, tokens in pieces], device=scored.logits.device)
+    return scored.logits[torch.arange(len(pieces), device=ends.device), ends].unsqueeze(1)

@@ -286,6 +286,11 @@ class Target:
         return bool(self.buckets.nodes) or not self._folds
 
     @property
+    def pads_prompts(self) -> bool:
+        """Whether a prefill costs what its longest chunk costs in every row."""
+        return not self._folds
+
+    @property
     def _folds(self) -> bool:
         """Whether attention finds rows and real tokens by itself."""
         return self.device.type == "cpu" and accelerate.folds(self.model, self._base)

@@ -165,6 +165,10 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if (stream := transport.get_extra_info("socket")) is not None:
+            # asyncio does so for sockets of its own making alone: without it a client's delayed acknowledgement keeps
+            # the first bytes of an answer back for 40 ms.
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(high=1)  # bytes; with 0 a TLS transport is always full
         if len(self.connections) > self._limits.max_connections:
             message = f"{self._limits.max_connections} connections are open, which is the limit; try again later"
