@@ -41,9 +41,8 @@ class AsyncLLM:
         # and once there are more of them than cores it puts each to sleep between any two operations.
         self._worker = _Worker()
         try:
-            self.llm: LLM = self._worker.submit(
-                partial(LLM, model, **{"max_num_batched_tokens": None, **keywords})
-            ).result()
+            load = partial(LLM, model, **{"max_num_batched_tokens": None, **keywords})
+            self.llm: LLM = self._worker.submit(load).result()
         except BaseException:
             self._worker.shutdown(wait=False, cancel_futures=True)
             raise

@@ -37,9 +37,8 @@ class Scheduling:
     max_num_batched_tokens: int | None = PIECE
     """Most prompt tokens of a pass; such a pass and a decoding step take turns. None: on a CPU, where every token of a
     pass costs, as many as `MAX_GAP` allows by what passes take, else 512."""
-    whole_chunks: bool = (
-        False  # Whether prompts are cut at multiples of 512, or of the limit, alone, whatever else runs
-    )
+    whole_chunks: bool = False
+    """Whether prompts are cut at multiples of 512, or of the limit where it is less, alone: whatever else runs."""
     enable_prefix_caching: bool = True  # Whether a free row still serves the prompts that begin with what it held
     kv_cache_tokens: int | None = None
     """Most tokens that all rows together hold, prefixes kept for reuse included; None: rows x slots. Drafted nodes come
@@ -116,9 +115,7 @@ def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
 # --- passes over prompts ----------------------------------------------------------------------------------------------
 
 
-_SPARSE = (
-    4  # Where padding is not computed, the rectangle of rows and longest piece, over the tokens: masks are as large
-)
+_SPARSE = 4  # Rows x longest piece of a pass, which its masks are as large as, over its budget, where padding is free
 _ASSUMED = 64  # Tokens of a pass while nothing was measured
 
 
