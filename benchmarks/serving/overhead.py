@@ -54,7 +54,7 @@ async def _measure(
     name: str, target: Path, config: Mapping[str, Any], pieces: Sequence[str], count: int, console: Console
 ) -> Rates:
     """The two ways take turns at coming first; the first prompts warm up."""
-    session = Session(ServeSettings(model_name=scene.NAME), lambda: _load(target, config))
+    session = Session(ServeSettings(model_names=(scene.NAME,)), lambda: _load(target, config))
     port = free_port()
     running = server(session, host="127.0.0.1", port=port)
     serving = asyncio.create_task(running.serve())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 UNSERVED = "No option of forerun changes that; transformers' own generate runs such a model."
@@ -18,6 +19,8 @@ class ForerunError(Exception):
 
 class ArgumentError(ForerunError, ValueError):
     """An argument, option or request parameter is out of range, unknown or contradicts another."""
+
+    param: str | None = None  # Its name, where `about` says so
 
 
 class CheckpointError(ForerunError, ValueError):
@@ -115,7 +118,17 @@ def choices(name: str, known: Iterable[str], are: str = "There are") -> str:
     return f"{nearest(name, names)} {are} {', '.join(names)}."
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Say of each ArgumentError that leaves the block which parameter it is about, unless it is known."""
+    try:
+        yield
+    except ArgumentError as error:
+        error.param = error.param or param
+        raise
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """``" Did you mean 'x'?"``, or an empty string where nothing comes near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from types import MappingProxyType
@@ -36,7 +37,9 @@ class StructuredOutputs:
     grammar: str | None = None  # In Lark's notation, as llguidance reads it
 
     def __post_init__(self) -> None:
-        given = [self.json, self.json_object or None, self.regex, self.choice or None, self.grammar]
+        if self.choice is not None and not list(self.choice):
+            raise ArgumentError("choice is empty; give at least one string that the answer may be")
+        given = [self.json, self.json_object or None, self.regex, self.choice, self.grammar]
         if sum(value is not None for value in given) != 1:
             raise ArgumentError("structured outputs take exactly one of json, json_object, regex, choice, grammar")
 
@@ -102,10 +105,10 @@ def token_ids(name: str, given: Any) -> list[int]:
     """A list, array or tensor of integers as a list of Python's own; an ArgumentError for anything else."""
     given = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping):
-        try:
-            return list(map(operator.index, given))
-        except TypeError:
-            pass
+        given = list(given)
+        with suppress(TypeError):
+            if not any(isinstance(one, bool) for one in given):  # Which are integers to Python, and mistakes to people
+                return list(map(operator.index, given))
     raise ArgumentError(f"{name} must be token ids, a list or array of integers, got {_shown(given)}")
 
 

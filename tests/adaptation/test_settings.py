@@ -98,7 +98,7 @@ def test_metrics(checkpoint: Path, draft_checkpoint: Path) -> None:
         return AsyncLLM(str(checkpoint), speculative_config=drafter, dtype="float32", max_model_len=200, **more)
 
     async def figures(**more: Any) -> dict[str, float]:
-        session = Session(ServeSettings(model_name="tiny"), lambda: load(**more))
+        session = Session(ServeSettings(model_names=("tiny",)), lambda: load(**more))
         assert "adaptation" not in session.metrics.text().decode()
         await session.start()
         await session.engine.generate(["the cat"], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))

@@ -146,18 +146,18 @@ def test_a_drafter_adapts_unless_it_is_told_not_to(
         (["demo"], "demo"),
         (["here/model/"], "model"),
         (["here/tiny.Q4_1.gguf"], "tiny.Q4_1"),
-        (["here/model", "--served-model-name", "mine"], "mine"),
+        (["here/model", "--served-model-name", "mine", "--served-model-name", "ours"], "mine"),
     ],
 )
 def test_a_model_is_served_under_the_name_that_clients_know(
     forerun: Forerun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], name: str
 ) -> None:
-    """The path that the server was started with does, as in vLLM, but is nobody else's business."""
-    served, also = list[str](), set[str]()
+    """Several, and always the path that the server was started with, and the folder's or the file's name."""
+    served, names = list[str](), list[str]()
 
     def run(session: Session, **_: object) -> int:
         served.append(session.settings.model_name)
-        also.update(session.names)
+        names.extend(session.settings.model_names)
         return 0
 
     monkeypatch.chdir(tmp_path)
@@ -166,7 +166,7 @@ def test_a_model_is_served_under_the_name_that_clients_know(
     monkeypatch.setattr("forerun.serve.logs.configure_logging", lambda settings: None)
     monkeypatch.setattr("forerun.serve.server.run", run)
     assert forerun("serve", *words).code == 0 and served == [name]
-    assert also == {name} if len(words) > 1 else also >= {name, words[0]}
+    assert names == list(dict.fromkeys([*words[2::2], Path(words[0]).stem if "here" in words[0] else name, words[0]]))
 
 
 def test_generate_reads_a_pipe_and_the_chat_template(

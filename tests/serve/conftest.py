@@ -64,12 +64,12 @@ def serving(
 ) -> Iterator[Live]:
     """A server in a thread of its own until the block ends; `send_buffer`: bytes that the kernel keeps of an answer;
     `also`: further names of the model."""
-    wanted = ServeSettings(model_name=NAME, **settings)
+    wanted = ServeSettings(model_names=(NAME, *also), **settings)
 
     def tiny() -> AsyncLLM:
         return AsyncLLM(str(model), speculative_config=speculative, dtype="float32", max_num_seqs=4, max_model_len=200)
 
-    session = Session(wanted, model if callable(model) else tiny, also)
+    session = Session(wanted, model if callable(model) else tiny)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

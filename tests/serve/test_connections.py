@@ -106,7 +106,7 @@ def test_a_crowd_is_answered_to_the_last(checkpoint: Path) -> None:
 
 def test_a_refusal_is_read_though_the_request_never_was(checkpoint: Path) -> None:
     """Closing a socket that holds unread bytes resets it; both ask before the server accepts anybody."""
-    session = Session(ServeSettings(model_name=NAME, max_connections=1), lambda: AsyncLLM(str(checkpoint)))
+    session = Session(ServeSettings(model_names=(NAME,), max_connections=1), lambda: AsyncLLM(str(checkpoint)))
     listener = socket.create_server(("127.0.0.1", 0))
     with (
         socket.create_connection(listener.getsockname()) as first,
@@ -228,3 +228,16 @@ def test_limits_of_the_machine_are_told_before_anything_is_loaded(monkeypatch: p
     assert raised == [(2000, 4096)]
     with pytest.raises(ArgumentError, match="lower --max-connections by 904"):
         http_server.allow_files(5000)
+
+
+def test_the_first_bytes_of_an_answer_wait_for_no_acknowledgement(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, made = list[int](), http_server.Connection.connection_made
+
+    def noted(self: http_server.Connection, transport: Any) -> None:
+        made(self, transport)
+        connection = transport.get_extra_info("socket")
+        seen.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(http_server.Connection, "connection_made", noted)
+    live.get("/health")
+    assert seen == [1]

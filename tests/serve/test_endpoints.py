@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,12 +28,22 @@ def test_one_model(client: OpenAI) -> None:
             client.models.retrieve(other)
 
 
-def test_the_path_that_was_served_is_a_name_too(checkpoint: Path) -> None:
-    with serving(checkpoint, also=(str(checkpoint),)) as live:
+def test_a_model_has_several_names_and_needs_none(checkpoint: Path) -> None:
+    names = [NAME, checkpoint.name, str(checkpoint)]
+    with serving(checkpoint, also=tuple(names[1:])) as live:
         client = live.client()
-        assert client.completions.create(model=str(checkpoint), prompt="x", max_tokens=1).model == NAME
-        assert [model.id for model in client.models.list()] == [NAME]
-        assert client.models.retrieve(str(checkpoint)).id == NAME
+        assert [model.id for model in client.models.list()] == names
+        for name in names:
+            assert client.completions.create(model=name, prompt="x", max_tokens=1).model == NAME
+            assert client.models.retrieve(name).id == name
+        ask = {"messages": [{"role": "user", "content": "x"}]}
+        short: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+        short |= {path: ask for path in ("/v1/chat/completions", "/v1/messages")}
+        for path, body in short.items():
+            most = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+            assert live.post(path, {**body, most: 1}).json()["model"] == NAME
+            refused = live.post(path, {**body, most: 1, "model": "gpt-9"})
+            assert refused.status_code == 404 and all(repr(name) in refused.text for name in names)
 
 
 def test_probes(live: Live) -> None:
@@ -74,7 +85,7 @@ def test_a_path_in_front(checkpoint: Path) -> None:
 @pytest.mark.parametrize("wrong", ["llm", "/llm/"])
 def test_a_path_that_is_none(wrong: str) -> None:
     with pytest.raises(ArgumentError, match="--root-path"):
-        ServeSettings(model_name=NAME, root_path=wrong)
+        ServeSettings(model_names=(NAME,), root_path=wrong)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +126,8 @@ class TestHttps:
         cert, _ = certificate
         (tmp_path / "no.pem").write_text("nothing", encoding="utf-8")
         for wrong in (tmp_path / "missing.pem", tmp_path / "no.pem"):
-            settings = ServeSettings(model_name=NAME, ssl_certfile=str(wrong))
+            settings = ServeSettings(model_names=(NAME,), ssl_certfile=str(wrong))
             with pytest.raises(ArgumentError, match="HTTPS"):
                 http_server.server(Session(settings, lambda: pytest.fail("not loaded")), host="127.0.0.1", port=0)
         with pytest.raises(ArgumentError, match="--ssl-certfile"):
-            ServeSettings(model_name=NAME, ssl_keyfile=str(cert))
+            ServeSettings(model_names=(NAME,), ssl_keyfile=str(cert))

@@ -197,7 +197,7 @@ class TestTurns:
             assert 429 in codes and codes.count(200) >= 4 and not live.session._held
 
     def test_without_keys_an_address_is_a_client(self) -> None:
-        settings = ServeSettings(model_name="tiny")
+        settings = ServeSettings(model_names=("tiny",))
         asked = [{"client": (host, 1), "headers": []} for host in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
         one, same, other = (client_of(scope, settings) for scope in asked)
         assert one is not None and same is not None and other is not None
@@ -216,7 +216,7 @@ class TestLearning:
         ],
     )
     def test_keys_that_allow_it(self, settings: dict[str, Any], allowed: set[str]) -> None:
-        made = ServeSettings(model_name="tiny", **settings)
+        made = ServeSettings(model_names=("tiny",), **settings)
         named = {key: (b"authorization", b"Bearer " + key.encode()) for key in made.api_keys}
         found = {key: client_of({"headers": [header]}, made) for key, header in named.items()}
         assert {key for key, client in found.items() if client is not None and client.adapt} == allowed
@@ -224,13 +224,13 @@ class TestLearning:
 
     @pytest.mark.parametrize("shared", [False, True])
     def test_requests_without_a_key(self, shared: bool) -> None:
-        made = ServeSettings(model_name="tiny", share_unnamed=shared)
+        made = ServeSettings(model_names=("tiny",), share_unnamed=shared)
         client = client_of({"headers": []}, made)
         assert client is not None and client.adapt == made.may_learn == shared
 
     def test_a_key_that_is_none_of_the_servers_is_refused(self) -> None:
         with pytest.raises(ArgumentError, match="--adapt-api-key") as refused:
-            ServeSettings(model_name="tiny", api_keys=("a",), adapt_keys=("secret",))
+            ServeSettings(model_names=("tiny",), api_keys=("a",), adapt_keys=("secret",))
         assert "secret" not in str(refused.value)
 
 

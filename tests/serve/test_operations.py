@@ -87,7 +87,7 @@ def test_running_requests_are_finished_before_the_end(checkpoint: Path) -> None:
 
 
 def test_not_ready_is_a_503(checkpoint: Path) -> None:
-    session = Session(ServeSettings(model_name=NAME), lambda: AsyncLLM(str(checkpoint / "nothing")))
+    session = Session(ServeSettings(model_names=(NAME,)), lambda: AsyncLLM(str(checkpoint / "nothing")))
     with pytest.raises(Exception, match="loading"):
         _ = session.engine
     asyncio.run(session.start())

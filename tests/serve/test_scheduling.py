@@ -80,7 +80,7 @@ def test_the_operator_sets_the_limit(checkpoint: Path) -> None:
         answer = live.post("/v1/completions", {**LONG, "max_tokens": 64}).json()
         assert answer["choices"][0]["finish_reason"] == "abort"
     with pytest.raises(ArgumentError, match="request-timeout"):
-        ServeSettings(model_name="tiny", request_timeout_s=0.0)
+        ServeSettings(model_names=("tiny",), request_timeout_s=0.0)
 
 
 def test_cached_tokens_are_counted(checkpoint: Path) -> None:

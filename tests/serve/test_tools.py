@@ -492,4 +492,4 @@ def test_the_operators_choice_wins(checkpoint: Path, tmp_path: Path) -> None:
     with serving(folder, tool_call_parser="none") as running, pytest.raises(BadRequestError, match="parser none"):
         ask(running)
     with pytest.raises(ArgumentError, match="Did you mean 'hermes'"):
-        ServeSettings(model_name="x", tool_call_parser="hermess")
+        ServeSettings(model_names=("x",), tool_call_parser="hermess")

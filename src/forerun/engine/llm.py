@@ -29,7 +29,7 @@ from forerun.engine.drafting import DrafterPool
 from forerun.engine.measuring import known_or_nominal
 from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, paired
 from forerun.engine.scheduling import Scheduling
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, about, nearest
 from forerun.model import Buckets, Target
 from forerun.model.names import load_tokenizer, warn_of_more_tokens
 from forerun.model.target import PIECE
@@ -252,7 +252,8 @@ class LLM:
         if self.tokenizer is None or not self.has_chat_template:
             raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
         encode = partial(self._reader.encode, "prompt", add_special_tokens=False)
-        return conversation(self.tokenizer, messages, tools, template, encode)
+        with about("prompt"):
+            return conversation(self.tokenizer, messages, tools, template, encode)
 
     @property
     def has_chat_template(self) -> bool:
@@ -269,6 +270,11 @@ class LLM:
         ArgumentError: it is empty or does not fit."""
         text, ids = self._reader.tokens(prompt, sampling_params)
         return {"prompt": text, "prompt_token_ids": ids}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. ArgumentError: it is longer than anything that the context holds."""
+        with about("prompt"):
+            return self._reader.encode("prompt", text, add_special_tokens=add_special_tokens)
 
     def grammar_mark(self, text: str) -> str:
         """How a grammar (`StructuredOutputs.grammar`) names `text` for this model's tokenizer, which may have a special

@@ -27,7 +27,7 @@ from forerun.devices import trim_heap
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
-from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, nearest
+from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, about, nearest
 from forerun.params import NEUTRAL, token_ids
 from forerun.types import SamplingParams
 
@@ -67,6 +67,10 @@ class PromptReader:
     def tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int]]:
         """The prompt's text, where there is one that is read whole, and its token ids. `params` says how it is to be
         answered; None: by at least one token. ArgumentError: empty, too long, or ids outside the vocabulary."""
+        with about("prompt"):
+            return self._tokens(prompt, params)
+
+    def _tokens(self, prompt: Prompt, params: SamplingParams | None) -> tuple[str | None, list[int]]:
         room = 1 if params is None or params.max_tokens is None else params.max_tokens
         kept = None if params is None else params.truncate_prompt_tokens
         text, ids = self._read(prompt, whole=kept is None)
@@ -83,7 +87,8 @@ class PromptReader:
         """Request `number` of an engine with its `n` answers; all that it costs before the model sees it. May be called
         in any thread."""
         text, ids = self.tokens(prompt, params)
-        prediction = tuple(self.prediction(prompt))
+        with about("prediction"):
+            prediction = tuple(self.prediction(prompt))
         params = self.resolve(params)
         if params.seed is None and self.default_seed is not None:
             params = replace(params, seed=request_seed(self.default_seed, number))
@@ -95,7 +100,8 @@ class PromptReader:
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.end_ids())
-        samplers = self._samplers(params, ids, sorted(stop_ids))
+        with about("structured_outputs"):
+            samplers = self._samplers(params, ids, sorted(stop_ids))
         for index, sampler in enumerate(samplers):
             row = Row(
                 cache_row=-1,
@@ -174,7 +180,8 @@ class PromptReader:
                 configured = getattr(self.generation_config, name, None)
                 values[name] = neutral if configured is None else configured
         for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
-            check_token_ids(name, getattr(params, name) or (), self.vocab_size)
+            with about(name):
+                check_token_ids(name, getattr(params, name) or (), self.vocab_size)
         return replace(params, **values)
 
     def _samplers(self, params: SamplingParams, prompt: Sequence[int], banned: Sequence[int]) -> list[Sampler]:
@@ -279,21 +286,32 @@ def conversation(
     """
     ending = {"add_generation_prompt": True, "continue_final_message": False}
     check_variables(tokenizer, variables.keys() - ending.keys())
-    given = {"tools": list(tools or ()) or None, **ending, **variables}
+    given = {**ending, **variables}
+    text = rendered(tokenizer, messages, tools, **given, tokenize=False)
+    ids = encode(text)
+    if written_mark(tokenizer, [messages, tools, variables]) is not None:
+        ids = rendered(tokenizer, messages, tools, **given, tokenize=True, return_dict=False)
+    return {"prompt": text, "prompt_token_ids": list(ids)}
 
-    def applied(**options: Any) -> Any:
-        try:
-            return tokenizer.apply_chat_template(template_messages(tokenizer, messages), **given, **options)
-        except Exception as error:  # a template is a program that came with the checkpoint
-            raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
 
-    text = applied(tokenize=False)
-    ids, mark = encode(text), _written_mark(tokenizer, [messages, tools, variables])
-    if mark is not None:
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    **options: Any,
+) -> Any:
+    """What the chat template makes of a conversation, with transformers' `options` and the template's variables. Of
+    token ids only the template writes control tokens: this is how a conversation is read and how it is learned from.
+    ArgumentError: as `conversation`."""
+    if options.get("tokenize", True) and (mark := written_mark(tokenizer, [messages, tools, options])) is not None:
         if _SANITIZE not in _arguments(tokenizer):
             raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
-        ids = applied(tokenize=True, return_dict=False, **{_SANITIZE: True})
-    return {"prompt": text, "prompt_token_ids": list(ids)}
+        options = {**options, _SANITIZE: True}
+    given = template_messages(tokenizer, messages)
+    try:
+        return tokenizer.apply_chat_template(given, tools=[dict(tool) for tool in tools or ()] or None, **options)
+    except Exception as error:  # a template is a program that came with the checkpoint
+        raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
 
 
 def check_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> None:
@@ -331,7 +349,7 @@ def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
+def written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
     """The text of some control token that stands in what users wrote; an ArgumentError where it stands in the name of a
     field, which transformers does not look at."""
     marks, found = _marks.get(tokenizer), None

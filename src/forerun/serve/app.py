@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from forerun.engine.async_llm import all_or_none, whole_output
 from forerun.errors import EngineError, ForerunError
@@ -27,7 +28,7 @@ from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer, size_of
 from forerun.serve.guards import OPEN_PATHS, Guard, Recorder, StrictRoute, aside, own_path, refusal_of, unless_gone
-from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merged
+from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merged, names_of
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake, refusal
@@ -74,7 +75,11 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
         if isinstance(error, RequestValidationError):
             error = from_validation(error.errors(), error.body)
         elif isinstance(error, HTTPException):
-            error = ApiError(error.status_code, str(error.detail))
+            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+            if error.status == 405:
+                routes = (one for one in app.routes if one.matches(http.scope)[0] is Match.PARTIAL)
+                allowed = ", ".join(sorted({method for one in routes for method in getattr(one, "methods", ())}))
+                error = ApiError(405, f"only {allowed} is answered here", headers={"Allow": allowed})
         assert isinstance(error, ApiError)
         if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
             logs.write_error(error.__cause__, message=messages)  # the client is not told what it says
@@ -178,7 +183,7 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
                 prompt = llm.chat_prompt(messages, add_generation_prompt=body.add_generation_prompt)
                 ids = prompt["prompt_token_ids"]
             else:
-                ids = session.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+                ids = llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
             strings = session.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
             counts = {"count": len(ids), "max_model_len": llm.max_model_len}
             return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
@@ -208,14 +213,19 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
 def _add_operations(app: FastAPI, session: Session) -> None:
     started = int(time.time())
 
-    def card() -> dict[str, Any]:
-        """The model for clients of OpenAI's API and of Anthropic's."""
-        name, since = session.settings.model_name, datetime.fromtimestamp(started, UTC).isoformat()
+    def card(name: str) -> dict[str, Any]:
+        """The model under one of its names, for clients of OpenAI's API and of Anthropic's."""
+        since = datetime.fromtimestamp(started, UTC).isoformat()
         openai = {"id": name, "object": "model", "created": started}
         anthropic = {"type": "model", "display_name": name, "created_at": since}
         llm = session.engine.llm
         chats = bool(llm.tokenizer is not None and llm.tokenizer.chat_template)
-        own = {"owned_by": "forerun", "max_model_len": llm.max_model_len, "chat": chats}
+        own = {
+            "owned_by": "forerun",
+            "root": session.settings.model_name,
+            "max_model_len": llm.max_model_len,
+            "chat": chats,
+        }
         speculation = {
             "drafters": session.drafters(),
             "max_speculative_tokens": {name: session.longest(name) for name in session.drafters()},
@@ -225,13 +235,14 @@ def _add_operations(app: FastAPI, session: Session) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        name = session.settings.model_name
-        return {"object": "list", "data": [card()], "has_more": False, "first_id": name, "last_id": name}
+        names = session.settings.model_names
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return {"object": "list", "data": [card(name) for name in names], **ends}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         check_model(session, name)
-        return card()
+        return card(name)
 
     @app.get("/health", responses=_NOT_READY)
     @app.get("/ping", responses=_NOT_READY)
@@ -273,7 +284,7 @@ async def _prepared(session: Session, http: Request, body: Any, make: Callable[[
         except ValidationError as error:
             raise from_validation(error.errors()) from None
         except (ForerunError, ValueError) as error:
-            raise refusal(error) from error
+            raise refusal(error, names_of(body)) from error
 
     check_model(session, body.model)
     return await aside(http, len(await http.body()), checked)

@@ -25,6 +25,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.engine.prompts import Lane, Lanes
@@ -32,7 +33,7 @@ from forerun.errors import of_the_process
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.serve import logs
 from forerun.serve.logs import RequestRecord
-from forerun.serve.protocol.errors import ApiError, mistake
+from forerun.serve.protocol.errors import ApiError, from_validation, mistake
 from forerun.serve.settings import ServeSettings
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ _SECRET = secrets.token_bytes(32)
 CLIENT: ContextVar[Client] = ContextVar("client")  # Whom this task answers; without a default, which could leak text
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
 CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
+_JSON = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
 MAX_ALL_KEYS = 100_000  # Of all objects of one body together
@@ -82,14 +84,20 @@ class Recorder:
                 await refusal_of(scope, mistake())(scope, receive, named)
         finally:
             record.status = record.status or CLIENT_GONE
-            record.route = getattr(scope.get("route"), "path", record.route)
+            record.route = getattr(scope.get("route") or _route(scope), "path", record.route)
             record.duration_s = time.perf_counter() - started
             self._count(record.route, str(record.status))
             logs.write(record, routine=record.route in OPEN_PATHS)
 
 
+def _route(scope: Scope) -> BaseRoute | None:
+    """The route of a request that was refused before it was looked for."""
+    return next((one for one in scope["app"].routes if one.matches(scope)[0] is not Match.NONE), None)
+
+
 class Guard:
-    """401 without one of the keys; 413 for a body of more than the operator's bytes; 415 for one that is compressed."""
+    """401 without one of the keys; 413 for a body of more than the operator's bytes; 415 for one that is compressed, or
+    says that it is something else than JSON."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings, self._most = app, settings, settings.max_body_bytes
@@ -127,6 +135,10 @@ class Guard:
             return too_large
         if headers.get("content-encoding", "identity") != "identity":
             return ApiError(415, "bodies are read as they are: leave out Content-Encoding")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and not _JSON.fullmatch(kind) and own_path(scope) not in OPEN_PATHS:
+            message = "bodies are JSON: send Content-Type: application/json"
+            return ApiError(415, message, quoted=kind) if kind else None
         return None
 
 
@@ -268,7 +280,7 @@ class _Request(Request):
             return self.kind.model_validate(value)
         except ValidationError as error:
             errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-            raise RequestValidationError(errors, body=value) from None
+            raise from_validation(errors, value, self.kind.model_fields) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from forerun.errors import about
 from forerun.serve.chat_format import ChatFormat, chat_format_of
 from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request
@@ -61,8 +62,9 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
 
 def check_model(session: Session, asked: str | None) -> None:
     """Refuse a model that is not served here."""
-    if asked is not None and asked not in session.names:
-        message = f"there is no such model here; this server has {session.settings.model_name!r}"
+    names = session.settings.model_names
+    if asked is not None and asked not in names:
+        message = f"there is no such model here; this server has {' or '.join(map(repr, names))}; model may be left out"
         raise ApiError(404, message, param="model", code="model_not_found", quoted=asked)
 
 
@@ -116,7 +118,7 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
         "priority": body.priority,
         "adapt": client.adapt,
     }
-    return Job(prompt=prompt, params=params, options=options)
+    return Job(prompt=prompt, params=params, options=options, names=names_of(body))
 
 
 def _at_most(value: float | None, most: float | None, name: str) -> None:
@@ -140,7 +142,8 @@ def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: 
     try:
         return SamplingParams(**values)
     except ValueError as error:
-        raise bad_request(str(error)) from error
+        first = str(error).split()[0]
+        raise bad_request(str(error), first if first in names else None) from error
 
 
 def _check_scored(params: SamplingParams, length: int) -> None:
@@ -152,6 +155,14 @@ def _check_scored(params: SamplingParams, length: int) -> None:
         raise bad_request(message, "prompt_logprobs")
 
 
+def names_of(body: Any) -> dict[str, str]:
+    """What a body calls the engine's ``prompt`` and ``structured_outputs``, where that is something else."""
+    names = {"prompt": "input" if hasattr(body, "input") else "messages"} if not hasattr(body, "prompt") else {}
+    form = next((name for name in _FORMS if getattr(body, name, None) is not None), None)
+    form = form or ("text.format" if hasattr(body, "input") else None) or ("tools" if hasattr(body, "tools") else None)
+    return names if form is None else {**names, "structured_outputs": form}
+
+
 def _form(body: Sampling) -> StructuredOutputs | None:
     given = {name: value for name in _FORMS if (value := getattr(body, name)) is not None}
     if len(given) > 1:
@@ -159,5 +170,6 @@ def _form(body: Sampling) -> StructuredOutputs | None:
         raise bad_request(f"give either {one} or {other}, not both", other)
     for name, value in given.items():
         older = name.removeprefix("guided_")
-        return value.structured() if older == name else StructuredOutputs(**{older: value})
+        with about(name):
+            return value.structured() if older == name else StructuredOutputs(**{older: value})
     return None

@@ -67,9 +67,11 @@ RECORD: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default
 
 
 def write(record: RequestRecord, *, routine: bool) -> None:
-    """The one line of a request that has ended; not worth a line at ``info`` if all went well and it was `routine`."""
+    """The one line of a request that has ended; not worth a line at ``info`` if it was `routine` and all went well, or
+    the server was not ready."""
     status = record.status or 0
-    level = logging.ERROR if status == 500 else logging.DEBUG if routine and status < 400 else logging.INFO
+    quiet = routine and (status < 400 or status == 503)
+    level = logging.ERROR if status == 500 else logging.DEBUG if quiet else logging.INFO
     log.log(level, "request", extra={"fields": record.fields()})
 
 

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -41,12 +41,10 @@ GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a ch
 
 
 class Session:
-    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop. Clients may also
-    call the model by the names `also`, which nobody is told."""
+    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop."""
 
-    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM], also: Sequence[str] = ()) -> None:
+    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
         self.settings, self._load = settings, load
-        self.names = frozenset({settings.model_name, *also})  # That clients may call the model by
         self.state = State.LOADING
         self.failure: BaseException | None = None  # Why the model could not be loaded
         self._held = Counter[str]()  # Answers of each client that wait or run
@@ -191,7 +189,7 @@ class Session:
             else:
                 reason = None
                 self.metrics.count("forerun:answers_refused", job.params.n)
-            raise refusal(error) from error
+            raise refusal(error, job.names) from error
         except Exception:
             reason = "error"
             raise
@@ -314,6 +312,7 @@ class Job:
     prompt: dict[str, Any]
     params: SamplingParams
     options: dict[str, Any]  # Of `AsyncLLM.stream`: who drafts, who asks, what is shared, how long it may take
+    names: Mapping[str, str] = field(default_factory=dict)  # What its request calls the engine's parameters
 
     @property
     def copies_prediction(self) -> bool:

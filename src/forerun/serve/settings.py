@@ -21,9 +21,9 @@ from forerun.serve.tools import check_parser
 class ServeSettings:
     """Of one server."""
 
-    model_name: Annotated[str, Parameter(name="--served-model-name")] = ""
-    """What clients call the model; on the command line its hub id, or the name of its directory or GGUF file, if not
-    given, and then its path, too."""
+    model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", negative="")] = ()
+    """What clients call the model; may be repeated, and answers bear the first. It is always called by its path or hub
+    id as given, and by the name of its directory or GGUF file, too."""
     api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key", negative="", env_var="FORERUN_API_KEY")] = ()
     """Key that clients must send, any of several; may be repeated. None: open to everybody who reaches the port."""
     share_unnamed: Annotated[bool, Parameter(negative="")] = False
@@ -88,6 +88,11 @@ class ServeSettings:
     """Write the client's address, too."""
     log_prompts: Annotated[bool, Parameter(negative="")] = False
     """Write prompts and the messages of unexpected errors, which may quote them."""
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.model_names[0] if self.model_names else ""
 
     def queue_for(self, answers: int) -> int:
         """Answers that may wait or run where a request asks for so many: a part is left to single ones."""

@@ -93,7 +93,7 @@ def test_no_assistant_turn_no_template_and_a_template_that_objects() -> None:
     with pytest.raises(DataError, match="begins with the assistant"):
         Encoder(byte_tokenizer()).encode(talk(*CHAT[2:]))
     strict = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"refuses the conversation: roles must alternate"):
+    with pytest.raises(DataError, match=r"refuses this conversation: roles must alternate"):
         Encoder(byte_tokenizer(strict)).encode(talk(*CHAT))
 
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from forerun.errors import ForerunError
+from forerun.errors import ArgumentError, ForerunError, nearest
 
+OTHER_NAMES = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
+    **dict.fromkeys(("num_return_sequences", "num_completions"), "n"),
+    **{"inputs": "prompt", "input": "prompt", "system": "messages", "repeat_penalty": "repetition_penalty"},
+}
+"""What other engines and endpoints call parameters of this one."""
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 _CODES |= {413: "request_too_large", 415: "unsupported_media_type"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -35,11 +42,16 @@ class ApiError(ForerunError):
         code: str | None = None,
         retry_after_s: int = 0,
         quoted: str = "",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         shown = presentable(message)
         super().__init__(f"{quoted[:_QUOTED]!r}: {shown}" if quoted else shown)
         self.status, self.param, self.code = status, param, code or _CODES.get(status)
-        self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}  # To send along
+        self.headers = dict(headers or {})  # To send along
+        if retry_after_s:
+            self.headers["Retry-After"] = str(retry_after_s)
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The envelope that clients of `path` know: OpenAI's, or Anthropic's, whose message names the parameter."""
@@ -60,10 +72,12 @@ def presentable(message: str) -> str:
     return shown if len(shown) <= _MOST else f"{shown[:_MOST]}..."
 
 
-def refusal(error: Exception) -> ApiError:
-    """A 400 for what the engine does not take: our own words, but not those of a library."""
+def refusal(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+    """A 400 for what the engine does not take: our own words, but not those of a library. `names`: what the request
+    calls the engine's parameters, where that is something else."""
     if isinstance(error, ForerunError):
-        return bad_request(str(error))
+        param = error.param if isinstance(error, ArgumentError) else None
+        return bad_request(str(error), (names or {}).get(param or "", param))
     return bad_request(f"the model's libraries cannot read this request ({type(error).__name__})")
 
 
@@ -77,14 +91,17 @@ def mistake() -> ApiError:
     return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
+def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known: Collection[str] = ()) -> ApiError:
     """The first complaint of pydantic about a body, naming the parameter. `body` tells its names from those that
-    pydantic gives to the branches of a union."""
+    pydantic gives to the branches of a union; `known` are the body's parameters."""
     found = [_Complaint.of(error, body) for error in errors]
     [first, *others] = _of_fitting_branch(found)
     param, error = ".".join(map(str, first.path)) or None, first.error
     if error["type"] == "extra_forbidden":
-        message = f"the parameter {param!r} is not supported by this server; leave it out"
+        hint, other = "leave it out", OTHER_NAMES.get(param or "")
+        if len(first.path) == 1 and known:
+            hint = f"did you mean {other!r}?" if other in known else nearest(str(param), known, 0.75).lstrip() or hint
+        message = f"the parameter {param!r} is not supported by this server; {hint[0].lower()}{hint[1:]}"
         return bad_request(message, param, "unsupported")
     if error["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
@@ -94,7 +111,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None) -> Ap
     if error["type"] == "literal_error" and not others:
         same = [one.error["ctx"]["expected"] for one in found if one.is_literal and one.path == first.path]
         message = f"only {' or '.join(dict.fromkeys(same))} is supported"
-    return bad_request(f"{param}: {message}" if param else message, param)
+    named = error.get("ctx", {}).get("param")  # By a check of the whole body
+    return bad_request(f"{param}: {message}" if param else message, param or named)
 
 
 class _Complaint(NamedTuple):
@@ -112,7 +130,8 @@ class _Complaint(NamedTuple):
         path, branches, known = list[int | str](), list[tuple[int, str]](), body is not None
         for place, part in enumerate(location):
             last = place == len(location) - 1
-            if known and not _is_name(part, value, last=last, missing=error["type"] == "missing"):
+            more = None if last else location[place + 1]
+            if known and not _is_name(part, value, more, missing=error["type"] == "missing"):
                 branches.append((len(path), str(part)))
                 continue
             path.append(part)
@@ -139,15 +158,16 @@ class _Complaint(NamedTuple):
         return other if self.is_literal else bool(self.error["type"].endswith("_type"))
 
 
-def _is_name(part: int | str, value: Any, *, last: bool, missing: bool) -> bool:
-    """Whether a part of an error's location is in the body, or missing there, and no name of a branch."""
+def _is_name(part: int | str, value: Any, more: int | str | None, *, missing: bool) -> bool:
+    """Whether a part of an error's location is in the body, or missing there, and no name of a branch; `more` is the
+    part behind it."""
     if isinstance(value, list):
         return isinstance(part, int)
     if not isinstance(value, dict):
         return False
-    if not last and value.get("type") == part and not isinstance(value.get(part), dict | list):
+    if value.get("type") == part and (more in value or (missing and more is not None and part not in value)):
         return False  # the branch of a union that is told by its type
-    return part in value or (last and missing)
+    return part in value or (more is None and missing)
 
 
 def _of_fitting_branch(found: Sequence[_Complaint], depth: int = 0) -> list[_Complaint]:

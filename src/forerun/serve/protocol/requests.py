@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from forerun.engine.grammar import MAX_CHOICES
 from forerun.nesting import MAX_DEPTH, nesting
@@ -114,7 +115,7 @@ class ResponseFormat(Strict):
 
 
 JsonForm = dict[str, Any] | str | None
-ChoiceForm = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None
+ChoiceForm = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None
 
 
 class Structured(Strict):
@@ -532,9 +533,10 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise PydanticCustomError("value_error", "give either prompt or messages", {"param": "prompt"})
         if self.messages is None and "add_generation_prompt" in self.model_fields_set:
-            raise ValueError("add_generation_prompt belongs to messages; leave it out beside prompt")
+            message, param = "belongs to messages; leave it out beside prompt", "add_generation_prompt"
+            raise PydanticCustomError("value_error", f"{param} {message}", {"param": param})
         return self
 
 

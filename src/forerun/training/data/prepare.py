@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forerun.engine.prompts import check_variables, template_messages
+from forerun.engine.prompts import check_variables, rendered, written_mark
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
 from forerun.training.data.records import BadRecords, Message, Record, usable_records
@@ -237,7 +237,8 @@ class Encoder:
     def _masked(self, messages: Sequence[Message], turns: Sequence[int], record: Record, **ending: Any) -> Encoded:
         """Messages of which the `turns` count; `ending`: how the rendering ends, where not with the last of them."""
         template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
-        if self.last_turn_only or not turns or not MARKER.search(template):
+        marked = MARKER.search(template) and not self._writes_marks(messages, record)
+        if self.last_turn_only or not turns or not marked:
             return self._by_prefixes(messages, turns, record, **ending)
         rendered = self._rendered(messages, record, return_assistant_tokens_mask=True, **ending)
         mask = [bool(counted) for counted in rendered["assistant_masks"]]
@@ -247,6 +248,13 @@ class Encoder:
                 "so it gives no usable loss mask; correct the template"
             )
         return Encoded(list(rendered["input_ids"]), mask)
+
+    def _writes_marks(self, messages: Sequence[Message], record: Record) -> bool:
+        """Whether text of the conversation looks like a control token: no template tells which is which then."""
+        try:
+            return written_mark(self.tokenizer, [messages, record.tools, self.variables]) is not None
+        except ArgumentError as error:
+            raise DataError(str(error)) from error
 
     def _by_prefixes(self, messages: Sequence[Message], turns: Sequence[int], record: Record, **ending: Any) -> Encoded:
         tokens = list(self._rendered(messages, record, **ending)["input_ids"])
@@ -299,10 +307,7 @@ def apply_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], **options: Any
 ) -> Any:
     """What the chat template makes of a conversation; DataError if it refuses it."""
-    from jinja2 import TemplateError
-
-    tools = [dict(tool) for tool in tools]
     try:
-        return tokenizer.apply_chat_template(template_messages(tokenizer, messages), tools=tools or None, **options)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"the chat template refuses the conversation: {error}") from error
+        return rendered(tokenizer, messages, tools, **options)
+    except ArgumentError as error:
+        raise DataError(str(error)) from error
