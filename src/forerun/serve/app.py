@@ -107,12 +107,16 @@ def _add_completions(app: FastAPI, session: Session) -> None:
 
     @app.post("/v1/responses", responses=_STREAM)
     async def respond(body: ResponsesRequest, http: Request) -> Response:
-        jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body.chat()))
+        jobs, chat_format = await _prepared(
+            session, http, body, lambda: chat_jobs(session, body.chat(), names_of(body))
+        )
         return await _respond(session, http, jobs, ResponsesWriter(body, name, chat_format))
 
     @app.post("/v1/messages", responses=_STREAM)
     async def message(body: MessagesRequest, http: Request) -> Response:
-        jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body.chat()))
+        jobs, chat_format = await _prepared(
+            session, http, body, lambda: chat_jobs(session, body.chat(), names_of(body))
+        )
         return await _respond(session, http, jobs, MessagesWriter(body, name, chat_format))
 
 

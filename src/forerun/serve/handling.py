@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -27,8 +27,11 @@ class Tagged(NamedTuple):
     chunk: StreamChunk
 
 
-def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatFormat]:
-    """The one job of a chat request, and how its answers are to be read."""
+def chat_jobs(
+    session: Session, body: ChatRequest, names: Mapping[str, str] | None = None
+) -> tuple[list[Job], ChatFormat]:
+    """The one job of a chat request, and how its answers are to be read; `names`: see `names_of`, where the request was
+    another one."""
     llm = session.engine.llm
     chat_format = chat_format_of(llm, session.settings, body)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -37,7 +40,7 @@ def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatForma
     skips = params.skip_special_tokens and not chat_format.hides_marks(session.tokenizer)
     params = replace(params, structured_outputs=form, skip_special_tokens=skips)
     _check_scored(params, len(chat_format.prompt["prompt_token_ids"]))
-    return [_job(session, body, chat_format.prompt, params)], chat_format
+    return [_job(session, body, chat_format.prompt, params, names)], chat_format
 
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
@@ -100,7 +103,13 @@ async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerato
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: SamplingParams) -> Job:
+def _job(
+    session: Session,
+    body: Sampling,
+    prompt: dict[str, Any],
+    params: SamplingParams,
+    names: Mapping[str, str] | None = None,
+) -> Job:
     if body.return_speculation_trace and not session.settings.allow_traces:
         message = "this server gives no traces (it was started without --allow-traces)"
         raise bad_request(message, "return_speculation_trace")
@@ -118,7 +127,7 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
         "priority": body.priority,
         "adapt": client.adapt,
     }
-    return Job(prompt=prompt, params=params, options=options, names=names_of(body))
+    return Job(prompt=prompt, params=params, options=options, names=names or names_of(body))
 
 
 def _at_most(value: float | None, most: float | None, name: str) -> None:
@@ -157,7 +166,9 @@ def _check_scored(params: SamplingParams, length: int) -> None:
 
 def names_of(body: Any) -> dict[str, str]:
     """What a body calls the engine's ``prompt`` and ``structured_outputs``, where that is something else."""
-    names = {"prompt": "input" if hasattr(body, "input") else "messages"} if not hasattr(body, "prompt") else {}
+    names = dict[str, str]()
+    if getattr(body, "prompt", None) is None:
+        names["prompt"] = "input" if hasattr(body, "input") else "messages"
     form = next((name for name in _FORMS if getattr(body, name, None) is not None), None)
     form = form or ("text.format" if hasattr(body, "input") else None) or ("tools" if hasattr(body, "tools") else None)
     return names if form is None else {**names, "structured_outputs": form}
