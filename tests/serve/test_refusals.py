@@ -36,7 +36,7 @@ def locked(checkpoint: Path) -> Iterator[Live]:
 def routes(live: Live, status: int) -> dict[str, float]:
     """How often each route answered with this status."""
     found = counters(live)
-    return {key.split('"')[1]: value for key, value in found.items() if f'status="{status}"' in key and "http_" in key}
+    return {key.split('"')[1]: value for key, value in found.items() if f'status="{status}"' in key and "_total" in key}
 
 
 @pytest.mark.parametrize(

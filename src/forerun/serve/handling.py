@@ -67,8 +67,8 @@ def check_model(session: Session, asked: str | None) -> None:
     """Refuse a model that is not served here."""
     names = session.settings.model_names
     if asked is not None and asked not in names:
-        message = f"there is no such model here; this server has {' or '.join(map(repr, names))}; model may be left out"
-        raise ApiError(404, message, param="model", code="model_not_found", quoted=asked)
+        message = "there is no such model here; this server has"
+        raise ApiError(404, message, param="model", code="model_not_found", quoted=asked, listed=names)
 
 
 async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerator[Tagged]:

@@ -31,7 +31,7 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 class ApiError(ForerunError):
     """What a client is told: an HTTP status and OpenAI's ``error`` object, without places in files of this machine.
-    The client's own words, `quoted`, stand before the message as they are."""
+    The client's own words, `quoted`, stand before the message as they are, and behind it `listed`, what to send."""
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class ApiError(ForerunError):
         code: str | None = None,
         retry_after_s: int = 0,
         quoted: str = "",
+        listed: Sequence[str] = (),
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        shown = presentable(message)
+        shown = " ".join([presentable(message), *filter(None, [" or ".join(map(repr, listed))])])
         super().__init__(f"{quoted[:_QUOTED]!r}: {shown}" if quoted else shown)
         self.status, self.param, self.code = status, param, code or _CODES.get(status)
         self.headers = dict(headers or {})  # To send along
