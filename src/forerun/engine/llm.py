@@ -140,12 +140,10 @@ class LLM:
             tokenizer=own_tokenizer,
             **loading,
         )
-        held = self.target.slots - headroom
-        self.max_model_len = min(self.target.max_length, held, held if kv_cache_tokens is None else kv_cache_tokens)
-        if max_model_len is not None and max_model_len > self.target.max_length:
-            raise ArgumentError(
-                f"max_model_len {max_model_len} exceeds the model's context of {self.target.max_length}"
-            )
+        held, most = self.target.slots - headroom, self.target.max_length
+        self.max_model_len = min(most, held, held if kv_cache_tokens is None else kv_cache_tokens)
+        if max_model_len is not None and max_model_len > most:
+            raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {most}")
         self.tokenizer = own_tokenizer()
         warn_of_more_tokens(self.tokenizer, self.target.vocab_size)
         self._reader = PromptReader(
@@ -165,8 +163,8 @@ class LLM:
         )
         if reproducible:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
-        most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
-        self.engine = Engine(self.target, DrafterPool(setup, nodes=most), scheduling, check=check)
+        pool = DrafterPool(setup, nodes=REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS)
+        self.engine = Engine(self.target, pool, scheduling, check=check)
         self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
         weakref.finalize(self, self.engine.drafting.keep_costs)
         self._numbers = itertools.count()
