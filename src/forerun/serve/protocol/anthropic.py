@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
+from forerun.errors import ArgumentError, about
 from forerun.serve.protocol import requests
 from forerun.serve.protocol.requests import ChatRequest, Message, Name, Nothing, Strict, ToolCall, joined
 
@@ -164,8 +164,8 @@ class CountRequest(Cached):
     def _ends_where_an_answer_can_begin(self) -> CountRequest:
         last = self.messages[-1].blocks[-1:]
         if self.goes_on and not (last and isinstance(last[0], TextBlock)):
-            message = "messages: an assistant's last message is continued, so it has to end with text"
-            raise PydanticCustomError("value_error", message, {"param": "messages"})
+            with about("messages"):
+                raise ArgumentError("messages: an assistant's last message is continued, so it has to end with text")
         return self
 
     def chat(self) -> ChatRequest:

@@ -112,7 +112,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known
     if error["type"] == "literal_error" and not others:
         same = [one.error["ctx"]["expected"] for one in found if one.is_literal and one.path == first.path]
         message = f"only {' or '.join(dict.fromkeys(same))} is supported"
-    named = error.get("ctx", {}).get("param")  # By a check of the whole body
+    named = getattr(error.get("ctx", {}).get("error"), "param", None)  # By a check of the whole body
     return bad_request(f"{param}: {message}" if param else message, param or named)
 
 

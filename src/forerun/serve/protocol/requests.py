@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from forerun.engine.grammar import MAX_CHOICES
+from forerun.errors import ArgumentError, about
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.serve.tools.base import NO_PARAMETERS, Function
 from forerun.types import StructuredOutputs
@@ -533,10 +533,11 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("value_error", "give either prompt or messages", {"param": "prompt"})
+            with about("prompt"):
+                raise ArgumentError("give either prompt or messages")
         if self.messages is None and "add_generation_prompt" in self.model_fields_set:
-            message, param = "belongs to messages; leave it out beside prompt", "add_generation_prompt"
-            raise PydanticCustomError("value_error", f"{param} {message}", {"param": param})
+            with about("add_generation_prompt"):
+                raise ArgumentError("add_generation_prompt belongs to messages; leave it out beside prompt")
         return self
 
 
