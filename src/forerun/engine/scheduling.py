@@ -24,10 +24,10 @@ from forerun.model.target import PIECE
 from forerun.types import Boundary, TokenLogprob
 
 CUT = 8  # Prompts are cut at multiples of so many tokens, or of the limit where it is less
-MAX_GAP = 3.0
+MAX_GAP = 2.75
 """Decoding steps that a running answer's next token, or a prompt that has just come, waits for a pass over prompts at
-most, a step of its own included. So a pass takes two steps beside a stream: of SmolLM2-135M in bfloat16 on two cores 32
-tokens behind none, 8 behind 3,500."""
+most, a step of its own included; with the way to the client it is three. So a pass takes less than two beside a stream:
+of SmolLM2-135M in bfloat16 on two cores 24 tokens behind none, 8 behind 3,500."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
