@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import logging
 import platform
 import re
 import sys
@@ -18,6 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from forerun.caching import cache_root
+from forerun.writing import written
+
+_log = logging.getLogger(__name__)
 WITHOUT_FLOAT64 = {"mps"}  # Types of devices
 
 
@@ -34,6 +40,26 @@ def processor_name() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
+def kept_here(name: str, measure: Callable[[], Any]) -> Any:
+    """Return what was measured under that name on this processor before, with as many threads and this torch; else
+    what `measure` returns, a JSON value, which is kept in the cache folder: the next start decides as this one did."""
+    path = cache_root() / "machine.json"
+    key = f"{name}; {processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if key in kept:
+            return kept[key]
+    except (OSError, ValueError, TypeError):
+        kept = {}
+    value = measure()
+    try:
+        with written(path) as fresh:
+            fresh.write_text(json.dumps({**(kept if isinstance(kept, dict) else {}), key: value}), encoding="utf-8")
+    except OSError as error:
+        _log.debug("%s cannot be kept in the cache folder: %s", name, error)
+    return value
+
+
 def one_dnn() -> bool:
     """Whether torch has oneDNN, and it is switched on."""
     return bool(torch._C._has_mkldnn and torch.backends.mkldnn.enabled)
@@ -41,7 +67,7 @@ def one_dnn() -> bool:
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a device has fast matrix products of that dtype, of the sizes of training. A CPU may only emulate
-    bfloat16 and float16, and takes three to ten times as long then as in float32: measured, once a process."""
+    bfloat16 and float16, and takes three to ten times as long then as in float32: measured once and kept."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
     return one_dnn() and _takes_of_float32(dtype) < EMULATED
@@ -52,7 +78,12 @@ EMULATED = 1.5  # Times that a dtype takes of float32's from which on it is emul
 
 @cache
 def _takes_of_float32(dtype: torch.dtype) -> float:
-    """What a product of training takes, in parts of what it takes in float32. Some hundredths of a second."""
+    """What a product of training takes, in parts of what it takes in float32."""
+    return float(kept_here(f"products of training in {dtype}", lambda: _measured_takes(dtype)))
+
+
+def _measured_takes(dtype: torch.dtype) -> float:
+    """As `_takes_of_float32`, in some hundredths of a second."""
     times = {torch.float32: list[float](), dtype: list[float]()}
     with torch.inference_mode():
         for _ in range(3):

@@ -171,7 +171,7 @@ class TestHowBf16IsMultiplied:
                 return kind in seconds
 
         monkeypatch.setattr(products, "library", Library)
-        monkeypatch.setattr(products, "_seconds", lambda _, kind: tried.append(kind) or seconds[kind])
+        monkeypatch.setattr(products, "_seconds", lambda _, kinds: tried.extend(kinds) or seconds)
         return tried
 
     def test_the_fastest_is_taken_and_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,12 +189,19 @@ class TestHowBf16IsMultiplied:
     def test_a_broken_file_is_measured_anew(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
         self.takes(monkeypatch, {Kind.DOTS: 1.0})
         products.kind_of(torch.bfloat16)
-        [file] = (tmp_path / "products").iterdir()
+        file = tmp_path / "machine.json"
         assert "DOTS" in json.loads(file.read_text()).values()
         file.write_text(text)
         products.kind_of.cache_clear()
         assert products.kind_of(torch.bfloat16) is Kind.DOTS
         assert "DOTS" in json.loads(file.read_text()).values()
+
+    def test_the_dtype_that_auto_takes_is_kept_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for first, second in ((1.0, 9.0), (9.0, 1.0)):
+            products._takes_of_float32.cache_clear()
+            self.takes(monkeypatch, {Kind.DOTS: first, Kind.FLOAT32: second})
+            assert products.decodes(torch.device("cpu"), torch.bfloat16)
+        products._takes_of_float32.cache_clear()
 
     def test_what_another_processor_kept_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.takes(monkeypatch, {Kind.TILES: 1.0})

@@ -7,8 +7,6 @@ sum in different orders; the way is chosen once per machine by measurement and k
 from __future__ import annotations
 
 import ctypes
-import json
-import logging
 import time
 from collections.abc import Sequence
 from enum import IntEnum
@@ -19,13 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.caching import cache_root
-from forerun.devices import multiplies, processor_name
+from forerun.devices import kept_here, multiplies
 from forerun.errors import ArgumentError
 from forerun.model.kernels import native
-from forerun.writing import written
-
-log = logging.getLogger(__name__)
 
 LANES = 16  # Outputs of a panel
 STEP = 32  # The depth of packed bf16 weights is a multiple of it
@@ -157,44 +151,29 @@ def _multiplied(
 
 @cache
 def kind_of(dtype: torch.dtype) -> Kind:
-    """How this machine multiplies in that dtype: what is kept for it, else the fastest, measured now and kept."""
+    """How this machine multiplies in that dtype: the fastest way it has, measured once and kept."""
     found = library()
     assert found is not None, "ready() is asked first"
     if dtype is torch.float32:
         return Kind.FLOAT32
-    path = cache_root() / "products" / f"{native.version()}.json"
-    name = f"{processor_name()}, {torch.get_num_threads()} threads"
-    kept: dict[str, str] = {}
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if found.forerun_product_has(Kind[kept[name]]):
-            return Kind[kept[name]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        kept = kept if isinstance(kept, dict) else {}
     kinds = [kind for kind in (Kind.TILES, Kind.DOTS, Kind.WIDENED) if found.forerun_product_has(kind)]
-    chosen = _fastest(found, kinds)
-    try:
-        with written(path) as fresh:
-            fresh.write_text(json.dumps({**kept, name: chosen.name}), encoding="utf-8")
-    except OSError as error:
-        log.debug("how bf16 is multiplied here cannot be kept in the cache: %s", error)
-    return chosen
+    among = ", ".join(kind.name for kind in kinds)
+    return Kind[kept_here(f"bf16 by {among}, kernels {native.version()}", lambda: _fastest(found, kinds).name)]
 
 
-@torch.inference_mode()
 def _fastest(found: ctypes.CDLL, kinds: Sequence[Kind]) -> Kind:
     """The kind with the shortest times; a later one only if it is clearly faster."""
-    best, least = kinds[0], float("inf")
-    for kind in kinds if len(kinds) > 1 else ():
-        taken = _seconds(found, kind)
-        if taken < (least * _CLEARLY if kind is not kinds[0] else least):
-            best, least = kind, taken
+    taken = _seconds(found, kinds) if len(kinds) > 1 else {}
+    best = kinds[0]
+    for kind in taken:
+        if taken[kind] < taken[best] * _CLEARLY:
+            best = kind
     return best
 
 
 def decodes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether passes of few rows in that dtype take no longer than in float32: our own products are measured, once a
-    process; elsewhere it is the same question as for training."""
+    """Whether passes of few rows in that dtype take no longer than in float32: our own products are measured, once,
+    and what was found is kept; elsewhere it is the same question as for training."""
     if device.type != "cpu" or dtype is not torch.bfloat16 or not ready(dtype):
         return multiplies(device, dtype)
     return _takes_of_float32() < _MUCH
@@ -203,22 +182,32 @@ def decodes(device: torch.device, dtype: torch.dtype) -> bool:
 @cache
 def _takes_of_float32() -> float:
     """What products of few rows take in bf16, in parts of what they take in float32."""
-    found = library()
+    found, kind = library(), kind_of(torch.bfloat16)
     assert found is not None, "ready() is asked first"
-    with torch.inference_mode():
-        return _seconds(found, kind_of(torch.bfloat16)) / _seconds(found, Kind.FLOAT32)
+
+    def ratio() -> float:
+        taken = _seconds(found, (kind, Kind.FLOAT32))
+        return taken[kind] / taken[Kind.FLOAT32]
+
+    return float(kept_here(f"few rows in bf16 by {kind.name}, kernels {native.version()}", ratio))
 
 
-def _seconds(found: ctypes.CDLL, kind: Kind) -> float:
-    """The shortest times of a few products, added up."""
-    total, dtype = 0.0, torch.float32 if kind is Kind.FLOAT32 else torch.bfloat16
+@torch.inference_mode()
+def _seconds(found: ctypes.CDLL, kinds: Sequence[Kind]) -> dict[Kind, float]:
+    """What a few products take in each way: the shortest times, added up. The ways take turns, so that other work on
+    the machine falls on all of them."""
+    total = dict.fromkeys(kinds, 0.0)
     for count, depth, outputs in _TRIALS:
-        rows = torch.ones(count, depth, dtype=dtype)
-        panels = packed(torch.ones(outputs, depth, dtype=dtype))
-        times = []
+        given = {}
+        for kind in kinds:
+            dtype = torch.float32 if kind is Kind.FLOAT32 else torch.bfloat16
+            given[kind] = torch.ones(count, depth, dtype=dtype), packed(torch.ones(outputs, depth, dtype=dtype))
+        times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
         for _ in range(_REPEATS):
-            began = time.perf_counter()
-            _multiplied(found, kind, rows, panels, None, outputs)
-            times.append(time.perf_counter() - began)
-        total += min(times)
+            for kind, (rows, panels) in given.items():
+                began = time.perf_counter()
+                _multiplied(found, kind, rows, panels, None, outputs)
+                times[kind].append(time.perf_counter() - began)
+        for kind in kinds:
+            total[kind] += min(times[kind])
     return total
