@@ -26,7 +26,19 @@ SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
 ORDER = (
-    ("types", "params", "figures", "errors", "devices", "writing", "caching", "manifests", "nesting", "plots"),
+    (
+        "types",
+        "params",
+        "figures",
+        "errors",
+        "head_keys",
+        "devices",
+        "writing",
+        "caching",
+        "manifests",
+        "nesting",
+        "plots",
+    ),
     ("core", "model"),
     ("drafters",),
     ("checkpoints",),

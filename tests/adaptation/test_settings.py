@@ -80,14 +80,14 @@ def test_flags() -> None:
 
 
 def test_the_command_says_so_before_anything_is_loaded(forerun: Any) -> None:
-    ran = forerun("serve", "no/such/model", "--drafter", "ngram", "--adapt")
+    ran = forerun("serve", "demo", "--drafter", "ngram", "--adapt")
     assert ran.code == 2 and "'ngram' has nothing that could be trained" in ran.err
 
 
 @pytest.mark.parametrize("keys", [[], ["--api-key", "a", "--api-key", "b"]])
 def test_a_server_that_may_learn_from_nobody_does_not_start(forerun: Any, keys: list[str]) -> None:
-    drafter = ["--drafter", "draft_model", "--drafter-model", "no/such/model"]
-    ran = forerun("serve", "no/such/model", *drafter, "--adapt", *keys)
+    drafter = ["--drafter", "draft_model", "--drafter-model", "demo-draft"]
+    ran = forerun("serve", "demo", *drafter, "--adapt", *keys)
     assert ran.code == 2 and "--adapt-api-key" in ran.err and "--share-unnamed" in ran.err
 
 

@@ -18,9 +18,9 @@ from checkpoints.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS,
 from forerun.checkpoints import differences, format_named, format_of, read_head, write_head
 from forerun.checkpoints.engines import ENGINES, diagnose, worst
 from forerun.checkpoints.formats import parse, read_files
-from forerun.checkpoints.keys import MEANINGLESS, NEUTRAL
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
+from forerun.head_keys import MEANINGLESS, NEUTRAL
 from forerun.training.convert.settings import ARCHITECTURE_KEYS
 
 PLACES = {

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, target_mask
-from forerun.checkpoints.keys import Keys, architectures
 from forerun.drafters.heads.dflash import DFlashConfig, spread_boundaries
 from forerun.drafters.heads.dflash2 import DFlash2Config
 from forerun.drafters.heads.domino import DominoConfig
 from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.errors import CheckpointError
+from forerun.head_keys import Keys, architectures
 
 NESTED, RANK, PROJECTOR = "dflash_config", "markov_rank", "projector_type"
 LAYER_IDS = eagle.LAYER_IDS

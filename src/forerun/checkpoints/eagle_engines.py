@@ -36,11 +36,11 @@ from forerun.checkpoints.engines import (
 )
 from forerun.checkpoints.flat import FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
 from forerun.checkpoints.gguf import COUNTING, started_with
-from forerun.checkpoints.keys import NESTED
-from forerun.checkpoints.keys import architectures as names_of
 from forerun.checkpoints.speculators import KIND, LAYERS
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.drafters.heads.latent import LatentConfig
+from forerun.head_keys import NESTED
+from forerun.head_keys import architectures as names_of
 from forerun.types import LAST_HIDDEN
 
 TRTLLM = "trtllm.yaml"

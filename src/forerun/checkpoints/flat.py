@@ -17,9 +17,9 @@ from torch import Tensor
 
 from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.checkpoints.keys import NESTED, Keys
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
+from forerun.head_keys import NESTED, Keys
 from forerun.types import LAST_HIDDEN
 
 LLAMA, QWEN3, FIRST_GENERATION = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLMEagle"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.hydra import HydraConfig
 from forerun.errors import CheckpointError
+from forerun.head_keys import Keys
 from forerun.types import LAST_HIDDEN
 
 HEADS, LAYERS, ARCHITECTURE = "hydra_num_heads", "hydra_num_layers", "hydra_head_arch"

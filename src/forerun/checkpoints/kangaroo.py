@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.kangaroo import KangarooConfig
 from forerun.errors import CheckpointError
+from forerun.head_keys import Keys
 
 EXIT = "exit_layer"
 ARCHITECTURE = "LlamaForCausalLM"  # So the published files say, although it is none

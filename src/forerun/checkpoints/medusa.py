@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.medusa import MedusaConfig
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.head_keys import Keys
 from forerun.types import LAST_HIDDEN
 
 HEADS, LAYERS, TARGET = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"

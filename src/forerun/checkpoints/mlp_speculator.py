@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.head_keys import Keys
 from forerun.types import LAST_HIDDEN
 
 MODEL_TYPE, ARCHITECTURE = "mlp_speculator", "MLPSpeculatorPreTrainedModel"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.eagle import to_file
 from forerun.checkpoints.flat import REGULAR, read_flat, write_flat
-from forerun.checkpoints.keys import NESTED, NEUTRAL
 from forerun.errors import CheckpointError
+from forerun.head_keys import NESTED, NEUTRAL
 
 NAMES = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "parallel_draft_step")
 LAYER_NORMS = {name: NEUTRAL[name][0] for name in NAMES}

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from forerun.checkpoints import eagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
-from forerun.checkpoints.keys import Keys, architectures
 from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.mtp import MtpConfig
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.head_keys import Keys, architectures
 from forerun.manifests import read_object
 from forerun.model.load import read_header, weight_files
 from forerun.model.masks import FULL

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.flat import LLAMA, FlatFormat, read_flat
-from forerun.checkpoints.keys import Keys, architectures
 from forerun.drafters.heads.peagle import PEagleConfig
 from forerun.errors import CheckpointError
+from forerun.head_keys import Keys, architectures
 
 MASK = "mask_hidden"
 TOKEN = "ptd_token_id"

@@ -10,7 +10,6 @@ from typing import Any
 
 from forerun.checkpoints import dflash, eagle, peagle
 from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
 from forerun.drafters.heads.dflash import DFlashConfig
 from forerun.drafters.heads.dspark import DSparkConfig
 from forerun.drafters.heads.eagle import EagleConfig
@@ -18,6 +17,7 @@ from forerun.drafters.heads.kinds import kind_named
 from forerun.drafters.heads.layers import DecoderConfig
 from forerun.drafters.heads.peagle import PEagleConfig
 from forerun.errors import CheckpointError
+from forerun.head_keys import SPECULATORS, Keys, unknown_keys
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
 PROPOSALS, BLOCK_IDS = "proposal_methods", "aux_hidden_state_layer_ids"

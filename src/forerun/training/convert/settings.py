@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forerun.checkpoints.keys import NEUTRAL
 from forerun.errors import ArgumentError, nearest
+from forerun.head_keys import NEUTRAL
 
 if TYPE_CHECKING:
     from forerun.drafters.heads.eagle import EagleConfig
