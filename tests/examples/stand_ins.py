@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import forerun
 from forerun import LLM, SamplingParams
 from forerun.demo import resolve
-from model.ggufs import write_tiny
+from model.ggufs import tiny, write_tiny
 from mtp_targets import with_fresh_layers
 
 HEAD = str(resolve("demo-eagle3"))
@@ -111,7 +111,7 @@ FOLDERS: dict[str, Callable[[Path, Run], object]] = {
     "runs/first/head": lambda folder, run: shutil.copytree(HEAD, folder),
     "mtp-model": lambda folder, run: with_fresh_layers(Path(resolve("demo")), folder),
     "build/demo/heads": lambda folder, run: shutil.copytree(HEAD, folder / "eagle3" / "head"),
-    "model.gguf": lambda file, run: write_tiny(file),
+    "model.gguf": lambda file, run: write_tiny(file, model=tiny(seed=1)),
     "small.gguf": lambda file, run: write_tiny(file),
     "learned/latest": lambda folder, run: shutil.copytree(resolve("demo-draft"), folder),
 }
