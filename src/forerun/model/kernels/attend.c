@@ -11,16 +11,25 @@
 // score is does not depend on its lane. So scores are computed by slots and then put where their ranks are; pairs of
 // values that all rows have in common are interleaved once, the few behind them for each row.
 //
+// Both products, of queries and keys and of weights and values, are taken for TILE rows at once: by AMX tiles where the
+// processor has them, else by BF16 dot products. An entry of either is one sum in order, in an accumulator of its own; of
+// a row's pairs it takes LANES at a time, with zeros behind the last.
+//
 // Knows pointers and strides (in elements). Depths are multiples of 32, at most MOST_DEPTH; the innermost stride is 1.
 // Sizes that it cannot work with, and rows that are not there, are refused before anything is read or written.
 
+#define _GNU_SOURCE
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "lanes.h"
 
-enum { BLOCK = 128, TILE = 4, CHUNK = 64, MOST_DEPTH = 256 };
+enum { BLOCK = 128, TILE = LANES, CHUNK = 64, MOST_DEPTH = 256 };
+#define UNROLL _Pragma("GCC unroll 4")
 
 #define UNSEEN -1e38f
 #define NOBODYS 0xff80      // A mask's entry where there is no key: minus infinity
@@ -44,12 +53,13 @@ typedef struct {
 // What one thread works with; nothing outlives a chunk of rows.
 typedef struct {
     __attribute__((aligned(64))) uint32_t query[CHUNK][MOST_DEPTH / 2];
-    __attribute__((aligned(64))) uint32_t keys[BLOCK / LANES][MOST_DEPTH / 2][LANES];    // pairs of a key's entries
-    __attribute__((aligned(64))) uint32_t values[BLOCK / 2][MOST_DEPTH];                 // pairs of two keys' entries
+    __attribute__((aligned(64))) uint32_t keys[BLOCK * MOST_DEPTH / 2];      // [group][depth / 2][LANES] pairs of a key's entries
+    __attribute__((aligned(64))) uint32_t values[BLOCK / 2 * MOST_DEPTH];    // [pair][value_depth] pairs of two keys' entries
     __attribute__((aligned(64))) float sums[CHUNK][MOST_DEPTH];
     __attribute__((aligned(64))) float scores[TILE][BLOCK];
     __attribute__((aligned(64))) uint16_t weights[TILE][BLOCK];
     float highest[CHUNK], total[CHUNK];
+    int tiles;    // Whether AMX multiplies
     // Of blocks that reach behind the committed tokens:
     uint16_t masks[CHUNK][BLOCK];
     int32_t slots[CHUNK][BLOCK];    // Where the key of each lane stands; -1: there is none
@@ -92,7 +102,8 @@ static void pack_keys(const Problem *p, const uint16_t *key, int64_t size, Scrat
                 rows[lane] = slot < size ? _mm512_loadu_si512(key + slot * p->key_slot + part * 32) : _mm512_setzero_si512();
             }
             transpose(rows);
-            for (int lane = 0; lane < LANES; lane++) _mm512_store_si512(s->keys[group][part * LANES + lane], rows[lane]);
+            uint32_t *to = s->keys + (group * p->depth / 2 + part * LANES) * LANES;
+            for (int lane = 0; lane < LANES; lane++) _mm512_store_si512(to + lane * LANES, rows[lane]);
         }
 }
 
@@ -107,16 +118,24 @@ INLINE void pair_up(const uint16_t *first, const uint16_t *second, __m512i pair[
     for (int half = 0; half < 2; half++) pair[half] = _mm512_permutex2var_epi16(one, _mm512_load_si512(order[half]), two);
 }
 
-// The values of a block, two keys interleaved; a missing one is zero.
+// Pair number `pair` of a block's values.
+INLINE void pack_pair(const Problem *p, const uint16_t *first, const uint16_t *second, int64_t pair, Scratch *s) {
+    uint32_t *to = s->values + pair * p->value_depth;
+    for (int64_t column = 0; column < p->value_depth; column += 32) {
+        __m512i both[2];
+        pair_up(first ? first + column : NULL, second ? second + column : NULL, both);
+        _mm512_store_si512(to + column, both[0]);
+        _mm512_store_si512(to + column + LANES, both[1]);
+    }
+}
+
+INLINE int64_t in_lanes(int64_t pairs) { return (pairs + LANES - 1) / LANES * LANES; }
+
+// The values of a block, two keys interleaved; missing ones are zero.
 static void pack_values(const Problem *p, const uint16_t *value, int64_t size, Scratch *s) {
-    for (int64_t pair = 0; 2 * pair < size; pair++) {
-        const uint16_t *first = value + 2 * pair * p->value_slot, *second = first + p->value_slot;
-        for (int64_t column = 0; column < p->value_depth; column += 32) {
-            __m512i both[2];
-            pair_up(first + column, 2 * pair + 1 < size ? second + column : NULL, both);
-            _mm512_store_si512(s->values[pair] + column, both[0]);
-            _mm512_store_si512(s->values[pair] + column + LANES, both[1]);
-        }
+    for (int64_t pair = 0; pair < in_lanes((size + 1) / 2); pair++) {
+        const uint16_t *first = value + 2 * pair * p->value_slot;
+        pack_pair(p, 2 * pair < size ? first : NULL, 2 * pair + 1 < size ? first + p->value_slot : NULL, pair, s);
     }
 }
 
@@ -137,34 +156,107 @@ INLINE int64_t reach(const uint16_t *mask, int64_t size) {
 
 INLINE int64_t in_groups(int64_t size) { return (size + 2 * LANES - 1) / (2 * LANES) * 2; }
 
-// Scores of ROWS rows against `groups` (even) groups of packed keys.
-INLINE void score(const int ROWS, const Problem *p, int64_t first, int64_t groups, Scratch *s) {
-    for (int64_t group = 0; group < groups; group += 2) {
-        __m512 left[TILE], right[TILE];
-        for (int row = 0; row < ROWS; row++) left[row] = right[row] = _mm512_setzero_ps();
-        for (int64_t entry = 0; entry < p->depth / 2; entry++) {
-            __m512bh one = (__m512bh)_mm512_load_si512(s->keys[group][entry]);
-            __m512bh two = (__m512bh)_mm512_load_si512(s->keys[group + 1][entry]);
-            for (int row = 0; row < ROWS; row++) {
-                __m512bh asked = (__m512bh)_mm512_set1_epi32((int)s->query[first + row][entry]);
-                left[row] = _mm512_dpbf16_ps(left[row], one, asked);
-                right[row] = _mm512_dpbf16_ps(right[row], two, asked);
+// Sums (rows, groups * LANES) += pairs of bf16 (rows, pairs) x packed pairs (pairs, groups * LANES). Steps are in dwords.
+typedef struct {
+    const void *rows;
+    const uint32_t *packed;
+    float *sums;
+    int64_t row, pair, group, sums_row;    // from row to row, from pair to pair, from group to group
+    int64_t pairs, groups;                 // a multiple of LANES; an even number
+} Product;
+
+INLINE void dots(const int ROWS, const int GROUPS, const Product *f, int64_t first, int64_t group) {
+    __m512 sums[4][4];
+    UNROLL for (int row = 0; row < ROWS; row++)
+        UNROLL for (int at = 0; at < GROUPS; at++)
+            sums[row][at] = _mm512_loadu_ps(f->sums + (first + row) * f->sums_row + (group + at) * LANES);
+    for (int64_t pair = 0; pair < f->pairs; pair++)
+        UNROLL for (int row = 0; row < ROWS; row++) {
+            int32_t both;
+            memcpy(&both, (const char *)f->rows + ((first + row) * f->row + pair) * 4, sizeof both);
+            UNROLL for (int at = 0; at < GROUPS; at++) {
+                const uint32_t *packed = f->packed + pair * f->pair + (group + at) * f->group;
+                sums[row][at] =
+                    _mm512_dpbf16_ps(sums[row][at], (__m512bh)_mm512_loadu_si512(packed), (__m512bh)_mm512_set1_epi32(both));
             }
         }
-        for (int row = 0; row < ROWS; row++) {
-            _mm512_store_ps(s->scores[row] + group * LANES, left[row]);
-            _mm512_store_ps(s->scores[row] + (group + 1) * LANES, right[row]);
+    UNROLL for (int row = 0; row < ROWS; row++)
+        UNROLL for (int at = 0; at < GROUPS; at++)
+            _mm512_storeu_ps(f->sums + (first + row) * f->sums_row + (group + at) * LANES, sums[row][at]);
+}
+
+INLINE void dots_of(const int ROWS, const Product *f, int64_t first) {
+    int64_t group = 0;
+    for (; f->groups - group >= 4; group += 4) dots(ROWS, 4, f, first, group);
+    for (; group < f->groups; group += 2) dots(ROWS, 2, f, first, group);
+}
+
+#ifdef __AMX_BF16__
+static const __attribute__((aligned(64))) struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} TILES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+// For TILE rows: what stands behind the last is computed, too, and nobody reads it.
+static void by_tiles(const Product *f) {
+    __asm__ volatile("" ::: "memory");    // The compiler does not know that a tile reads memory
+    for (int64_t group = 0; group < f->groups; group += 4) {
+        int four = f->groups - group >= 4;
+        float *sums = f->sums + group * LANES;
+        const uint32_t *packed = f->packed + group * f->group;
+        _tile_loadd(0, sums, f->sums_row * 4);
+        _tile_loadd(1, sums + LANES, f->sums_row * 4);
+        if (four) {
+            _tile_loadd(2, sums + 2 * LANES, f->sums_row * 4);
+            _tile_loadd(3, sums + 3 * LANES, f->sums_row * 4);
+        }
+        for (int64_t pair = 0; pair < f->pairs; pair += LANES, packed += LANES * f->pair) {
+            _tile_loadd(4, (const char *)f->rows + pair * 4, f->row * 4);
+            _tile_loadd(5, packed, f->pair * 4);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(6, packed + f->group, f->pair * 4);
+            _tile_dpbf16ps(1, 4, 6);
+            if (four) {
+                _tile_loadd(7, packed + 2 * f->group, f->pair * 4);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_loadd(5, packed + 3 * f->group, f->pair * 4);
+                _tile_dpbf16ps(3, 4, 5);
+            }
+        }
+        _tile_stored(0, sums, f->sums_row * 4);
+        _tile_stored(1, sums + LANES, f->sums_row * 4);
+        if (four) {
+            _tile_stored(2, sums + 2 * LANES, f->sums_row * 4);
+            _tile_stored(3, sums + 3 * LANES, f->sums_row * 4);
         }
     }
 }
+#endif
 
-static void score_of(int64_t rows, const Problem *p, int64_t first, int64_t groups, Scratch *s) {
-    switch (rows) {
-        case 1: score(1, p, first, groups, s); break;
-        case 2: score(2, p, first, groups, s); break;
-        case 3: score(3, p, first, groups, s); break;
-        default: score(4, p, first, groups, s);
+static void multiply(int64_t rows, const Product *f, const Scratch *s) {
+#ifdef __AMX_BF16__
+    if (s->tiles) {
+        by_tiles(f);
+        return;
     }
+#endif
+    (void)s;
+    for (int64_t first = 0; first < rows; first += 4)
+        switch (rows - first) {
+            case 1: dots_of(1, f, first); break;
+            case 2: dots_of(2, f, first); break;
+            case 3: dots_of(3, f, first); break;
+            default: dots_of(4, f, first);
+        }
+}
+
+// Scores of up to TILE rows against `groups` (even) groups of packed keys.
+static void score(int64_t rows, const Problem *p, int64_t first, int64_t groups, Scratch *s) {
+    for (int64_t row = 0; row < TILE; row++) memset(s->scores[row], 0, (size_t)(groups * LANES) * sizeof(float));
+    multiply(rows, &(Product){
+        .rows = s->query[first], .row = MOST_DEPTH / 2, .packed = s->keys, .pair = LANES, .group = p->depth / 2 * LANES,
+        .sums = s->scores[0], .sums_row = BLOCK, .pairs = p->depth / 2, .groups = groups}, s);
 }
 
 // Turns a row's scores into weights; returns what its sums so far have to be multiplied by.
@@ -195,78 +287,49 @@ static float weigh(const Problem *p, const uint16_t *mask, int64_t size, int64_t
     return shrunk;
 }
 
-INLINE __m512bh weights_of(int row, int64_t pair, const Scratch *s) {
-    uint32_t weights;
-    memcpy(&weights, s->weights[row] + 2 * pair, sizeof weights);
-    return (__m512bh)_mm512_set1_epi32((int)weights);
+// Adds weighted values of pairs `from` to `to` of a block to the sums of rows from `first` on. One row stands for all of a
+// tile.
+static void gather(int64_t rows, const Problem *p, int64_t first, int64_t row, int64_t from, int64_t to, Scratch *s) {
+    multiply(rows, &(Product){
+        .rows = s->weights[row] + 2 * from, .row = rows > 1 ? BLOCK / 2 : 0, .packed = s->values + from * p->value_depth,
+        .pair = p->value_depth, .group = LANES, .sums = s->sums[first + row], .sums_row = rows > 1 ? MOST_DEPTH : 0,
+        .pairs = to - from, .groups = p->value_depth / LANES}, s);
 }
 
-// Adds the weighted values of `pairs` pairs of keys to the sums of ROWS rows, WIDE * 16 columns at a time.
-INLINE void gather(const int ROWS, const int WIDE, const Problem *p, int64_t first, int64_t pairs, const float *shrunk, Scratch *s) {
-    for (int64_t column = 0; column < p->value_depth; column += WIDE * LANES) {
-        __m512 sums[TILE][4];
-        for (int row = 0; row < ROWS; row++)
-            for (int part = 0; part < WIDE; part++)
-                sums[row][part] = _mm512_mul_ps(
-                    _mm512_load_ps(s->sums[first + row] + column + part * LANES), _mm512_set1_ps(shrunk[row]));
-        for (int64_t pair = 0; pair < pairs; pair++)
-            for (int row = 0; row < ROWS; row++) {
-                __m512bh weights = weights_of(row, pair, s);
-                for (int part = 0; part < WIDE; part++)
-                    sums[row][part] = _mm512_dpbf16_ps(
-                        sums[row][part], (__m512bh)_mm512_load_si512(s->values[pair] + column + part * LANES), weights);
-            }
-        for (int row = 0; row < ROWS; row++)
-            for (int part = 0; part < WIDE; part++)
-                _mm512_store_ps(s->sums[first + row] + column + part * LANES, sums[row][part]);
+// The same for one row's own keys, from pair `from` of the block on.
+static void gather_own(const Problem *p, int64_t first, int64_t row, int64_t from, int64_t pairs, Scratch *s) {
+    const int32_t *slots = s->slots[first + row];
+    int64_t end = from;
+    while (end < pairs && slots[2 * end] >= 0) end++;
+    end = in_lanes(end);
+    for (int64_t pair = from; pair < end; pair++) {
+        const uint16_t *both[2] = {NULL, NULL};
+        for (int one = 0; one < 2; one++)
+            if (slots[2 * pair + one] >= 0) both[one] = s->value + slots[2 * pair + one] * p->value_slot;
+        pack_pair(p, both[0], both[1], pair, s);
     }
-}
-
-// The same for the pairs of one row's own keys, from pair `from` of the block on.
-static void gather_own(const Problem *p, int row, int64_t place, int64_t from, int64_t pairs, Scratch *s) {
-    const int32_t *slots = s->slots[place];
-    for (int64_t column = 0; column < p->value_depth; column += 2 * LANES) {
-        const uint16_t *value = s->value + column;
-        __m512 sums[2] = {_mm512_load_ps(s->sums[place] + column), _mm512_load_ps(s->sums[place] + column + LANES)};
-        for (int64_t pair = from; pair < pairs && slots[2 * pair] >= 0; pair++) {
-            __m512i both[2];
-            const uint16_t *second = slots[2 * pair + 1] < 0 ? NULL : value + slots[2 * pair + 1] * p->value_slot;
-            pair_up(value + slots[2 * pair] * p->value_slot, second, both);
-            for (int half = 0; half < 2; half++)
-                sums[half] = _mm512_dpbf16_ps(sums[half], (__m512bh)both[half], weights_of(row, pair, s));
-        }
-        for (int half = 0; half < 2; half++) _mm512_store_ps(s->sums[place] + column + half * LANES, sums[half]);
-    }
+    gather(1, p, first, row, from / LANES * LANES, end, s);
 }
 
 // Part of a block: `size` lanes, of which the first `common` hold the same keys in all rows. `rank` is that of lane 0,
 // counted from the committed tokens on.
 typedef struct { int64_t size, common, rank; } Span;
 
-INLINE void tile(
-    const int ROWS, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Span span, Scratch *s) {
+static void tile(
+    int64_t rows, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Span span, Scratch *s) {
     int64_t common = span.common < size ? span.common : size, pairs = (size + 1) / 2;
-    float shrunk[TILE];
-    score_of(ROWS, p, first, in_groups(common), s);
-    for (int row = 0; row < ROWS; row++) {
+    int64_t packed = common < size ? common / 2 : in_lanes(pairs), whole = packed / LANES * LANES;
+    score(rows, p, first, in_groups(common), s);
+    for (int64_t row = 0; row < rows; row++) {
         for (int64_t lane = common; lane < size; lane++)
             s->scores[row][lane] = span.rank + lane < p->longest ? s->found[(first + row) * p->longest + span.rank + lane] : 0.0f;
-        shrunk[row] = weigh(p, masks[row], size, in_groups(size), row, first + row, s);
+        __m512 shrunk = _mm512_set1_ps(weigh(p, masks[row], size, in_groups(size), row, first + row, s));
+        float *sums = s->sums[first + row];
+        for (int64_t column = 0; column < p->value_depth; column += LANES)
+            _mm512_store_ps(sums + column, _mm512_mul_ps(_mm512_load_ps(sums + column), shrunk));
     }
-    int64_t packed = common < size ? common / 2 : pairs;
-    if (p->value_depth % 64) gather(ROWS, 2, p, first, packed, shrunk, s);
-    else gather(ROWS, 4, p, first, packed, shrunk, s);
-    for (int row = 0; row < ROWS && packed < pairs; row++) gather_own(p, row, first + row, packed, pairs, s);
-}
-
-static void tile_of(
-    int64_t rows, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Span span, Scratch *s) {
-    switch (rows) {
-        case 1: tile(1, p, masks, first, size, span, s); break;
-        case 2: tile(2, p, masks, first, size, span, s); break;
-        case 3: tile(3, p, masks, first, size, span, s); break;
-        default: tile(4, p, masks, first, size, span, s);
-    }
+    if (whole) gather(rows, p, first, 0, 0, whole, s);
+    for (int64_t row = 0; row < rows && packed < pairs; row++) gather_own(p, first, row, packed, pairs, s);
 }
 
 // The scores of all nodes on the paths of `rows` rows; `key` is the first node's.
@@ -281,7 +344,7 @@ static void score_paths(const Problem *p, const uint16_t *key, const int32_t *co
         pack_keys(p, key + start * p->key_slot, size, s);
         for (int64_t first = 0; first < rows; first += TILE) {
             int64_t some = rows - first < TILE ? rows - first : TILE;
-            score_of(some, p, first, in_groups(size), s);
+            score(some, p, first, in_groups(size), s);
             for (int64_t row = 0; row < some; row++)
                 for (int64_t step = 0; step < p->longest && paths[first + row][step] >= 0; step++) {
                     int64_t node = paths[first + row][step] - start;
@@ -366,9 +429,20 @@ static void attend_chunk(const Problem *p, int64_t batch, int64_t key_head, int6
         pack_values(p, value + start * p->value_slot, common, s);
         for (int64_t row = 0; row < rows; row += TILE)
             if (seen[row / TILE])
-                tile_of(rows - row < TILE ? rows - row : TILE, p, masks + row, row, seen[row / TILE], span, s);
+                tile(rows - row < TILE ? rows - row : TILE, p, masks + row, row, seen[row / TILE], span, s);
     }
     finish(p, batch, key_head, first, rows, s);
+}
+
+// Whether there are AMX tiles, and the system keeps their state.
+static int has_tiles(void) {
+#ifdef __AMX_BF16__
+    static _Atomic int known = 0;    // 1: no, 2: yes
+    if (!known) known = syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? 2 : 1;
+    return known == 2;
+#else
+    return 0;
+#endif
 }
 
 int64_t forerun_problem_size(void) { return sizeof(Problem); }
@@ -400,15 +474,26 @@ int32_t forerun_attend_check(const Problem *p) {
 int32_t forerun_attend_part(const Problem *problem, const uint16_t *key, const uint16_t *value) {
     Problem own = *problem, *p = &own;
     Scratch scratch;
-    int64_t rows = p->heads / p->key_heads * p->count, chunks = (rows + CHUNK - 1) / CHUNK;
+    int64_t rows = p->heads / p->key_heads * p->count, chunks = (rows + CHUNK - 1) / CHUNK, all = p->batch * p->key_heads * chunks;
+    // What does not go round among the threads they share by rows
+    int64_t threads = omp_get_num_threads(), left = all % threads, parts = left ? threads / left : 1, whole = all - left;
     p->key = key, p->value = value;
     scratch.found = malloc((size_t)(CHUNK * (p->longest + 1)) * sizeof(float));
+    scratch.tiles = has_tiles();
+#ifdef __AMX_BF16__
+    if (scratch.tiles) _tile_loadconfig(&TILES);
+#endif
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t task = 0; task < p->batch * p->key_heads * chunks; task++) {
-        int64_t chunk = task % chunks, first = chunk * CHUNK;
-        int64_t some = rows - first < CHUNK ? rows - first : CHUNK;
-        if (scratch.found) attend_chunk(p, task / chunks / p->key_heads, task / chunks % p->key_heads, first, some, &scratch);
+    for (int64_t task = 0; task < whole + left * parts; task++) {
+        int64_t number = task < whole ? task : whole + (task - whole) / parts, part = task < whole ? 0 : (task - whole) % parts;
+        int64_t share = task < whole ? 1 : parts, start = number % chunks * CHUNK;
+        int64_t some = rows - start < CHUNK ? rows - start : CHUNK, first = some * part / share, end = some * (part + 1) / share;
+        if (scratch.found && first < end)
+            attend_chunk(p, number / chunks / p->key_heads, number / chunks % p->key_heads, start + first, end - first, &scratch);
     }
+#ifdef __AMX_BF16__
+    if (scratch.tiles) _tile_release();
+#endif
     int32_t failed = scratch.found ? 0 : 4;
     free(scratch.found);
     return failed;

@@ -40,6 +40,7 @@ COMPILERS = ("cc", "gcc", "clang")  # Tried in this order unless ``$CC`` names o
 AVX512: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl")
 AVX512 += ("-mfma",)
 FLAGS: tuple[str, ...] = (*AVX512, "-mavx512bf16")
+AMX = ("-mamx-tile", "-mamx-bf16")
 FLOAT32 = "-DFLOAT32_ELEMENTS"
 _PATIENCE_S = 300.0  # A compiler takes seconds, on a busy machine minutes
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -239,7 +240,8 @@ class Attention:
 @cache
 def attention_kernel() -> Any:
     """The compiled library of attention; None where this machine cannot have it."""
-    library = compiled_library("attend")
+    amx = torch.cpu._is_amx_tile_supported()
+    library = compiled_library("attend", flags=(*FLAGS, *AMX) if amx else None)
     if library is None:
         return None
     assert library.forerun_problem_size() == ctypes.sizeof(_Problem)

@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL | None:
     if torch.cpu._is_avx512_bf16_supported():
         builds.append(DOT_PRODUCTS)
     if torch.cpu._is_amx_tile_supported():
-        builds.append((*DOT_PRODUCTS, "-mamx-tile", "-mamx-bf16"))
+        builds.append((*DOT_PRODUCTS, *native.AMX))
     return opened(builds[-1])
 
 
