@@ -102,6 +102,29 @@ def test_rows_of_unequal_length_and_size(kind: str) -> None:
     assert differing(drafts, [5, 126, 90, 250, 0]) == 0
 
 
+def test_a_processor_without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BF16 dot products multiply as many rows as there are."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    native.attention_kernel.cache_clear()
+    try:
+        for kind in SHAPES:
+            for length, heads in ((0, (6, 2)), (119, (5, 1)), (250, (4, 4))):
+                assert differing(trees(kind, [24, 3]), [length, 7], heads=heads, depths=(96, 32)) == 0
+    finally:
+        native.attention_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_heads_that_threads_share(threads: int) -> None:
+    held = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert differing(trees("bushy", [24]), [119], heads=(9, 3)) == 0
+        assert differing(trees("deep", [70]), [250], heads=(9, 1)) == 0
+    finally:
+        torch.set_num_threads(held)
+
+
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 70, 130])
 def test_windows_that_end_anywhere(window: int) -> None:
     for length in (3, 64, 125, 260):

@@ -60,6 +60,8 @@ typedef struct {
     __attribute__((aligned(64))) uint16_t weights[TILE][BLOCK];
     float highest[CHUNK], total[CHUNK];
     int tiles;    // Whether AMX multiplies
+    const uint16_t *next_key, *next_value;    // Of the block that follows, which is fetched while rows are weighed
+    int64_t next;                             // Slots of it
     // Of blocks that reach behind the committed tokens:
     uint16_t masks[CHUNK][BLOCK];
     int32_t slots[CHUNK][BLOCK];    // Where the key of each lane stands; -1: there is none
@@ -163,13 +165,15 @@ typedef struct {
     float *sums;
     int64_t row, pair, group, sums_row;    // from row to row, from pair to pair, from group to group
     int64_t pairs, groups;                 // a multiple of LANES; an even number
+    int zero;                              // whether the sums are zero so far, whatever stands there
 } Product;
 
 INLINE void dots(const int ROWS, const int GROUPS, const Product *f, int64_t first, int64_t group) {
     __m512 sums[4][4];
     UNROLL for (int row = 0; row < ROWS; row++)
         UNROLL for (int at = 0; at < GROUPS; at++)
-            sums[row][at] = _mm512_loadu_ps(f->sums + (first + row) * f->sums_row + (group + at) * LANES);
+            sums[row][at] = f->zero ? _mm512_setzero_ps()
+                                    : _mm512_loadu_ps(f->sums + (first + row) * f->sums_row + (group + at) * LANES);
     for (int64_t pair = 0; pair < f->pairs; pair++)
         UNROLL for (int row = 0; row < ROWS; row++) {
             int32_t both;
@@ -205,11 +209,16 @@ static void by_tiles(const Product *f) {
         int four = f->groups - group >= 4;
         float *sums = f->sums + group * LANES;
         const uint32_t *packed = f->packed + group * f->group;
-        _tile_loadd(0, sums, f->sums_row * 4);
-        _tile_loadd(1, sums + LANES, f->sums_row * 4);
-        if (four) {
-            _tile_loadd(2, sums + 2 * LANES, f->sums_row * 4);
-            _tile_loadd(3, sums + 3 * LANES, f->sums_row * 4);
+        if (f->zero) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        } else {
+            _tile_loadd(0, sums, f->sums_row * 4);
+            _tile_loadd(1, sums + LANES, f->sums_row * 4);
+            if (four) _tile_loadd(2, sums + 2 * LANES, f->sums_row * 4);
+            if (four) _tile_loadd(3, sums + 3 * LANES, f->sums_row * 4);
         }
         for (int64_t pair = 0; pair < f->pairs; pair += LANES, packed += LANES * f->pair) {
             _tile_loadd(4, (const char *)f->rows + pair * 4, f->row * 4);
@@ -253,10 +262,9 @@ static void multiply(int64_t rows, const Product *f, const Scratch *s) {
 
 // Scores of up to TILE rows against `groups` (even) groups of packed keys.
 static void score(int64_t rows, const Problem *p, int64_t first, int64_t groups, Scratch *s) {
-    for (int64_t row = 0; row < TILE; row++) memset(s->scores[row], 0, (size_t)(groups * LANES) * sizeof(float));
     multiply(rows, &(Product){
         .rows = s->query[first], .row = MOST_DEPTH / 2, .packed = s->keys, .pair = LANES, .group = p->depth / 2 * LANES,
-        .sums = s->scores[0], .sums_row = BLOCK, .pairs = p->depth / 2, .groups = groups}, s);
+        .sums = s->scores[0], .sums_row = BLOCK, .pairs = p->depth / 2, .groups = groups, .zero = 1}, s);
 }
 
 // Turns a row's scores into weights; returns what its sums so far have to be multiplied by.
@@ -311,16 +319,27 @@ static void gather_own(const Problem *p, int64_t first, int64_t row, int64_t fro
     gather(1, p, first, row, from / LANES * LANES, end, s);
 }
 
+// Row `row` of `rows` fetches its share of the block that follows.
+INLINE void fetch(const Problem *p, int64_t row, int64_t rows, const Scratch *s) {
+    for (int64_t slot = s->next * row / rows; slot < s->next * (row + 1) / rows; slot++) {
+        for (int64_t at = 0; at < p->depth; at += 32)
+            _mm_prefetch((const char *)(s->next_key + slot * p->key_slot + at), _MM_HINT_T1);
+        for (int64_t at = 0; at < p->value_depth; at += 32)
+            _mm_prefetch((const char *)(s->next_value + slot * p->value_slot + at), _MM_HINT_T1);
+    }
+}
+
 // Part of a block: `size` lanes, of which the first `common` hold the same keys in all rows. `rank` is that of lane 0,
 // counted from the committed tokens on.
 typedef struct { int64_t size, common, rank; } Span;
 
 static void tile(
-    int64_t rows, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, Span span, Scratch *s) {
+    int64_t rows, const Problem *p, const uint16_t *const *masks, int64_t first, int64_t size, int64_t all, Span span, Scratch *s) {
     int64_t common = span.common < size ? span.common : size, pairs = (size + 1) / 2;
     int64_t packed = common < size ? common / 2 : in_lanes(pairs), whole = packed / LANES * LANES;
     score(rows, p, first, in_groups(common), s);
     for (int64_t row = 0; row < rows; row++) {
+        fetch(p, first + row, all, s);
         for (int64_t lane = common; lane < size; lane++)
             s->scores[row][lane] = span.rank + lane < p->longest ? s->found[(first + row) * p->longest + span.rank + lane] : 0.0f;
         __m512 shrunk = _mm512_set1_ps(weigh(p, masks[row], size, in_groups(size), row, first + row, s));
@@ -425,11 +444,14 @@ static void attend_chunk(const Problem *p, int64_t batch, int64_t key_head, int6
         for (int64_t at = 0; at * TILE < rows; at++) most = seen[at] > most ? seen[at] : most;
         if (!most) continue;
         int64_t common = span.common < most ? span.common : most;
+        int64_t behind = start + BLOCK, last = p->width < length ? p->width : length;
+        s->next = behind >= last ? 0 : last - behind < BLOCK ? last - behind : BLOCK;
+        s->next_key = key + behind * p->key_slot, s->next_value = value + behind * p->value_slot;
         pack_keys(p, key + start * p->key_slot, common, s);
         pack_values(p, value + start * p->value_slot, common, s);
         for (int64_t row = 0; row < rows; row += TILE)
             if (seen[row / TILE])
-                tile(rows - row < TILE ? rows - row : TILE, p, masks + row, row, seen[row / TILE], span, s);
+                tile(rows - row < TILE ? rows - row : TILE, p, masks + row, row, seen[row / TILE], rows, span, s);
     }
     finish(p, batch, key_head, first, rows, s);
 }
@@ -475,8 +497,9 @@ int32_t forerun_attend_part(const Problem *problem, const uint16_t *key, const u
     Problem own = *problem, *p = &own;
     Scratch scratch;
     int64_t rows = p->heads / p->key_heads * p->count, chunks = (rows + CHUNK - 1) / CHUNK, all = p->batch * p->key_heads * chunks;
-    // What does not go round among the threads they share by rows
-    int64_t threads = omp_get_num_threads(), left = all % threads, parts = left ? threads / left : 1, whole = all - left;
+    // What does not go round among the threads they share by rows, where these are worth reading the keys once more
+    int64_t threads = omp_get_num_threads(), left = all % threads, whole = all - left, most = rows / chunks / (TILE / 2);
+    int64_t parts = !left || most < 2 ? 1 : threads / left < most ? threads / left : most;
     p->key = key, p->value = value;
     scratch.found = malloc((size_t)(CHUNK * (p->longest + 1)) * sizeof(float));
     scratch.tiles = has_tiles();
