@@ -123,9 +123,11 @@ def test_the_installed_package_answers(installed: Path, models: Path, tmp_path: 
         refused = run(*words)
         [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
         assert refused.returncode == 2 and "pip install forerun-demo" in line
-    shutil.unpack_archive(models, tmp_path / "demo", "zip")
-    environment["PYTHONPATH"] += os.pathsep + str(tmp_path / "demo")
-    assert json.loads(run(*command).stdout)["text"]
+    shutil.unpack_archive(models, tmp_path / "wheel", "zip")  # not `demo`: a folder of that name would be the model
+    environment["PYTHONPATH"] += os.pathsep + str(tmp_path / "wheel")
+    answered = run(*command)
+    assert answered.returncode == 0, answered.stderr
+    assert json.loads(answered.stdout)["text"]
 
 
 @pytest.mark.slow

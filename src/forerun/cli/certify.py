@@ -62,9 +62,11 @@ def certify(
     if not 0 < detect < 1:
         raise ArgumentError(f"--detect is a total variation between 0 and 1, got {detect:g}")
     texts = _texts(prompt_file)
+    from forerun.cli import session
+
+    session.check(model, loading, config, max_num_seqs=_ROWS)
     from forerun.certify.checks import Plan
     from forerun.certify.checks import certify as examine
-    from forerun.cli import session
 
     plan = Plan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=tuple(temperature))
     if loading.dtype == "auto":  # Rounding is more than --detect, and moves the border of what top-k and others cut off
