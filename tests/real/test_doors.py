@@ -55,7 +55,7 @@ WITH_TOOLS = (
 @pytest.fixture
 def live(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """A server of the engine that all tests share."""
-    monkeypatch.setattr(async_llm, "LLM", lambda *_: llm)
+    monkeypatch.setattr(async_llm, "LLM", lambda *_, **__: llm)
     monkeypatch.setattr(llm, "speculative", SpeculativeConfig.parse({"method": "suffix", "adaptive": False}))
     with serving(lambda: AsyncLLM("the shared one")) as running:
         yield running
