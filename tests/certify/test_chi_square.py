@@ -47,10 +47,8 @@ def reference(llm: LLM) -> Reference:
     return Reference.of(llm)
 
 
-def examined(
-    llm: LLM, reference: Reference, prompt: list[int], *, seeded: bool = False, plan: checks.Plan = PLAN
-) -> tuple[Check, set[str]]:
-    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=plan)
+def examined(llm: LLM, reference: Reference, prompt: list[int], *, seeded: bool = False) -> tuple[Check, set[str]]:
+    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=PLAN)
     check = checks.chi_square_check(run, prompt, checks.Setting(params=PARAMS, seeded=seeded), tests=1)
     return check, run.rules
 
@@ -263,5 +261,5 @@ def test_a_residual_that_is_not_taken_is_seen(
     assert examined(llm, reference, prompt)[0].passed
     honest = HostProbs.rejected
     monkeypatch.setattr(HostProbs, "rejected", lambda probs, weight=1.0: (probs, honest(probs, weight)[1]))
-    check, rules = examined(llm, reference, prompt, plan=replace(PLAN, detect=PLAN.detect / 3))
+    check, rules = examined(llm, reference, prompt)
     assert not check.passed and rules == {"block"}
