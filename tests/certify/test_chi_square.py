@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -91,26 +90,6 @@ def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch:
     assert (1, 1) not in cells and cells[()] > 0.01 and cells[0,] == 0.0
     counts = checks.count(cells, [(0, 0), (0, 2), (1, 1), (7, 7)])
     assert counts == {(0, 0): 1, (0,): 1, (): 2}
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_a_cell_has_the_probability_of_the_answers_that_are_counted_in_it(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    tables = np.random.default_rng(seed).dirichlet([0.3] * 4, size=(5, 5))
-
-    def toy(_: Reference, __: list[int], answer: Sequence[int], *___: object) -> Tensor:
-        last, before = [4, 4, *answer][-1], [4, 4, *answer][-2]
-        return torch.tensor(tables[before, last])
-
-    monkeypatch.setattr(Reference, "probs", toy)
-    cells = checks.exact_cells(Reference.__new__(Reference), [9], PARAMS, Plan(sample_tokens=3, cells=12))
-    found = dict.fromkeys(cells, 0.0)
-    for one, two, three in itertools.product(range(4), repeat=3):
-        chance = tables[4, 4, one] * tables[4, one, two] * tables[one, two, three]
-        [cell] = checks.count(cells, [(one, two, three)])
-        found[cell] += chance
-    assert found == pytest.approx(cells, abs=1e-9)
 
 
 def test_few_cells_take_the_likeliest_beginnings(reference: Reference, prompt: list[int]) -> None:

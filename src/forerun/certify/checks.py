@@ -501,9 +501,8 @@ def _merge(cells: dict[Outcome, float], plan: Plan) -> dict[Outcome, float]:
         elif outcome and cells[outcome] < plan.least:
             cells[_home(outcome[:-1], cells)] += cells.pop(outcome)
     while IMPOSSIBLE < cells[REST] < plan.least and len(cells) > 2:
-        # Only one that no shorter cell begins: the answers of another would be counted there
-        outer = [outcome for outcome in cells if outcome and _home(outcome[:-1], cells) == REST]
-        cells[REST] += cells.pop(min(outer, key=lambda outcome: (cells[outcome] == 0, cells[outcome])))
+        likely = [outcome for outcome in cells if outcome and cells[outcome] > 0]
+        cells[REST] += cells.pop(min(likely, key=cells.__getitem__))
     cells[REST] = cells[REST] if cells[REST] > IMPOSSIBLE else 0.0
     if sum(chance > 0 for chance in cells.values()) < 2:
         raise ArgumentError(
