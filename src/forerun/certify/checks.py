@@ -8,37 +8,25 @@ from what is to be detected. The level is shared among the tests (Bonferroni).
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, epsilon_of, first_worse
 from forerun.core.rules import rule_named
-from forerun.drafters.draft_models.token_bytes import spelling
-from forerun.engine.config import SpeculativeConfig
-from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.types import CompletionOutput, SamplingParams, SpeculationStats, StructuredOutputs
+from forerun.errors import ArgumentError
+from forerun.types import CompletionOutput, SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.engine.llm import Speculative
 
-CUTS: tuple[dict[str, Any], ...] = ({"top_k": 8}, {"top_p": 0.7}, {"min_p": 0.1})
-"""Parameters that cut tokens off, each tested by itself. In float32: rounding moves the border of what is cut, and a
-token at the border is then all or nothing."""
-PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": -2.0, "frequency_penalty": -2.0}
-"""Below 0, so that tokens do come again in answers of a few tokens: only there the two are seen."""
-LETTERS = b"abcdefghijklmnopqrstuvwxyz "  # What the grammar of a test allows, for longer than its answers are
+NUCLEUS = 0.9  # The top-p of the second chi-square test at each temperature, in float32: neither side may forget to cut
 IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure
-_TOGETHER = 512  # Answers asked for at once
-_TRIED = 32  # Answers in which the examined drafter has to draft something, or another drafts in its place
+_TOGETHER = 1024  # Answers asked for at once
 
 Tokens = list[int]
 Outcome = tuple[int, ...]
@@ -83,11 +71,11 @@ class Plan:
     prompts: int = 6  # Prompts for the greedy and the log-probability check
     prompt_tokens: int = 192  # First tokens of each
     max_tokens: int = 96  # Tokens of each greedy answer
-    detect: float = 0.2  # Total variation that each chi-square test is to detect; sets how many answers are drawn
+    detect: float = 0.1  # Total variation that each chi-square test is to detect; sets how many answers are drawn
     power: float = 0.99  # Probability with which it does
     sample_tokens: int = 5  # Tokens of each sampled answer: the first has no draft, the next have up to three levels
     sample_prompt_tokens: int = 24
-    temperatures: tuple[float, ...] = (0.0, 0.7)  # 0: greedy checks; above: chi-square tests; 1 hides orders
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # 0 asks for the greedy checks, any other for a chi-square test
     family_error: float = 1e-6  # Probability that any chi-square test of this run fails although all is well
     cells: int = 24  # Most cells of a chi-square test: more see finer, and need more answers
     least: float = 0.01  # Least probability of a cell
@@ -145,16 +133,14 @@ class Run:
     progress: Callable[[str], None] = lambda _: None
     rules: set[str] = field(default_factory=set)
 
-    def answers(
-        self, prompts: Sequence[Tokens], params: Sequence[SamplingParams], speculative: Speculative = None
-    ) -> Iterator[CompletionOutput]:
+    def answers(self, prompts: Sequence[Tokens], params: Sequence[SamplingParams]) -> Iterator[CompletionOutput]:
         """Speculative answers with drafting counted as free: a policy that drafts nothing, which is often right in
         answers as short as these, would leave nothing to compare."""
         with self.llm.engine.drafting.free_of_charge():
             for start in range(0, len(prompts), _TOGETHER):
                 some = slice(start, start + _TOGETHER)
                 requests = [{"prompt_token_ids": prompt} for prompt in prompts[some]]
-                for output in self.llm.generate(requests, list(params[some]), speculative=speculative):
+                for output in self.llm.generate(requests, list(params[some])):
                     self.rules.update(output.outputs[0].speculation.steps_per_rule)
                     yield output.outputs[0]
 
@@ -189,91 +175,22 @@ def _text_checks(run: Run) -> Iterator[Check]:
 
 
 def _distribution_checks(run: Run) -> Iterator[Check]:
-    settings = [one for temperature in run.plan.temperatures if temperature > 0 for one in _settings(run, temperature)]
-    if not settings:
-        return
-    number = len(settings) + 1
-    most = draws_for(run.plan.cells - 1, run.plan.family_error / number, run.plan)
-    pace = Pace(tell=run.progress, left=number * most)
-    for index, setting in enumerate(settings):
-        prompt = _uncertain(run, setting, index)
-        other = None if _drafts(run, prompt, setting) else _by_a_sampling_drafter(run, setting)
-        yield chi_square_check(run, prompt, other or setting, tests=number, pace=pace)
-    if run.rules <= {"argmax_walk", "sample_walk"}:
-        # The drafts of the examined drafter are never sampled: this is the only test of residuals on this model.
-        sampled = _by_a_sampling_drafter(run, settings[0])
-        if sampled is not None:
-            yield chi_square_check(run, _uncertain(run, sampled, 0), sampled, tests=number, pace=pace)
-
-
-def _drafts(run: Run, prompt: Tokens, setting: Setting) -> bool:
-    """Whether the examined drafter drafts in a few such answers: one that copies may find nothing to copy."""
-    params = replace(setting.params, max_tokens=run.plan.sample_tokens, ignore_eos=True, detokenize=False)
-    asked = [replace(params, seed=index if setting.seeded else None) for index in range(_TRIED)]
-    return any(answer.speculation.num_draft_tokens for answer in run.answers([prompt] * _TRIED, asked))
-
-
-def _uncertain(run: Run, setting: Setting, index: int) -> Tokens:
-    """The beginning of the first prompt from `index` on whose answers are not certain. ArgumentError: all are."""
-    some, params = replace(run.plan, cells=2), replace(setting.params, max_tokens=run.plan.sample_tokens)
-    for turn in range(len(run.prompts)):
-        prompt = run.prompts[(index + turn) % len(run.prompts)][: run.plan.sample_prompt_tokens]
-        try:
-            exact_cells(run.reference, prompt, params, some, setting.allowed)
-        except ArgumentError:
-            if turn + 1 == len(run.prompts):
-                raise
-        else:
-            return prompt
-    raise AssertionError("a run has prompts")
-
-
-def _by_a_sampling_drafter(run: Run, setting: Setting) -> Setting | None:
-    """The same, drafted by one that samples and is often right; None: the target cannot run its layers in part."""
-    layers = run.llm.target.num_layers
-    if layers < 2:
-        return None
-    found = {"method": "early_exit", "exit_layer": layers - max(1, layers // 8), "num_speculative_tokens": 3}
-    found["adaptive"] = False
-    try:
-        run.llm.engine.drafting.ensure(SpeculativeConfig.parse(found))
-    except UnsupportedModelError:
-        return None
-    return replace(setting, speculative=found, what=f"{setting.what}, drafted by early_exit")
-
-
-def _settings(run: Run, temperature: float) -> list[Setting]:
-    """The ways to ask for sampled answers at a temperature: every parameter by itself."""
-    base = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
-    bias: dict[int, float] = {}
-    for prompt in run.prompts:
-        likeliest = run.reference.logits(prompt[: run.plan.sample_prompt_tokens], 1)[0].topk(2).indices.tolist()
-        bias |= zip(likeliest, (-1.0, 1.0), strict=True)
-    named: list[tuple[str, dict[str, Any]]] = [("no seed", {}), ("seeded", {})]
-    if epsilon_of(run.llm) == 0:
-        named += [(f"{name.replace('_', '-')} {value:g}", cut) for cut in CUTS for name, value in cut.items()]
-    named += [("penalties", PENALTIES), ("logit bias", {"logit_bias": bias})]
-    found = [Setting(params=replace(base, **more), seeded=what == "seeded", what=what) for what, more in named]
-    allowed = _letters(run.llm) if find_spec("llguidance") is not None else None
-    if allowed is not None and bool(allowed.any()):
-        form = StructuredOutputs(regex="[a-z ]{100,}")
-        found.append(
-            Setting(params=replace(base, structured_outputs=form), seeded=False, what="grammar", allowed=allowed)
+    # Rounding moves the border of the nucleus, and a token at the border is then all or nothing.
+    cuts = (1.0, NUCLEUS) if epsilon_of(run.llm) == 0 else (1.0,)
+    settings = [
+        Setting(
+            params=SamplingParams(temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0),
+            seeded=seeded,
         )
-    return found
-
-
-def _letters(llm: LLM) -> Tensor:
-    """(V,) which tokens are made of `LETTERS` alone: what the grammar allows, without the grammar's own code."""
-    assert llm.tokenizer is not None
-    text = spelling(llm.tokenizer)
-    size = min(len(llm.tokenizer), llm.target.vocab_size)
-    allowed = torch.zeros(llm.target.vocab_size, dtype=torch.bool)
-    special = set(llm.tokenizer.all_special_ids)
-    for token in range(size):
-        own = b"" if token in special else text(token)
-        allowed[token] = bool(own) and all(byte in LETTERS for byte in own)
-    return allowed
+        for temperature in run.plan.temperatures
+        if temperature > 0
+        for top_p in cuts
+        for seeded in (False, True)
+    ]
+    for index, setting in enumerate(settings):
+        prompt = run.prompts[index % len(run.prompts)][: run.plan.sample_prompt_tokens]
+        run.progress(f"sampled answers against the exact distribution, {setting.name}")
+        yield chi_square_check(run, prompt, setting, tests=len(settings))
 
 
 def _rule_checks(run: Run) -> Iterator[Check]:
@@ -373,56 +290,27 @@ class Setting:
 
     params: SamplingParams
     seeded: bool  # Each request has a seed of its own; without, `auto`, `merge` and `first_of` may sample drafts
-    what: str = ""  # What is particular about it
-    allowed: Tensor | None = None  # (V,) tokens that its grammar allows everywhere in these answers
-    speculative: dict[str, Any] | None = None  # Another drafter than the one that is examined
 
     @property
     def name(self) -> str:
         """As a report calls it."""
-        return f"T = {self.params.temperature:g}, {self.what or ('seeded' if self.seeded else 'no seed')}"
+        nucleus = f", top-p {self.params.top_p:g}" if (self.params.top_p or 1) < 1 else ""
+        return f"T = {self.params.temperature:g}{nucleus}, {'seeded' if self.seeded else 'no seed'}"
 
 
-@dataclass(kw_only=True, slots=True)
-class Pace:
-    """Tells how many answers are drawn and about how long the others will take."""
-
-    tell: Callable[[str], None]
-    left: int  # Answers still to be drawn, at most, of all tests together
-    drawn: int = 0
-    began: float = field(default_factory=time.perf_counter)
-
-    def test(self, name: str, samples: int, most: int) -> Callable[[int], None]:
-        """What to call with the answers of this test so far; `most`: what it was expected to take."""
-        before, self.left = self.drawn, self.left - most + samples
-
-        def told(done: int) -> None:
-            self.drawn = before + done
-            spent = time.perf_counter() - self.began
-            rest = f", about {math.ceil(spent / self.drawn * (self.left - self.drawn))} s left" if self.drawn else ""
-            self.tell(f"{name}: {done} of {samples} answers{rest}")
-
-        return told
-
-
-def chi_square_check(run: Run, prompt: Tokens, setting: Setting, *, tests: int, pace: Pace | None = None) -> Check:
+def chi_square_check(run: Run, prompt: Tokens, setting: Setting, *, tests: int) -> Check:
     """Compare speculative answers to `prompt` with the exact distribution; one of `tests` tests."""
     plan = run.plan
     params = replace(setting.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
     level = plan.family_error / tests
-    cells = exact_cells(run.reference, prompt, params, plan, setting.allowed)
+    cells = exact_cells(run.reference, prompt, params, plan)
     possible = sum(chance > 0 for chance in cells.values())
     samples = draws_for(possible - 1, level, plan)
     asked = [replace(params, seed=plan.seed + index if setting.seeded else None) for index in range(samples)]
     answers, stats = list[Outcome](), SpeculationStats()
-    pace = pace or Pace(tell=run.progress, left=samples)
-    told = pace.test(setting.name, samples, draws_for(plan.cells - 1, level, plan))
-    for answer in run.answers([prompt] * samples, asked, setting.speculative):
-        if len(answers) % _TOGETHER == 0:
-            told(len(answers))
+    for answer in run.answers([prompt] * samples, asked):
         stats.add(answer.speculation)
         answers.append(tuple(answer.token_ids))
-    told(samples)
     statistic, freedom = pearson(cells, count(cells, answers), samples)
     chance, depth = survival(statistic, freedom), len(stats.drafted_per_depth)
     drafted, accepted = stats.num_draft_tokens, stats.num_accepted_draft_tokens
@@ -472,9 +360,7 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
     return float((weights * tails).sum())
 
 
-def exact_cells(
-    reference: Reference, prompt: Tokens, params: SamplingParams, plan: Plan, allowed: Tensor | None = None
-) -> dict[Outcome, float]:
+def exact_cells(reference: Reference, prompt: Tokens, params: SamplingParams, plan: Plan) -> dict[Outcome, float]:
     """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
     likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
     of its own beginning. They sum to 1."""
@@ -483,7 +369,7 @@ def exact_cells(
     while going and len(cells) < plan.cells:
         beginning = max(going, key=cells.__getitem__)
         going.remove(beginning)
-        probs = reference.probs(prompt, beginning, params, allowed) * cells[beginning]
+        probs = reference.probs([*prompt, *beginning], params) * cells[beginning]
         for token in torch.nonzero(probs >= plan.least).flatten().tolist():
             longer = (*beginning, token)
             cells[longer] = float(probs[token])

@@ -27,18 +27,15 @@ def certify(
     /,
     *,
     prompt_file: Path | None = None,
-    temperature: Annotated[tuple[float, ...], Parameter(negative="")] = (0.0, 0.7),
+    temperature: Annotated[tuple[float, ...], Parameter(negative="")] = (0.0, 1.0),
     prompts: int = 6,
     max_tokens: int = 96,
-    detect: float = 0.2,
+    detect: float = 0.1,
     json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
     """Prove on your own model that speculation changes nothing. Exit code 1 if a check fails.
-
-    The model runs in float32 where --dtype names no other: 16 bits round, and so excuse differences and leave out what
-    cuts tokens off.
 
     Parameters
     ----------
@@ -69,8 +66,6 @@ def certify(
     from forerun.certify.checks import certify as examine
 
     plan = Plan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=tuple(temperature))
-    if loading.dtype == "auto":  # Rounding is more than --detect, and moves the border of what top-k and others cut off
-        loading = replace(loading, dtype="float32")
     if loading.max_model_len is None:  # So many rows as long as the context could take all memory
         loading = replace(loading, max_model_len=min(plan.longest, session.context_of(model)))
     llm = session.load(model, loading, config, max_num_seqs=_ROWS)
