@@ -23,10 +23,9 @@
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "lanes.h"
+#include "tiles.h"
 
 enum { BLOCK = 128, TILE = LANES, CHUNK = 64, MOST_DEPTH = 256 };
 #define UNROLL _Pragma("GCC unroll 4")
@@ -196,12 +195,6 @@ INLINE void dots_of(const int ROWS, const Product *f, int64_t first) {
 }
 
 #ifdef __AMX_BF16__
-static const __attribute__((aligned(64))) struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} TILES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-
 // For TILE rows: what stands behind the last is computed, too, and nobody reads it.
 static void by_tiles(const Product *f) {
     __asm__ volatile("" ::: "memory");    // The compiler does not know that a tile reads memory
@@ -460,7 +453,7 @@ static void attend_chunk(const Problem *p, int64_t batch, int64_t key_head, int6
 static int has_tiles(void) {
 #ifdef __AMX_BF16__
     static _Atomic int known = 0;    // 1: no, 2: yes
-    if (!known) known = syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? 2 : 1;
+    if (!known) known = may_use_tiles() ? 2 : 1;
     return known == 2;
 #else
     return 0;
@@ -504,7 +497,7 @@ int32_t forerun_attend_part(const Problem *problem, const uint16_t *key, const u
     scratch.found = malloc((size_t)(CHUNK * (p->longest + 1)) * sizeof(float));
     scratch.tiles = has_tiles();
 #ifdef __AMX_BF16__
-    if (scratch.tiles) _tile_loadconfig(&TILES);
+    if (scratch.tiles) set_up_tiles((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
 #endif
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t task = 0; task < whole + left * parts; task++) {

@@ -13,10 +13,9 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "product.h"
+#include "tiles.h"
 
 #ifdef __AVX512F__
 typedef __m512 Lanes;
@@ -198,19 +197,10 @@ static void by_lanes(const Product *p, int64_t first, int64_t last, int64_t pane
 }
 
 #ifdef __AMX_BF16__
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} Tiles;
-
 static void configure(int64_t upper, int64_t lower) {
-    Tiles tiles = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) tiles.bytes[tile] = 64;
     // 0, 1: sums of the upper rows, 2, 3: of the lower ones (or all four of the upper ones); 4, 5: states; 6, 7: weights
-    const int64_t rows[8] = {upper, upper, lower ? lower : upper, lower ? lower : upper, upper, lower ? lower : 1, 16, 16};
-    for (int tile = 0; tile < 8; tile++) tiles.rows[tile] = (uint8_t)rows[tile];
-    _tile_loadconfig(&tiles);
+    uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : upper);
+    set_up_tiles((const uint8_t[8]){first, first, second, second, first, (uint8_t)(lower ? lower : 1), 16, 16});
 }
 
 INLINE void fetch(const uint16_t *from) {
@@ -355,7 +345,7 @@ int32_t forerun_product_has(int32_t kind) {
     if (kind == DOTS) return 1;
 #endif
 #ifdef __AMX_BF16__
-    if (kind == TILES_OF_AMX) return syscall(SYS_arch_prctl, 0x1023, 18) == 0;    // the kernel must keep their state
+    if (kind == TILES_OF_AMX) return may_use_tiles();
 #endif
     return 0;
 }
