@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import stat
 import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from forerun.writing import written
+
+_log = logging.getLogger(__name__)
+
+
+def read_kept(path: Path) -> Any:
+    """Return the JSON value that is kept in a file; None where there is none, or the file is broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def keep(path: Path, value: Any, what: str) -> None:
+    """Keep a JSON value in a file; that it cannot be written is no error, and `what` is not kept."""
+    try:
+        with written(path) as fresh:
+            fresh.write_text(json.dumps(value), encoding="utf-8")
+    except OSError as error:
+        _log.debug("%s is not kept: %s", what, error)
 
 
 def cache_root() -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import logging
 import platform
 import re
 import sys
@@ -20,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from forerun.caching import cache_root
-from forerun.writing import written
+from forerun.caching import cache_root, keep, read_kept
 
-_log = logging.getLogger(__name__)
 WITHOUT_FLOAT64 = {"mps"}  # Types of devices
 
 
@@ -45,19 +41,12 @@ def kept_here(name: str, measure: Callable[[], Any]) -> Any:
     what `measure` returns, a JSON value, which is kept in the cache folder: the next start decides as this one did."""
     path = cache_root() / "machine.json"
     key = f"{name}; {processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if key in kept:
-            return kept[key]
-    except (OSError, ValueError, TypeError):
-        kept = {}
-    value = measure()
-    try:
-        with written(path) as fresh:
-            fresh.write_text(json.dumps({**(kept if isinstance(kept, dict) else {}), key: value}), encoding="utf-8")
-    except OSError as error:
-        _log.debug("%s cannot be kept in the cache folder: %s", name, error)
-    return value
+    found = read_kept(path)
+    kept = found if isinstance(found, dict) else {}
+    if key not in kept:
+        kept[key] = measure()
+        keep(path, kept, name)
+    return kept[key]
 
 
 def one_dnn() -> bool:

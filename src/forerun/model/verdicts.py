@@ -8,8 +8,6 @@ put back is found, and told, at every start.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import platform
 from collections.abc import Sequence
 from functools import cache
@@ -19,10 +17,8 @@ from typing import Any
 import torch
 import transformers
 
-from forerun.caching import cache_root
-from forerun.writing import written
+from forerun import caching
 
-_log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parents[1]
 _READ = ("model", "core")  # Folders whose sources decide what a pass computes
 
@@ -47,24 +43,16 @@ def kept(key: str | None) -> list[str] | None:
     """The modules that were accepted when the model was found right; None: nothing is known."""
     if key is None:
         return None
-    try:
-        told = json.loads(_path(key).read_text(encoding="utf-8"))
-        accepted = told["accepted"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    told = caching.read_kept(_path(key))
+    accepted = told.get("accepted") if isinstance(told, dict) else None
     right = isinstance(accepted, list) and all(isinstance(name, str) for name in accepted)
     return accepted if right else None
 
 
 def keep(key: str | None, name: str, accepted: Sequence[str]) -> None:
     """Keep that a model was found right with these modules replaced; a folder that cannot be written to is no error."""
-    if key is None:
-        return
-    try:
-        with written(_path(key)) as fresh:
-            fresh.write_text(json.dumps({"model": name, "accepted": list(accepted)}), encoding="utf-8")
-    except OSError as error:
-        _log.debug("the self-check's result is not kept: %s", error)
+    if key is not None:
+        caching.keep(_path(key), {"model": name, "accepted": list(accepted)}, "the self-check's result")
 
 
 def _folder(model: Any) -> Path | None:
@@ -83,7 +71,7 @@ def _folder(model: Any) -> Path | None:
 
 
 def _path(key: str) -> Path:
-    return cache_root() / "checked" / f"{key}.json"
+    return caching.cache_root() / "checked" / f"{key}.json"
 
 
 @cache
