@@ -25,7 +25,7 @@ from forerun.serve.handling import Tagged
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools import FORMATS, format_of
-from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark
+from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark, ToolFormat
 from forerun.serve.tools.deepseek_v3 import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
 from forerun.types import StreamChunk, StructuredOutputs
@@ -232,11 +232,15 @@ def obeys(name: str, arguments: dict[str, Any]) -> bool:
     )
 
 
+def described(compiler: GrammarCompiler, name: str, template: str, *, forced: bool) -> tuple[ToolFormat, str]:
+    """A format of the two functions, and its grammar."""
+    kind, lark = FORMATS[name](template, [WEATHER, CLOSED]), Lark(compiler.mark)
+    return kind, lark.text(kind.grammar(lark, forced=forced, many=True))
+
+
 @pytest.mark.parametrize(("name", "template"), VERSIONS)
 def test_a_strict_function_is_obeyed_behind_the_mark_only(compiler: GrammarCompiler, name: str, template: str) -> None:
-    kind = FORMATS[name](template, [WEATHER, CLOSED])
-    lark = Lark(compiler.mark)
-    grammar = lark.text(kind.grammar(lark, forced=False, many=True))
+    _, grammar = described(compiler, name, template, forced=False)
     free, call = 'no { call < at all: {"a": 1}', CALLS_WRITTEN[name, template]
     lead = "" if name == "llama3_json" else free
     assert spelled(compiler, grammar, free) == free
@@ -249,9 +253,7 @@ def test_a_strict_function_is_obeyed_behind_the_mark_only(compiler: GrammarCompi
 def test_a_forced_call_is_allowed_from_its_first_token_to_its_last(
     compiler: GrammarCompiler, name: str, template: str
 ) -> None:
-    kind = FORMATS[name](template, [WEATHER, CLOSED])
-    lark = Lark(compiler.mark)
-    grammar, call = lark.text(kind.grammar(lark, forced=True, many=True)), CALLS_WRITTEN[name, template]
+    (_, grammar), call = described(compiler, name, template, forced=True), CALLS_WRITTEN[name, template]
     assert spelled(compiler, grammar, call) == call
     assert spelled(compiler, grammar, f"Well. {call}") == "", "nothing but a call"
 
@@ -261,9 +263,7 @@ def test_a_mark_that_is_spelled_out_does_not_free_a_strict_function(
     compiler: GrammarCompiler, name: str, template: str
 ) -> None:
     """A reader takes the characters of a mark for the mark, whichever tokens they are."""
-    kind = FORMATS[name](template, [WEATHER, CLOSED])
-    lark = Lark(compiler.mark)
-    grammar = lark.text(kind.grammar(lark, forced=False, many=True))
+    kind, grammar = described(compiler, name, template, forced=False)
     ids = [token for character in f"So: {kind.mark} who" for token in compiler.tokenizer.encode(character)]
     valid = compiler.processor(StructuredOutputs(grammar=grammar), 0).valid([], ids)
     assert len(f"So: {kind.mark}") - 1 <= valid < len(ids)
