@@ -65,8 +65,10 @@ def run(engine: LLM, drafter: Drafter, params: SamplingParams) -> float:
         for chunk in engine.engine.step():
             texts[chunk.request_id] += [token.id for token in chunk.tokens]
         drafters = [part for part in vars(drafter).values() if isinstance(part, Target) and part is not engine.target]
+        rows = {answer.request.id: answer.row.cache_row for answer in engine.engine._running}
         for target in (engine.target, *drafters):
-            for row, tokens in enumerate(texts.values()):
+            for request, tokens in texts.items():
+                row = rows[request]
                 if target is engine.target:
                     assert target.lengths[row] == len(tokens) - 1
                 if target.lengths[row]:

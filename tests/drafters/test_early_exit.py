@@ -127,7 +127,7 @@ def test_rows_of_other_drafters_and_plain_rows_beside() -> None:
         with resumes() as seen:
             outputs = mixed(params, [{"method": "ngram", "adaptive": False}, first, None, second])
         assert tokens_of(outputs) == [plain_greedy(prompt, params) for prompt in PROMPTS[:4]]
-        assert any(len(counts) == 4 and counts[0] == counts[2] == 0 < min(counts[1], counts[3]) for counts in seen)
+        assert any([count > 0 for count in sorted(counts)] == [False, False, True, True] for counts in seen)
 
 
 def test_a_drafter_that_reads_lower_layers_makes_the_pass_whole() -> None:
