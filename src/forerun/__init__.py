@@ -1,6 +1,7 @@
-"""forerun: speculative decoding that makes language models answer faster without changing what they answer.
+"""forerun makes language models answer faster by speculative decoding, without changing what they answer.
 
-Names are loaded when first used, so that importing the package (and ``forerun --help``) imports no torch.
+Names are loaded when first used, so that importing the package (and ``forerun --help``) imports
+no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _HOMES = {
     "enable_huggingface_checkpointing": "forerun.training.convert.model",
     "hf": "forerun.engine.huggingface",
 }
-"""Where the names of `__all__` are that `forerun.types` has not."""
+"""These are the modules of the names in `__all__` that are not in `forerun.types`."""
 
 __all__ = ["EAGLE3_DEFAULT_CFG", "LLM", "AsyncLLM", "CompletionOutput", "ForerunError", "RequestOutput"]
 __all__ += ["SamplingParams", "Source", "SpeculativeConfig", "StepTrace", "StreamChunk", "StructuredOutputs"]

@@ -1,4 +1,6 @@
-"""The cache folder: compiled kernels, measured costs and whatever else can be made again. Imports no torch."""
+"""The cache folder holds compiled kernels, measured costs and whatever else can be made again.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_kept(path: Path) -> Any:
-    """Return the JSON value that is kept in a file; None where there is none, or the file is broken."""
+    """Return the JSON value that a file of the cache holds; None if it is missing or broken."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -26,7 +28,9 @@ def read_kept(path: Path) -> Any:
 
 
 def keep(path: Path, value: Any, what: str) -> None:
-    """Keep a JSON value in a file; that it cannot be written is no error, and `what` is not kept."""
+    """Write a JSON value to a file of the cache; where that fails, log at debug level that `what`
+    is not kept.
+    """
     try:
         with written(path) as fresh:
             fresh.write_text(json.dumps(value), encoding="utf-8")
@@ -35,8 +39,10 @@ def keep(path: Path, value: Any, what: str) -> None:
 
 
 def cache_root() -> Path:
-    """``$FORERUN_CACHE``, else ``$XDG_CACHE_HOME/forerun``, else ``~/.cache/forerun``; for a user without a home
-    directory, as in a container, a folder of theirs alone among the temporary files."""
+    """Return the cache folder: ``$FORERUN_CACHE``, else ``$XDG_CACHE_HOME/forerun``, else ``~/.cache/forerun``.
+
+    A user without a home directory, as in a container, gets a private folder in the temporary directory.
+    """
     chosen = os.environ.get("FORERUN_CACHE")
     if chosen:
         return Path(chosen)
@@ -49,7 +55,10 @@ def cache_root() -> Path:
 
 @cache
 def _without_home() -> Path:
-    """The same in every process, unless somebody else has laid one ready under that name."""
+    """Return a private folder in the temporary directory, the same one in every process.
+
+    Where somebody else owns a folder of that name, each process gets a fresh one.
+    """
     folder = Path(tempfile.gettempdir()) / f"forerun-{os.geteuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

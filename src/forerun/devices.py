@@ -1,4 +1,6 @@
-"""Transfers between host and device without a wait, and what some devices lack."""
+"""This module moves tensors between host and device without a wait, and knows what some devices
+lack.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ WITHOUT_FLOAT64 = {"mps"}  # Types of devices
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The float type for sums and draws: float64, and float32 where a device has none."""
+    """Return the float type for sums and draws: float64, or float32 where a device has no float64."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def processor_name() -> str:
-    """The product's name of this machine's CPU where it can be had."""
+    """Return the product name of this machine's CPU, or its architecture where no name is known."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -37,8 +39,11 @@ def processor_name() -> str:
 
 
 def kept_here(name: str, measure: Callable[[], Any]) -> Any:
-    """Return what was measured under that name on this processor before, with as many threads and this torch; else
-    what `measure` returns, a JSON value, which is kept in the cache folder: the next start decides as this one did."""
+    """Return what `measure` returns, a JSON value, measured once per machine and kept in the cache folder.
+
+    The key is `name`, the processor, the number of threads and torch's version. The next start reads the
+    kept value, so that it decides as this one did.
+    """
     path = cache_root() / "machine.json"
     key = f"{name}; {processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     found = read_kept(path)
@@ -50,13 +55,16 @@ def kept_here(name: str, measure: Callable[[], Any]) -> Any:
 
 
 def one_dnn() -> bool:
-    """Whether torch has oneDNN, and it is switched on."""
+    """Return whether torch has oneDNN and it is switched on."""
     return bool(torch._C._has_mkldnn and torch.backends.mkldnn.enabled)
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device has fast matrix products of that dtype, of the sizes of training. A CPU may only emulate
-    bfloat16 and float16, and takes three to ten times as long then as in float32: measured once and kept."""
+    """Return whether a device has fast matrix products of that dtype, at the sizes that training uses.
+
+    A CPU may only emulate bfloat16 and float16, and then takes three to ten times as long as in float32;
+    this is measured once and kept.
+    """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
     return one_dnn() and _takes_of_float32(dtype) < EMULATED
@@ -67,12 +75,14 @@ EMULATED = 1.5  # Times that a dtype takes of float32's from which on it is emul
 
 @cache
 def _takes_of_float32(dtype: torch.dtype) -> float:
-    """What a product of training takes, in parts of what it takes in float32."""
+    """Return the time of a training product in that dtype as a multiple of its time in float32,
+    measured once and kept.
+    """
     return float(kept_here(f"products of training in {dtype}", lambda: _measured_takes(dtype)))
 
 
 def _measured_takes(dtype: torch.dtype) -> float:
-    """As `_takes_of_float32`, in some hundredths of a second."""
+    """Measure that multiple, which takes some hundredths of a second."""
     times = {torch.float32: list[float](), dtype: list[float]()}
     with torch.inference_mode():
         for _ in range(3):
@@ -85,19 +95,21 @@ def _measured_takes(dtype: torch.dtype) -> float:
 
 
 def trim_heap() -> None:
-    """Give back to the system what was freed here, which glibc would keep."""
+    """Give memory that was freed here back to the system; glibc would keep it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on a device: packed into one copy, from pinned memory, that nobody waits for."""
+    """Send tensors of the host to a device in one copy from pinned memory, without waiting for it."""
     return list(tensors) if device.type == "cpu" else unpacked(sent_packed(tensors, device), tensors)
 
 
 def sent_packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """As `sent`, but as the bytes of all in one tensor, which `unpacked` takes apart."""
+    """Send tensors to a device as the bytes of all of them in one tensor, which `unpacked` takes
+    apart.
+    """
     packed = _packed(tensors)
     if device.type == "cuda":
         packed = packed.pin_memory()
@@ -105,25 +117,29 @@ def sent_packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one device on the host, in one transfer."""
+    """Fetch tensors of one device to the host in one transfer."""
     return list(tensors) if tensors[0].device.type == "cpu" else unpacked(_packed(tensors).cpu(), tensors)
 
 
 def sent_ints(values: Sequence[int], device: torch.device) -> Tensor:
-    """(N,) int64 of integers, as `sent`."""
+    """Send integers to a device as an int64 tensor, (N,), without waiting for it."""
     return sent([torch.tensor(values, dtype=torch.int64)], device)[0]
 
 
 @cache
 @torch.inference_mode(mode=False)
 def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """(N,) int64 on a device, taken there once: a level that needs it does not wait for the host. Never write to it.
-    None is ever dropped: a recording reads it where it lies."""
+    """Return an int64 tensor (N,) on a device that was sent there once, so that a level that reads it never waits.
+
+    Never write to it. None is ever dropped, because a recorded CUDA graph reads it where it lies.
+    """
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 class Together:
-    """A context of the whole process that several threads may have open: entered by the first, left by the last."""
+    """A `Together` is a context of the whole process that the first thread enters and the last one
+    leaves.
+    """
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make, self._lock, self._inside = make, threading.Lock(), 0
@@ -150,24 +166,30 @@ _ANY_SHAPE = Together(
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """While open, attention runs in kernels that take any shape at once. cuDNN plans each new shape for 0.4 s."""
+    """Return a context in which attention runs in kernels that take any shape at once. cuDNN plans
+    each new shape for 0.4 s.
+    """
     return _ANY_SHAPE if device.type == "cuda" else nullcontext()
 
 
 def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """The entries `rows` of the first dimension, in that order; `values` itself where these are all."""
+    """Return the entries `rows` of the first dimension, in that order; `values` itself where these
+    are all.
+    """
     if list(rows) == list(range(len(values))):
         return values
     return values.index_select(0, sent_ints(rows, values.device))
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes, those of wide types first, so that each tensor is aligned."""
+    """Return the bytes of all tensors in one, widest types first, so that each tensor is aligned."""
     return torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in _order(tensors)])
 
 
 def unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, of the dtypes and shapes of `like`, in its order."""
+    """Return the tensors that `packed` holds, with the dtypes and shapes of `like` and in its
+    order.
+    """
     found, start = list(like), 0
     for index in _order(like):
         one = like[index]

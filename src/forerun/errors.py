@@ -1,4 +1,6 @@
-"""Errors meant for users. A message says what was wrong, what was expected and what to do."""
+"""These errors are meant for users: a message says what was wrong, what was expected and what to
+do. A message says what was wrong, what was expected and what to do.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from contextlib import contextmanager
 from typing import Protocol
 
 UNSERVED = "No option of forerun changes that; transformers' own generate runs such a model."
-"""What to do about a model whose kind is refused."""
+"""This sentence ends the message about a model whose kind is refused."""
 
 CLOSED = "the engine was closed and takes no more requests; make a new one"
 
 
 class ForerunError(Exception):
-    """The root of all errors meant for a user."""
+    """`ForerunError` is the root of all errors that are meant for a user."""
 
 
 class ArgumentError(ForerunError, ValueError):
@@ -28,7 +30,9 @@ class CheckpointError(ForerunError, ValueError):
 
 
 class DownloadError(ForerunError, ConnectionError):
-    """What is downloaded at its first use cannot be: no network, or the package index does not have it."""
+    """A file that is downloaded at its first use is out of reach: no network, or not in the package
+    index.
+    """
 
 
 class UnsupportedModelError(ForerunError, ValueError):
@@ -52,15 +56,20 @@ class NumericError(ForerunError, ArithmeticError):
 
 
 class NoTokenLeftError(ForerunError, ValueError):
-    """What a request asked for bans every token."""
+    """A request's constraints ban every token."""
 
 
 class RequestError(ForerunError):
-    """Something that belongs to one request raised, and ended it; its cause is the error. No other is concerned."""
+    """A request ended because something that belongs to it alone raised.
+
+    The cause is the original error; other requests are not concerned.
+    """
 
     @classmethod
     def of(cls, error: BaseException) -> ForerunError:
-        """What whoever asked is told: the error itself if it was meant for users."""
+        """Return the error that the caller is told: `error` itself if it was meant for users, else
+        one that wraps it.
+        """
         if isinstance(error, ForerunError):
             return error
         own = cls(f"this request could not go on: {type(error).__name__}: {error}")
@@ -73,7 +82,7 @@ class EngineError(ForerunError, RuntimeError):
 
 
 class SlowReaderError(ForerunError):
-    """Whoever asked for a stream does not read it."""
+    """A stream was ended because its reader does not read it."""
 
 
 class DataError(ForerunError, ValueError):
@@ -81,20 +90,25 @@ class DataError(ForerunError, ValueError):
 
 
 def of_the_process(error: BaseException) -> bool:
-    """Whether an error has nothing to do with what raised it: Ctrl-C, an exit, a generator that is closed. Panics of
-    libraries written in Rust (tokenizers, grammars) are no `Exception` either, but about what they are given."""
+    """Return whether an error has nothing to do with what raised it: Ctrl-C, an exit, a generator
+    that is closed. Panics of libraries written in Rust (tokenizers, grammars) are no `Exception`
+    either, but about what they are given.
+    """
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
 class Failing(Protocol):
-    """What may end with an error of its own."""
+    """A `Failing` object can end with an error of its own."""
 
     error: ForerunError | None
 
 
 class Isolation:
-    """``with Isolation(row):`` around what is done for one row alone (its distribution, processors, grammar, stop
-    strings): if it raises, the row has an error, which ends that request, and nothing is raised."""
+    """``with Isolation(row):`` turns an error inside the block into an error of that row.
+
+    It stands around what is done for one row alone (its distribution, processors, grammar, stop strings).
+    The row's error ends its request, and nothing is raised.
+    """
 
     __slots__ = ("_row",)
 
@@ -102,7 +116,7 @@ class Isolation:
         self._row = row
 
     def __enter__(self) -> None:
-        """Nothing is kept."""
+        """Enter the block; there is nothing to prepare."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if error is None or of_the_process(error):
@@ -112,15 +126,17 @@ class Isolation:
 
 
 def choices(name: str, known: Iterable[str], are: str = "There are") -> str:
-    """What to say behind an unknown name: ``" Did you mean 'x'? There are x, y, z."``, the nearest first, before a list
-    that may be long."""
+    """Return the hint that follows an unknown name: ``" Did you mean 'x'? There are x, y, z."``
+
+    The nearest name comes first, before a list that may be long.
+    """
     names = list(known)
     return f"{nearest(name, names)} {are} {', '.join(names)}."
 
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """Say of each ArgumentError that leaves the block which parameter it is about, unless it is known."""
+    """Name the parameter in each ArgumentError that leaves the block and does not name one yet."""
     try:
         yield
     except ArgumentError as error:
@@ -129,6 +145,6 @@ def about(param: str) -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """``" Did you mean 'x'?"``, or an empty string where nothing comes near."""
+    """Return ``" Did you mean 'x'?"``, or an empty string where no known name is near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""

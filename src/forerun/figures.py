@@ -1,4 +1,4 @@
-"""The two figures that say what speculation brings; nothing else computes them. Imports no torch."""
+"""These two figures say what speculation brings; nothing else computes them. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a configuration key by key, with types, and keeps account of what nobody read.
+"""This module reads a configuration key by key, with types, and reports keys that nobody read.
 
 A key that nobody read is one of three: known to mean nothing to a head's computation (`MEANINGLESS`), known to change
 it (`NEUTRAL`: refused), or unknown: kept, written back, and reported by name.
@@ -12,7 +12,7 @@ from typing import Any
 from forerun.errors import CheckpointError
 
 NESTED, SPECULATORS = "eagle_config", "speculators"
-"""Objects in a configuration, and among the keys that a head keeps of its file."""
+"""These keys hold objects, in a configuration and among the keys that a head keeps of its file."""
 MEANINGLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention attention_dropout
@@ -33,8 +33,11 @@ MEANINGLESS = frozenset(
     scoring_func seq_aux topk_group topk_method train_router
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
-"""Names, versions, special tokens, sampling defaults, dropout, how it was trained (DeepSpec's), and the target's
-experts, which a head of dense layers does not have: no engine computes a draft with them."""
+"""No engine computes a draft with these keys.
+
+They are names, versions, special tokens, sampling defaults, dropout, how a head was trained (DeepSpec's),
+and the target's experts, which a head of dense layers does not have.
+"""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Factors, caps and other forms of the layers.
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1.0,)),
@@ -63,20 +66,24 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Layers that are read, under names that this format does not have.
     **dict.fromkeys(("layer_ids", "aux_hidden_state_layer_ids", "dspark_target_layer_ids"), ()),
 }
-"""Keys that change what a head computes, in ways that forerun does not know -> values, besides null, that do not."""
+"""These keys change what a head computes in ways that forerun does not know, except for null and
+the values given here.
+"""
 ROPE = frozenset(
     """
     rope_type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
     truncate low_freq_factor high_freq_factor short_factor long_factor mrope_section mrope_interleaved
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
-"""What a ``rope_scaling`` can say; transformers computes with it."""
+"""These keys may stand in ``rope_scaling``; transformers computes with them."""
 OBJECTS: dict[str, Container[str]] = {"rope_scaling": ROPE, NESTED: MEANINGLESS, SPECULATORS: ("proposal_methods",)}
-"""Objects whose keys are known one by one, and which."""
+"""These objects have known keys, which are checked one by one."""
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
-    """Names of a configuration's architectures, if it has any. CheckpointError: they are no list of names."""
+    """Return the names of a configuration's architectures, an empty list if it has none.
+    CheckpointError: they are no list of names.
+    """
     names = config.get("architectures") or []
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"architectures of config.json must be a list of names, got {names!r}")
@@ -84,19 +91,19 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 class Keys:
-    """The keys of a JSON object, absent and null being the same; CheckpointError for a value of another type."""
+    """`Keys` reads the keys of a JSON object; absent and null are the same."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self._values, self._where = dict(values), where
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """The value as it is, or None."""
+        """Return the value as it is, or None."""
         self._read.add(name)
         return self._values.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; CheckpointError, too, if it is absent and there is no default."""
+        """Return a whole number, or the default where the key is absent."""
         if self.get(name) is None and default is None:
             raise CheckpointError(f"{self._where} has no {name}; a head's configuration needs it")
         return int(self._typed(name, default, int, "a whole number"))
@@ -119,7 +126,7 @@ class Keys:
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        """A list of whole numbers, None if it is absent or empty."""
+        """Return a list of whole numbers, None if it is absent or empty."""
         value = self.get(name)
         if value is None or value == []:
             return None
@@ -128,14 +135,14 @@ class Keys:
         return tuple(value)
 
     def nested(self, name: str) -> Keys:
-        """An object inside, empty if it is absent."""
+        """Return the keys of an object inside this one, empty if it is absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")
         return Keys(value or {}, f"{name} in {self._where}")
 
     def rest(self) -> dict[str, Any]:
-        """What has not been read so far and is not null; CheckpointError if that changes what a head computes."""
+        """Return the keys that nobody has read and that are not null."""
         rest = {name: value for name, value in self._values.items() if name not in self._read and value is not None}
         for name, value in rest.items():
             if name in NEUTRAL and value not in NEUTRAL[name]:
@@ -151,7 +158,9 @@ class Keys:
 
 
 def unknown_keys(extra: Mapping[str, Any], known: Container[str] = MEANINGLESS) -> list[str]:
-    """Names of the keys in `extra` of which nothing is known, those in the objects of `OBJECTS` with a dot."""
+    """Return the names of the keys in `extra` that are unknown, with a dot for those inside the
+    objects of `OBJECTS`.
+    """
     found = list[str]()
     for name, value in extra.items():
         if name in OBJECTS and isinstance(value, Mapping):

@@ -1,4 +1,6 @@
-"""``manifest.json`` of the directories that forerun writes, sealed with a checksum. Imports no torch."""
+"""This module writes and checks ``manifest.json`` of the directories that forerun writes, sealed
+with a checksum. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
-    """What `write_sealed` was given; DataError, with the `remedy`, if it is no JSON object or has changed."""
+    """Return what `write_sealed` was given; DataError, with the `remedy`, if it is no JSON object
+    or has changed.
+    """
     return _unsealed(path, read_object(path, remedy), remedy)
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a file, all of which is read."""
+    """Return the sha256 of a file, which is read whole."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -41,7 +45,7 @@ def _hash(value: Any) -> str:
 
 
 def read_object(path: Path, remedy: str, kind: type[ForerunError] = DataError) -> dict[str, Any]:
-    """The JSON object in a file; an error of this kind, with the `remedy`, if there is none."""
+    """Return the JSON object in a file; an error of this kind, with the `remedy`, if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -59,7 +63,7 @@ def _unsealed(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestKind:
-    """Directories of one kind."""
+    """A `ManifestKind` describes one kind of directory and writes and reads its manifest."""
 
     format: str  # What the manifest calls itself
     version: int
@@ -71,7 +75,9 @@ class ManifestKind:
         write_sealed(folder / MANIFEST, {"format": self.format, "version": self.version, **entries})
 
     def read(self, folder: Path) -> dict[str, Any]:
-        """What was written; DataError if there is no manifest, it is changed, or of another kind or version."""
+        """Return what the manifest holds; DataError if it is missing, changed, or of another kind
+        or version.
+        """
         path = folder / MANIFEST
         if not path.is_file():
             raise DataError(f"{folder} is not {self.what}, it has no {MANIFEST}; {self.remedy}")
@@ -91,7 +97,7 @@ class ManifestKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerIdentity:
-    """What tells one tokenizer from another."""
+    """A `TokenizerIdentity` tells one tokenizer from another."""
 
     name: str  # Directory name or hub id it was loaded from; for messages, not for comparison
     vocab_size: int
@@ -100,7 +106,7 @@ class TokenizerIdentity:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> TokenizerIdentity:
-        """The identity of a loaded tokenizer; `name` overrides the one it carries."""
+        """Return the identity of a loaded tokenizer; `name` overrides the one it carries."""
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         source = name or str(getattr(tokenizer, "name_or_path", "")) or "unnamed"
         path = Path(source)

@@ -1,4 +1,4 @@
-"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered. Imports no torch."""
+"""`SamplingParams` and `StructuredOutputs` say how one request is to be answered. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,22 @@ GREEDY_BELOW = 1e-5  # Temperatures below this are 0, as in vLLM: logits divided
 MAX_TEMPERATURE = 1e4  # Larger ones are refused: all tokens are equally likely long before
 
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What a checkpoint may ask for, and what holds where neither it nor the request does."""
+"""These values hold where neither the request nor the checkpoint sets one; a checkpoint may set
+these alone.
+"""
 
 LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
-"""A user's processor: (all token ids so far, logits (V,) float32) -> logits (V,). Must be a function of these alone."""
+"""A user's processor maps (all token ids so far, logits (V,) float32) to logits (V,).
+
+It must be a function of these alone.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """What the answer must look like; exactly one of these. Names are vLLM's."""
+    """`StructuredOutputs` says what the answer must look like: exactly one of these fields is set.
+    Names are vLLM's.
+    """
 
     json: Mapping[str, Any] | str | None = None  # A JSON schema
     json_object: bool = False  # Any JSON object
@@ -46,9 +53,12 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one request. Names and meaning are vLLM's. ``None`` means: what the checkpoint's
-    ``generation_config.json`` says, else the neutral value. Processors apply in this order: allowed tokens, bad words,
-    min tokens, logit bias, penalties, user processors, temperature, min-p, top-k, top-p."""
+    """`SamplingParams` says how to sample one request; names and meaning are vLLM's.
+
+    ``None`` takes what the checkpoint's ``generation_config.json`` says, else the neutral value. Processors
+    apply in this order: allowed tokens, bad words, min tokens, logit bias, penalties, user processors,
+    temperature, min-p, top-k, top-p.
+    """
 
     n: int = 1  # Answers per prompt
     temperature: float | None = None  # 0, or anything below 1e-5, is greedy and reads as 0.0; neutral 1, at most 10,000
@@ -89,7 +99,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def sealed(self) -> SamplingParams:
-        """The same with copies of its lists and dicts that cannot be written to."""
+        """Return these parameters with read-only copies of their lists and dicts."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             if isinstance(value, list | dict):
@@ -102,7 +112,9 @@ class SamplingParams:
 
 
 def token_ids(name: str, given: Any) -> list[int]:
-    """A list, array or tensor of integers as a list of Python's own; an ArgumentError for anything else."""
+    """Return a list, array or tensor of integers as a list of Python's own; an ArgumentError for
+    anything else.
+    """
     given = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping):
         given = list(given)
@@ -121,8 +133,10 @@ _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalt
 
 
 def _typed(params: SamplingParams) -> dict[str, Any]:
-    """Integers and token ids as Python's own, where they are NumPy's or torch's. ArgumentError: something is of another
-    type than it must be."""
+    """Return integers and token ids as Python's own, where they are NumPy's or torch's.
+
+    ArgumentError: a value is of another type than it must be.
+    """
     own = dict[str, Any]()
     for name in (*_WHOLE, *_REAL):
         value, whole = getattr(params, name), name in _WHOLE
@@ -165,7 +179,9 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "logprobs": (0, math.inf, "0 or more"),
     "prompt_logprobs": (0, math.inf, "0 or more"),
 }
-"""The least and the most that each may be, unless it is None, and the same in words."""
+"""These are the least and the most that each parameter may be, unless it is None, and the same in
+words.
+"""
 
 
 def _check_sampling(params: SamplingParams) -> None:

@@ -1,4 +1,4 @@
-"""matplotlib as forerun uses it: without a display, and asked for before anything is measured."""
+"""This module uses matplotlib without a display, and asks for it before anything is measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def check_plot(path: Path | None) -> None:
 
 
 def pyplot() -> Any:
-    """``matplotlib.pyplot``. ArgumentError: it is not installed."""
+    """Return ``matplotlib.pyplot``; ArgumentError if it is not installed. ArgumentError: it is not
+    installed.
+    """
     try:
         import matplotlib as mpl
     except ImportError as error:

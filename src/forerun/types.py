@@ -1,7 +1,7 @@
-"""The nouns of forerun: what is asked, what is drafted, what is scored, what is kept, what came out.
+"""These types say what is asked, drafted, scored, accepted and answered.
 
-Shape letters: B rows, K drafted nodes per row, N = K + 1 scored nodes (node 0 is the root: the last committed token), S
-committed tokens, V vocabulary, H hidden size, D depth.
+Shape letters: B rows, K drafted nodes per row, N = K + 1 scored nodes (node 0 is the root: the last
+committed token), S committed tokens, V vocabulary, H hidden size, D depth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAST_HIDDEN: Boundary = -1  # The hidden state after the final norm: what the ou
 
 
 class Drawn(IntEnum):
-    """How a drafted node came about; decides which verification rules may verify it."""
+    """`Drawn` says how a drafted node was chosen, which decides the rules that may verify it."""
 
     DETERMINISTIC = 0  # A function of the tokens before it (top-k, copied text)
     IID = 1  # Drawn from the recorded distribution of its parent, independently of its siblings
@@ -31,8 +31,11 @@ class Drawn(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftKind:
-    """What a drafter may draft for a request: the verification rule follows from it. Known before anything is drawn: a
-    rule that was chosen by looking at the drawn tree would depend on sampled values, and that biases the output."""
+    """A `DraftKind` says what a drafter may draft for a request; the verification rule follows from it.
+
+    It is known before anything is drawn: a rule that was chosen by looking at the drawn tree would depend
+    on sampled values, and that biases the output.
+    """
 
     sampled: bool = False  # Nodes may be sampled; False is safe for any drafter, only less is accepted of sampled nodes
     chain: bool = False  # No node ever has two children
@@ -40,8 +43,11 @@ class DraftKind:
 
 
 class CommittedTokens(list[int]):
-    """A row's tokens: a list to read, which grows and shrinks through its `Row` alone. Drafters are handed it as it is,
-    so that nothing is copied in a step; one that writes to it gets a TypeError instead of another answer."""
+    """`CommittedTokens` is the read-only list of a row's tokens, which only its `Row` changes.
+
+    Drafters are handed it as it is, so that nothing is copied in a step; one that writes to it gets a
+    TypeError instead of another answer.
+    """
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("committed tokens are to be read; copy them, list(tokens), to change them")
@@ -54,7 +60,7 @@ class CommittedTokens(list[int]):
 
 
 class Source(StrEnum):
-    """Where a committed token came from."""
+    """`Source` says where a committed token came from."""
 
     DRAFT = "draft"
     RECOVERED = "recovered"
@@ -64,7 +70,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a rule kept of one row's tree."""
+    """A `Verdict` says what a rule accepted of one row's tree."""
 
     path: tuple[int, ...]  # Accepted node ids from the root's child downwards; empty if nothing was kept
     next_token: int
@@ -73,7 +79,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How much a drafter may propose, by row of the context."""
+    """A `Budget` says how much a drafter may propose for each row of the context."""
 
     nodes: Sequence[int]  # Most nodes, root not counted
     depth: Sequence[int]  # Most tokens on one path; already limited by the room left in the answer and in the context
@@ -81,7 +87,9 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one token, natural logarithm, and its rank (1 = likeliest)."""
+    """A `TokenLogprob` is the log-probability of one token, natural logarithm, with its rank (1 =
+    likeliest).
+    """
 
     logprob: float
     rank: int
@@ -89,7 +97,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedNode:
-    """One drafted node in a `StepTrace`."""
+    """A `TracedNode` is one drafted node in a `StepTrace`."""
 
     token: int
     parent: int  # Node id; 0 is the root
@@ -101,7 +109,10 @@ class TracedNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
-    """One row's part in one step. Feeds ``--show-draft``, the playground, the benchmark, the metrics and the tests."""
+    """A `StepTrace` records one row's part in one step.
+
+    It feeds ``--show-draft``, the playground, the benchmark, the metrics and the tests.
+    """
 
     step: int
     position: int  # Committed tokens before the step, prompt included
@@ -122,7 +133,9 @@ class StepTrace:
 
 @dataclass(kw_only=True, slots=True)
 class SpeculationStats:
-    """Counts over the steps of one request, or of many (`add`). Field names are vLLM's."""
+    """`SpeculationStats` counts over the steps of one request, or of many (`add`). Field names are
+    vLLM's.
+    """
 
     num_tokens: int = 0  # Of the answers, each one's first, which the pass over its prompt gave, included
     num_prompt_passes: int = 0  # Passes that gave a first token: one an answer, in however many pieces it was read
@@ -137,27 +150,31 @@ class SpeculationStats:
 
     @property
     def num_passes(self) -> int:
-        """Passes of the target that gave tokens, with a draft or without, the prompt's included."""
+        """Return the target's passes that gave tokens, with a draft or without, the prompt's
+        included.
+        """
         return self.num_prompt_passes + self.num_plain_steps + self.num_spec_steps
 
     @property
     def tokens_per_pass(self) -> float:
-        """All tokens over all passes: what speculation brought; 1.0 is plain decoding."""
+        """Return all tokens over all passes: what speculation brought; 1.0 is plain decoding."""
         return tokens_per_pass(self.num_tokens, self.num_passes)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted drafted tokens over passes with a draft, as vLLM has it; 1.0 where nothing was drafted."""
+        """Return 1 + accepted drafted tokens over passes with a draft, as vLLM has it; 1.0 where
+        nothing was drafted.
+        """
         return mean_acceptance_length(self.num_accepted_draft_tokens, self.num_spec_steps)
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted / drafted nodes. For trees read `acceptance_per_depth` instead."""
+        """Return accepted over drafted nodes. For trees read `acceptance_per_depth` instead."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def acceptance_per_depth(self) -> list[float]:
-        """Share of the steps that drafted at depth d + 1 and accepted a node there."""
+        """Return for each depth the share of the steps that drafted there and accepted a node."""
         return [kept / tried for kept, tried in zip(self.accepted_per_depth, self.drafted_per_depth, strict=True)]
 
     def add(self, other: SpeculationStats) -> None:
@@ -198,7 +215,7 @@ def _add_counts(total: list[int], more: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputToken:
-    """One token of an answer."""
+    """An `OutputToken` is one token of an answer."""
 
     id: int
     text: str  # What this token added to the text; empty while a character is incomplete
@@ -210,7 +227,7 @@ class OutputToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
-    """One answer to one prompt."""
+    """A `CompletionOutput` is one answer to one prompt."""
 
     index: int  # 0 .. n - 1
     text: str
@@ -224,7 +241,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """All answers to one prompt."""
+    """A `RequestOutput` holds all answers to one prompt."""
 
     request_id: str
     prompt: str | None
@@ -239,7 +256,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamChunk:
-    """What one engine step added to one answer."""
+    """A `StreamChunk` holds what one engine step added to one answer."""
 
     request_id: str
     index: int  # Which of the `n` answers

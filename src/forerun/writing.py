@@ -1,7 +1,8 @@
-"""Atomic writes of files and folders: whole or not there, whatever happens meanwhile. Imports no torch.
+"""This module writes files and folders atomically: whole or not at all. Imports no torch.
 
-What is being written, about to be replaced or being removed has a hidden name of its own: threads, processes and
-containers that share a folder do not meet there. Whoever is killed leaves only that, and `tidy` puts it right.
+What is being written, about to be replaced or being removed has a hidden name of its own, so threads,
+processes and containers that share a folder do not meet there. A killed process leaves only such
+names, and `tidy` cleans them up.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ _HIDDEN = re.compile(rf"\.(.+)\.[0-9a-f]+\.({_PARTIAL}|{_OLD}|{_GONE})")
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """A name beside `path`: what is written there takes the place of `path` when the block ends without an error.
-    OSError: there is no room, or no permission; what was there before is untouched."""
+    """Yield a name beside `path`; what is written there replaces `path` when the block ends without an error.
+
+    OSError: there is no room, or no permission; what was there before is untouched.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = _hidden(path, _PARTIAL)
     try:
@@ -34,7 +37,9 @@ def written(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def written_folder(folder: Path) -> Iterator[Path]:
-    """A fresh folder that takes the place of `folder`, durably, if the block ends without an error. As `written`."""
+    """Yield a fresh folder that durably takes the place of `folder` if the block ends without an
+    error. As `written`.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = _hidden(folder, _PARTIAL)
     fresh.mkdir()
@@ -59,8 +64,10 @@ def written_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Whether nobody else is in such a block for `folder`; who is killed leaves it. True where a file system, or the
-    operating system, knows no locks, and where nothing can be written."""
+    """Yield whether no other process is in such a block for `folder`; a killed process leaves it.
+
+    True where a file system, or the operating system, knows no locks, and where nothing can be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -86,14 +93,16 @@ def _locked(descriptor: int) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, of which nobody ever sees a half."""
+    """Remove a folder at once, so that nobody ever sees half of it."""
     doomed = _hidden(folder, _GONE)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def tidy(parent: Path) -> None:
-    """Remove what killed processes left in `parent`, and undo exchanges cut short. Only where nobody else writes."""
+    """Remove what killed processes left in `parent`, and undo replacements that were cut short.
+    Only where nobody else writes.
+    """
     for path in list(parent.iterdir()) if parent.is_dir() else []:
         match = _HIDDEN.fullmatch(path.name)
         if match is None:

@@ -1,1 +1,3 @@
-"""Any OpenAI-compatible server under load: workloads, a timed client, speculation counters of each engine, reports."""
+"""forerun bench measures any OpenAI-compatible server under load and reads each engine's
+speculation counters.
+"""

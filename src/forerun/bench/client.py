@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI-compatible server, timed chunk by chunk."""
+"""This module sends one streamed request to an OpenAI-compatible server and times every chunk."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from forerun.training.data.records import Message
 
 
 class ServerError(ForerunError, ConnectionError):
-    """A server cannot be measured: it is not there, refuses everything, or is no OpenAI-compatible one."""
+    """A server cannot be measured: it is out of reach, refuses everything, or is not
+    OpenAI-compatible.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What became of one question."""
+    """A `BenchAnswer` records the answer to one question, its times and its error."""
 
     task: str
     category: str
     sent_s: float
-    """When it was sent, since the measurement began."""
+    """Seconds from the beginning of the measurement until the question was sent."""
     ttft_s: float | None = None
-    """Until the first text; None: there was none."""
+    """Seconds until the first text; None where there was none."""
     gaps_s: tuple[float, ...] = ()
-    """Between chunks of text that follow each other; a chunk may hold several tokens."""
+    """Seconds between successive chunks of text; a chunk may hold several tokens."""
     seconds: float = 0.0
-    """Until the end."""
+    """Seconds until the end of the answer."""
     prompt_tokens: int = 0
     tokens: int = 0
-    """As the server counted them; its chunks, where it does not say."""
+    """Tokens as the server counted them; the number of chunks where it does not say."""
     counted: bool = True
-    """Whether the server said how many."""
+    """True where the server said how many tokens it generated."""
     text: str = ""
     speculation: Speculation | None = None
     error: str | None = None
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token behind the first; None for less than two tokens."""
+        """Return the seconds per token behind the first; None for less than two tokens."""
         if self.ttft_s is None or self.tokens < 2:
             return None
         return (self.seconds - self.ttft_s) / (self.tokens - 1)
@@ -52,18 +54,18 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asking:
-    """How every request is made."""
+    """`RequestOptions` say how every request is made."""
 
     endpoint: str = "auto"
-    """``chat``, ``completions``, or what a task calls for."""
+    """``chat``, ``completions``, or ``auto`` for what a task calls for."""
     max_tokens: int = 256
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the body: temperature, top_p, seed, ..."""
+    """Fields of the request body: temperature, top_p, seed, ..."""
     timeout_s: float = 600.0
 
 
 class Server:
-    """A server's address, and what is asked of it; open it with ``async with``."""
+    """A `Server` is a server's address and client; open it with ``async with``."""
 
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, metrics_url: str | None = None
@@ -77,9 +79,12 @@ class Server:
         self.model, self.metrics_named = model, metrics_url is not None
         self.metrics_url = f"{self.url}/metrics" if metrics_url is None else _address(metrics_url, "--metrics-url")
         self.without_metrics = ""
-        """Why there were none at `metrics_url` when it was last asked; empty where there were."""
+        """The reason why `metrics_url` gave no metrics when it was last asked; empty where it did.
+        """
         self.engine = ""
-        """Who made the model list: vllm, sglang, llamacpp, forerun, ...; empty before the server was opened."""
+        """The owner of the model list: vllm, sglang, llamacpp, forerun, ...; empty before the
+        server was opened.
+        """
         if api_key is not None and not api_key.isascii():
             raise ArgumentError("--api-key goes into a header, which has ASCII characters alone")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -87,8 +92,12 @@ class Server:
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=30.0)
 
     async def __aenter__(self) -> Server:
-        """Ask which models there are. ServerError: nobody answers there, or not as OpenAI does, or the metrics that
-        were named are none; ArgumentError: not the model that was asked for, or several and none was."""
+        """Ask which models there are.
+
+        ServerError: nobody answers, or not as OpenAI does, or ``--metrics-url`` gives no metrics.
+        ArgumentError: the model that was asked for is not there, or there are several and none was
+        asked for.
+        """
         try:
             models = await self._models()
             if self.model is None and len(models) > 1:
@@ -108,7 +117,7 @@ class Server:
         return self
 
     async def _models(self) -> dict[str, str]:
-        """Each with who made it."""
+        """Return the models, each with its owner."""
         import httpx
 
         try:
@@ -128,7 +137,9 @@ class Server:
         await self._client.aclose()
 
     async def metrics(self) -> Samples | None:
-        """What the server counts, now; None where it does not say, and `without_metrics` has why."""
+        """Return the server's counters; None where it has none, with the reason in
+        `without_metrics`.
+        """
         import httpx
 
         self.without_metrics = ""
@@ -149,8 +160,12 @@ class Server:
     async def ask(
         self, task: Task, asking: Asking, began: float, before: Sequence[Message] = (), question: Sequence[Message] = ()
     ) -> Answer:
-        """Send one question behind the conversation `before`, at a clock that `began` then; whatever goes wrong is in
-        the answer. A task without questions is a text to be continued."""
+        """Send one question behind the conversation `before`; any failure is recorded in the
+        answer.
+
+        `began` is the clock's time at the start of the measurement. A task without questions is a
+        text to be continued.
+        """
         import httpx
 
         chat = asking.endpoint == "chat" or (asking.endpoint == "auto" and bool(question))
@@ -179,7 +194,7 @@ class Server:
 
 
 class _Heard:
-    """What a stream said so far."""
+    """A `_Heard` collects what a stream said so far."""
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -214,7 +229,9 @@ class _Heard:
                 return
 
     def hear(self, chunk: Any) -> None:
-        """Note a chunk's text and time, and what it counts. An error of any kind: its values are of other types."""
+        """Record a chunk's text, time and counts; any error means that its values are of other
+        types than OpenAI's. An error of any kind: its values are of other types.
+        """
         if usage := chunk.get("usage"):
             tokens = usage.get("completion_tokens")
             self.tokens = None if tokens is None else int(tokens)
@@ -231,7 +248,7 @@ class _Heard:
 
     @property
     def found(self) -> int:
-        """Tokens, as the server counted them, else chunks."""
+        """Return the tokens as the server counted them, else the chunks."""
         return len(self.times) if self.tokens is None else self.tokens
 
     def answer(self, task: Task, sent: float) -> Answer:
@@ -255,7 +272,7 @@ class _Heard:
 
 
 async def _lines(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Those that end with a line feed. Nothing else ends one: an answer may hold U+2028."""
+    """Yield the lines that end with a line feed. Nothing else ends one: an answer may hold U+2028."""
     begun = b""
     async for part in stream:
         *whole, begun = (begun + part).split(b"\n")
@@ -265,7 +282,9 @@ async def _lines(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _address(url: str, what: str) -> str:
-    """`url` itself. ArgumentError: nobody can be asked there."""
+    """Return `url` itself; ArgumentError if it is no valid HTTP address. ArgumentError: nobody can
+    be asked there.
+    """
     import httpx
 
     try:
@@ -280,7 +299,7 @@ def _address(url: str, what: str) -> str:
 
 
 def complaint(text: str) -> str:
-    """What an error's body says, as OpenAI, vLLM, SGLang and llama.cpp spell it."""
+    """Return the message in an error's body, in the forms of OpenAI, vLLM, SGLang and llama.cpp."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,6 @@
-"""What engines count of their speculation, in one schema: the words are vLLM's, what differs is converted and said."""
+"""This module reads the engines' speculation counters into one schema with vLLM's names, and says
+what was converted.
+"""
 
 from __future__ import annotations
 
@@ -10,51 +12,58 @@ from typing import Any
 from forerun.figures import mean_acceptance_length, tokens_per_pass
 
 Samples = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
-"""Name of a sample -> labels -> value."""
+"""The samples of a metrics page: name -> labels -> value."""
 COUNTERS = {"vllm:spec_decode_num_": "vllm:generation_tokens", "llamacpp:spec_decode_num_": "llamacpp:tokens_predicted"}
-"""How vLLM's names begin, and llama.cpp's, which count the same; and the counter of the tokens of answers."""
+"""Prefixes of vLLM's and llama.cpp's counter names, which count the same, and the counter of the
+answers' tokens.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """Counts over some time; None where the engine does not tell."""
+    """`SpeculationCounts` hold what an engine counted over some time; None where it does not tell."""
 
     drafts: int | None = None
     """Passes of the target that verified a draft."""
     tokens: int | None = None
-    """Of the answers, their first ones included."""
+    """Tokens of the answers, each one's first included."""
     passes: int | None = None
     """Passes of the target that gave these tokens, with a draft or without; None where it is to be inferred."""
     draft_tokens: int | None = None
     accepted_tokens: int | None = None
     accepted_per_position: tuple[int, ...] = ()
     source: str = ""
-    """Where the counts are from, and what was converted."""
+    """The source of the counts, and what was converted."""
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """All tokens over all passes. Of an engine that does not count these: each gives one token of the target's own
-        and what it accepts."""
+        """Return all tokens over all passes.
+
+        For an engine that does not count passes, each pass gives one token of the target's own and
+        what it accepts.
+        """
         if not self.tokens or self.accepted_tokens is None:
             return None
         return tokens_per_pass(self.tokens, self.passes or self.tokens - self.accepted_tokens)
 
     @property
     def acceptance_length(self) -> float | None:
-        """vLLM's mean acceptance length."""
+        """Return vLLM's mean acceptance length."""
         if not self.drafts or self.accepted_tokens is None:
             return None
         return mean_acceptance_length(self.accepted_tokens, self.drafts)
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted share of what was drafted."""
+        """Return the accepted share of the drafted tokens."""
         if not self.draft_tokens or self.accepted_tokens is None:
             return None
         return self.accepted_tokens / self.draft_tokens
 
     def record(self) -> dict[str, Any]:
-        """With the keys of ``vllm bench serve``, and tokens per pass; rates in percent there, so here too."""
+        """Return the counts under the keys of ``vllm bench serve``, and tokens per pass; rates are
+        in percent there, so here too.
+        """
         rate, drafts = self.acceptance_rate, self.drafts or 0
         positions = [round(count / drafts, 4) for count in self.accepted_per_position] if drafts else []
         found = {
@@ -71,7 +80,7 @@ class Speculation:
 
 
 def parse(text: str) -> Samples:
-    """The samples of a page of Prometheus. ValueError: it is none."""
+    """Return the samples of a Prometheus page; ValueError if it is none. ValueError: it is none."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
@@ -82,7 +91,9 @@ def parse(text: str) -> Samples:
 
 
 def between(before: Samples, after: Samples) -> Speculation | None:
-    """What was counted between two pages of an engine's metrics; None where they tell nothing of speculation."""
+    """Return what was counted between two pages of an engine's metrics; None where they have no
+    speculation counters.
+    """
 
     def grown(name: str) -> int | None:
         if name not in after:
@@ -116,7 +127,7 @@ def between(before: Samples, after: Samples) -> Speculation | None:
 
 
 def _positions(before: Samples, after: Samples, name: str) -> tuple[int, ...]:
-    """Accepted at the first, second, ... drafted token."""
+    """Return the tokens accepted at the first, second, ... drafted position. drafted token."""
     totals: dict[int, float] = {}
     for page, sign in ((after, 1), (before, -1)):
         for labels, value in page.get(name, {}).items():
@@ -129,8 +140,11 @@ def _positions(before: Samples, after: Samples, name: str) -> tuple[int, ...]:
 
 
 def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
-    """What a response, or the last chunk of a stream, tells of its own request: vLLM's (and forerun's) ``metrics`` or
-    llama.cpp's ``timings``; `tokens`: of the answer."""
+    """Return the counts that a response, or the last chunk of a stream, gives for its own request.
+
+    These are vLLM's (and forerun's) ``metrics`` or llama.cpp's ``timings``; `tokens` is the number
+    of tokens of the answer.
+    """
     counts = (answer.get("metrics") or {}).get("speculative_decoding")
     if isinstance(counts, Mapping) and counts.get("num_spec_steps") is not None:
         reached = list(counts.get("acceptance_histogram") or ())
@@ -157,7 +171,7 @@ def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
 
 
 def together(parts: Iterable[Speculation | None]) -> Speculation | None:
-    """The sum of several requests' counts; None where none tells any."""
+    """Return the sum of several requests' counts; None where no request has any."""
     found = [part for part in parts if part is not None]
     if not found:
         return None

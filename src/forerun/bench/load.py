@@ -1,4 +1,6 @@
-"""Users at work: so many at a time, or arriving at a rate; each asks its task's questions one after the other."""
+"""This module simulates users, so many at a time or arriving at a rate; each asks its task's
+questions in turn.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ Tell = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """How requests come: exactly one of the two is given."""
+    """A `BenchLoad` says how requests come: exactly one of concurrency and rate is given."""
 
     concurrency: int | None = None
     """Users who each ask again as soon as they are answered."""
     rate: float | None = None
     """Users who arrive per second, whether or not others are answered."""
     burstiness: float = 1.0
-    """Of the arrivals: 1 is Poisson, less comes in bursts, more is evener (shape of the gamma law between two)."""
+    """Evenness of the arrivals: 1 is Poisson, less comes in bursts, more is evener (shape of the
+    gamma distribution).
+    """
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
@@ -43,14 +47,16 @@ class Load:
 
     @property
     def label(self) -> str:
-        """For tables, and what tells loads apart."""
+        """Return the load's name for tables, which is unique in a run."""
         if self.rate is not None:
             evenness = "" if self.burstiness == 1 else f", burstiness {self.burstiness:g}"
             return f"{self.rate:g} requests/s{evenness}"
         return "1 user" if self.concurrency == 1 else f"{self.concurrency} users"
 
     def arrivals(self, count: int, seed: int) -> list[float]:
-        """When each of `count` users comes, in seconds; all at once where their number is what is given."""
+        """Return when each of `count` users comes, in seconds; all at once where the concurrency is
+        given.
+        """
         if self.rate is None:
             return [0.0] * count
         chance, now, found = random.Random(seed), 0.0, list[float]()
@@ -62,20 +68,20 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One load on one server."""
+    """A `LoadResult` holds the answers of one load on one server."""
 
     load: Load
     answers: Sequence[Answer]
     seconds: float
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer."""
     speculation: Speculation | None
-    """As the server counted, else as its answers tell; None where neither says anything."""
+    """Counts from the server's metrics, else from its answers; None where neither has any."""
 
 
 async def measure(
     server: Server, tasks: Sequence[Task], load: Load, asking: Asking, tell: Tell = lambda done: None
 ) -> Measured:
-    """Ask all `tasks`; `tell` hears how many are done."""
+    """Ask all `tasks`; `tell` is called with the number that are done."""
     arrivals = load.arrivals(len(tasks), seed=0)
     slots = asyncio.Semaphore(load.concurrency or len(tasks) or 1)
     before = await server.metrics()
@@ -102,7 +108,9 @@ async def measure(
 
 
 async def converse(server: Server, task: Task, asking: Asking, began: float) -> list[Answer]:
-    """One user's questions, each behind the server's own answers; the first that fails is the last."""
+    """Ask one user's questions, each behind the server's own answers; the first that fails is the
+    last.
+    """
     if not task.questions or asking.endpoint == "completions":
         return [await server.ask(task, asking, began)]
     history: list[Message] = []

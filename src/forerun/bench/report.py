@@ -1,4 +1,4 @@
-"""A result as a picture and as one HTML file that needs nothing else."""
+"""This module writes a result as a picture and as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -40,14 +40,18 @@ td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.da
 
 
 def shown(value: float | None) -> str:
-    """Whole numbers as they are, others with three digits; nothing for what is not known."""
+    """Format a figure: whole numbers as they are, others with three digits, None as an empty
+    string.
+    """
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def source_of(record: Mapping[str, Any]) -> str:
-    """Where the acceptance is from, as a sentence; empty where no engine said anything of it."""
+    """Return a sentence that says where the acceptance figures are from; empty where no engine
+    reported any.
+    """
     found = [load for load in record["loads"] if "spec_decode_source" in load]
     if not found:
         return ""
@@ -57,12 +61,12 @@ def source_of(record: Mapping[str, Any]) -> str:
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Speed and time per token by load, and acceptance by drafted position where it is known."""
+    """Draw speed and time per token by load, and acceptance by drafted position where it is known."""
     save(_figure(record), path)
 
 
 def write_page(record: Mapping[str, Any], path: Path) -> None:
-    """The tables and both pictures, light and dark, as one HTML file."""
+    """Write the tables and both pictures, light and dark, as one HTML file."""
     from jinja2 import Environment
 
     pictures = {"light": _svg(record, "default"), "dark": _svg(record, "dark_background")}

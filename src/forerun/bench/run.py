@@ -1,4 +1,6 @@
-"""The loads one after the other, on the server and on the one that it is compared with; what is done is kept."""
+"""This module runs the loads one after the other, on the server and on its baseline, and keeps what
+is done.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +16,34 @@ from forerun.bench.summary import summarise
 from forerun.bench.workloads import Task
 
 Tell = Callable[[str, int], None]
-"""Hears what is measured, and how many tasks are done."""
+"""A `Tell` is called with what is being measured, and how many tasks are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """What is measured on which servers."""
+    """A `Bench` says what is measured on which servers."""
 
     server: Server
     baseline: Server | None
     loads: Sequence[tuple[Load, Sequence[Task]]]
-    """With the tasks that each asks."""
+    """The loads, each with the tasks that it asks."""
     asking: Asking
     limits: Mapping[str, float]
-    """Of a good request, in ms."""
+    """Limits of a good request, in ms."""
     warmup: Sequence[Task]
 
     def __post_init__(self) -> None:
-        """DataError: a task that the endpoint cannot be asked."""
+        """Check that the endpoint can be asked every task; DataError if not."""
         if self.asking.endpoint == "completions":
             for task in (task for _, tasks in self.loads for task in tasks):
                 task.prompt()
 
     async def run(self, record: dict[str, Any], save: Callable[[], None], tell: Tell) -> int:
-        """Measure what `record` does not hold yet, and `save` it after each load; how many loads that were.
-        ServerError: nobody answers, or every request of a load failed."""
+        """Measure the loads that `record` does not hold yet, call `save` after each, and return how
+        many there were.
+
+        ServerError: nobody answers, or every request of a load failed.
+        """
         loads: list[dict[str, Any]] = record.setdefault("loads", [])
         done = {load["load"] for load in loads}
         left = [(load, tasks) for load, tasks in self.loads if load.label not in done]
@@ -57,8 +62,9 @@ class Bench:
         return len(left)
 
     async def _measured(self, load: Load, tasks: Sequence[Task], tell: Tell) -> dict[str, Any]:
-        """The server's figures; beside them the baseline's, how much faster the server was, and whether it said the
-        same."""
+        """Return the server's figures; with a baseline also its figures, the speed-up, and the
+        number of identical answers.
+        """
         base = None
         if self.baseline is not None:
             base = await self._on(self.baseline, load, tasks, lambda done: tell(f"baseline, {load.label}", done))
@@ -81,7 +87,7 @@ class Bench:
 
 
 def _texts(found: Measured) -> dict[tuple[str, int], str]:
-    """The answers without a fault, by task and which of its questions."""
+    """Return the answers without an error, by task and index of the question."""
     asked = Counter[str]()
     texts = {}
     for answer in found.answers:

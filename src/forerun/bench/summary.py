@@ -1,4 +1,6 @@
-"""What a measurement says, under the names of ``vllm bench serve``; and what has become worse since another one."""
+"""This module summarises a measurement under the names of ``vllm bench serve``, and finds what is
+worse than before.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ HIGHER, LOWER = 1, -1
 
 
 class Figure(NamedTuple):
-    """A figure of a load, as the page and the terminal name it."""
+    """A `Figure` is one figure of a load, with its names on the page and in the terminal."""
 
     key: str  # In the load's record
     words: str
@@ -48,12 +50,14 @@ FIGURES = (
 
 
 def figures(records: Collection[Mapping[str, Any]]) -> list[Figure]:
-    """Those that one of the records has."""
+    """Return the figures that at least one of the records has."""
     return [figure for figure in FIGURES if any(record.get(figure.key) is not None for record in records)]
 
 
 def objectives(words: Sequence[str]) -> dict[str, float]:
-    """``ttft:200`` and the like -> milliseconds that a good request stays within. ArgumentError: not of that form."""
+    """Parse ``ttft:200`` and the like into the milliseconds that a good request stays within;
+    ArgumentError if malformed. ArgumentError: not of that form.
+    """
     found = {}
     for word in words:
         name, _, limit = word.partition(":")
@@ -71,7 +75,9 @@ def objectives(words: Sequence[str]) -> dict[str, float]:
 
 
 class Latency(NamedTuple):
-    """One request's times in ms: to its first token, for each token behind it, to its end."""
+    """A `Latency` holds one request's times in ms: to its first token, for each token behind it, to
+    its end.
+    """
 
     ttft: float
     tpot: float | None
@@ -79,7 +85,7 @@ class Latency(NamedTuple):
 
     @classmethod
     def of(cls, answer: Answer) -> Latency:
-        """Of an answer that has text; one without counts as begun when it ended."""
+        """Return the latency of an answer; one without text counts as begun when it ended."""
         tpot = answer.tpot_s
         return cls(1e3 * (answer.ttft_s or answer.seconds), None if tpot is None else 1e3 * tpot, 1e3 * answer.seconds)
 
@@ -88,8 +94,12 @@ class Latency(NamedTuple):
 
 
 def summarise(found: Measured, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """One load as a record of plain values: counts, requests and tokens per second, times in ms, speculation, the same
-    for each category where there are several, and why requests failed. `limits`: in ms, for the goodput."""
+    """Summarise one load as a record of plain values.
+
+    The record has counts, requests and tokens per second, times in ms, speculation, the same for
+    each category where there are several, and why requests failed. `limits` are those of the
+    goodput, in ms.
+    """
     good = [answer for answer in found.answers if answer.error is None]
     failures: dict[str, int] = {}
     for answer in found.answers:
@@ -149,7 +159,9 @@ def _part(answers: Sequence[Answer], seconds: float | None) -> dict[str, Any]:
 
 
 def older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Those loads of an older record that have one of the `labels`. ArgumentError: none has."""
+    """Return the loads of an older record that have one of the `labels`; ArgumentError if none has.
+    ArgumentError: none has.
+    """
     known = {load["load"]: load for load in before.get("loads", ())}
     found = {label: known[label] for label in labels if label in known}
     if not found:
@@ -161,8 +173,12 @@ def older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, M
 
 
 def worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -> list[str]:
-    """What is worse than in an older record of the same loads by more than `tolerance`, a share; a sentence each. So is
-    a figure that is there no more, and each failed request more. ArgumentError: the two have no load in common."""
+    """Return a sentence for each figure that is worse than in an older record of the same loads by
+    more than `tolerance`.
+
+    `tolerance` is a share. A missing figure and each additional failed request count as worse, too.
+    ArgumentError: the two records have no load in common.
+    """
     loads, found = {load["load"]: load for load in now["loads"]}, []
     for label, old in older_loads(before, [*loads]).items():
         load = loads[label]

@@ -1,4 +1,6 @@
-"""What a server is asked: the shipped edits, files in the layouts of public benchmarks, or a data set of the hub."""
+"""This module reads the workloads: the shipped edits, files in the layouts of public benchmarks, or
+hub data sets.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,33 @@ from forerun.errors import ArgumentError, DataError
 from forerun.training.data.records import BadRecords, Message, Record, read_entries, read_records
 
 DEMO = "demo"
-"""Name of the workload that ships."""
+"""Name of the workload that ships with forerun."""
 HUB, FILES = re.compile(r"[\w-][\w.-]*/[\w.-]+"), (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
-"""How a data set of the hub is named, and how no data set's name ends."""
+"""Form of a hub data set's name, and the file endings that no data set's name has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What one user asks."""
+    """A `Task` is what one user asks."""
 
     id: str
     category: str
     questions: tuple[tuple[Message, ...], ...]
-    """One or more, asked one after the other: messages that go before the server's next answer; of a text, one."""
+    """Questions that are asked one after the other; each holds the messages that go before the
+    server's next answer.
+    """
     text: str = ""
-    """A text to be continued, where the task is that."""
+    """A text to be continued, for a task without questions."""
 
     @property
     def said(self) -> tuple[str, ...]:
-        """All that is asked, by which two tasks are told apart."""
+        """Return everything that is asked; tasks that ask the same are repetitions."""
         return (self.text, *(repr(message) for question in self.questions for message in question))
 
     def prompt(self) -> str:
-        """The text that ``/v1/completions`` continues. DataError: a conversation of several turns is none."""
+        """Return the text that ``/v1/completions`` continues; DataError for a conversation of
+        several turns. DataError: a conversation of several turns is none.
+        """
         if self.text:
             return self.text
         messages = [message for question in self.questions for message in question]
@@ -46,27 +52,33 @@ class Task:
 
 
 def read_workload(names: Sequence[str], *, subset: str | None = None, split: str = "test") -> list[Task]:
-    """The tasks of files, hub data sets (``org/name``) or ``demo``. DataError names the file and the line that cannot
-    be used."""
+    """Return the tasks of files, hub data sets (``org/name``) or ``demo``; DataError names the file
+    and line that is bad. DataError names the file and the line that cannot be used.
+    """
     return [task for name in names for task in _tasks(name, subset, split)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """Which tasks are asked when."""
+    """`DrawnTasks` says which tasks are asked by the warm-up and by each load."""
 
     warmup: Sequence[Task]
     loads: Sequence[Sequence[Task]]
-    """Of each load."""
+    """The tasks of each load."""
     apart: bool
-    """Each load and the warm-up have tasks of their own; else what is asked again is known to a prefix cache and to
-    drafters that remember answers."""
+    """True if each load and the warm-up have tasks of their own. Otherwise prefix caches and
+    drafters that remember answers know what is asked again.
+    """
 
 
 def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None = None, seed: int = 0) -> Drawn:
-    """`count` tasks for each load, drawn by `seed`, categories side by side as they come: others for each, and others
-    to warm up with, where there are enough. None: of one load all but those to warm up with, if these are half of them
-    at most; else all for each load, the first ones to warm up with. ArgumentError: a count below 1."""
+    """Draw `count` tasks for each load by `seed`, and others to warm up with where there are
+    enough.
+
+    Categories stay side by side, as they come. None: one load takes all but the warm-up's tasks, if
+    these are half of all at most; several loads take all, and the warm-up the first ones.
+    ArgumentError: a count below 1.
+    """
     if count is not None and count < 1:
         raise ArgumentError(f"--num-prompts must be at least 1, got {count}")
     if count is None and loads == 1 and 2 * warmup <= len(tasks):
@@ -84,7 +96,9 @@ def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None =
 
 
 def repeated(asked: Drawn) -> int:
-    """How many tasks of the loads ask what was asked before, by the warm-up, an earlier load or an earlier task."""
+    """Count the tasks of the loads that ask what the warm-up, an earlier load or an earlier task
+    asked before.
+    """
     counted = [task for load in asked.loads for task in load]
     return len(counted) - len({task.said for task in counted} - {task.said for task in asked.warmup})
 
@@ -117,7 +131,7 @@ def _hub(name: str, subset: str | None, split: str) -> Iterable[object]:
 
 
 def _task(record: Record, fallback: str) -> Task:
-    """The record's questions; its answers are left to the server."""
+    """Return a task of the record's questions; its answers are left to the server."""
     category = record.category or fallback
     if record.text:
         return Task(id=record.id, category=category, questions=(), text=record.text)

@@ -1,4 +1,5 @@
-"""The command line: one thin file per verb, imported when the verb is used. Importing this imports no torch.
+"""The command line has one thin file per verb, which is imported when the verb is used. Importing
+this imports no torch.
 
 Data goes to stdout, logs and statistics to stderr. Exit codes: 0 done, 1 a check failed, 2 bad usage or bad input,
 130 interrupted. ``FORERUN_DEBUG=1`` shows tracebacks.
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill in what ``--config FILE`` says and neither flags nor environment variables do; cyclopts' ``App.config``.
-    Keys are the flags' names, with or without dashes, in YAML (so JSON is understood, too) or, with that suffix, TOML.
+    """Fill in what ``--config FILE`` says and neither flags nor environment variables do; this is
+    cyclopts' ``App.config``. Keys are the flags' names, with or without dashes, in YAML (so JSON is
+    understood, too) or, with that suffix, TOML.
     """
     named = next((argument for argument in arguments if "--config" in argument.names and argument.tokens), None)
     if named is None:
@@ -71,13 +73,15 @@ VERBS = {
     "deploy": "Write what starts the same drafter on vLLM, SGLang, TensorRT-LLM, llama.cpp or Dynamo.",
     "doctor": "Say what this machine offers, or what each serving engine does with a draft head.",
 }
-"""Every verb and its line in ``forerun --help``; ``forerun.cli.<verb>:<verb>`` is imported when it is called."""
+"""These are all verbs with their lines in ``forerun --help``; ``forerun.cli.<verb>:<verb>`` is
+imported when called.
+"""
 
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def build_app() -> App:
-    """The application, with every verb registered by its import path."""
+    """Build the application, with every verb registered by its import path."""
     from cyclopts import App, Parameter
 
     app = App(
@@ -109,8 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process. One that torchrun started ends at once: threads of gloo can outlive the interpreter and abort a
-    process whose work is done (pytorch/pytorch#179291)."""
+    """End the process.
+
+    One that torchrun started ends at once: threads of gloo can outlive the interpreter and abort a
+    process whose work is done (pytorch/pytorch#179291).
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()

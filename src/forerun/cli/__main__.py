@@ -1,4 +1,4 @@
-"""``python -m forerun.cli``: the same as the ``forerun`` command."""
+"""``python -m forerun.cli`` does the same as the ``forerun`` command."""
 
 from forerun.cli import leave, main
 

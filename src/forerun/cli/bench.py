@@ -1,4 +1,4 @@
-"""``forerun bench --server URL``: any OpenAI-compatible server under load."""
+"""``forerun bench --server URL`` measures any OpenAI-compatible server under load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadOptions:
-    """What is asked."""
+    """`WorkloadOptions` say what is asked."""
 
     workload: Annotated[tuple[str, ...], Many] = ("demo",)
     """Files (MT-Bench, Spec-Bench, SPEED-Bench, HumanEval, GSM8K, ShareGPT, messages, prompts, text), hub data sets
@@ -53,14 +53,14 @@ class WorkloadOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How it is asked; several numbers are measured one after the other."""
+    """`ArrivalOptions` say how it is asked; several numbers are measured one after the other."""
 
     concurrency: Annotated[tuple[int, ...], Many] = ()
     """Users at a time; 1 where neither this nor a rate is given."""
     request_rate: Annotated[tuple[float, ...], Many] = ()
     """Users who arrive per second."""
     burstiness: float = 1.0
-    """Of the arrivals: 1 is Poisson, less comes in bursts, more is evener."""
+    """Evenness of the arrivals: 1 is Poisson, less comes in bursts, more is evener."""
     warmup: int = 2
     """Tasks that are asked before and not counted; others than those that count where some are left over."""
     timeout: float = 600.0
@@ -69,7 +69,10 @@ class LoadOptions:
 
 WORKLOAD, LOAD = WorkloadOptions(), LoadOptions()
 LEAST_WANTED = ("p99_tpot_ms", "p99_ttft_ms", "spec_decode_acceptance_rate", "spec_decode_acceptance_length")
-"""Columns that a narrow terminal goes without, the first one first: a figure that is cut would be read as another."""
+"""A narrow terminal drops these columns, the first one first.
+
+A figure that is cut off would be read as another.
+"""
 
 
 def bench(
@@ -205,8 +208,10 @@ def _asking(workload: WorkloadOptions, load: LoadOptions, sampling: SamplingOpti
 
 
 def _asked_again(asked: Drawn, again: int, most: int) -> str:
-    """How many prompts are asked more than once, what that means, and what to do; `most` tasks leave each load, and the
-    warm-up, its own."""
+    """Say how many prompts are asked more than once, what that means, and what to do.
+
+    `most` tasks leave each load, and the warm-up, its own.
+    """
     total = sum(map(len, asked.loads))
     what = f"{again} of the {total} prompts were asked before, by the warm-up, another load or an earlier prompt"
     meaning = "a prefix cache, and drafters that remember answers, know these then, and the figures are better for it"
@@ -217,7 +222,7 @@ def _asked_again(asked: Drawn, again: int, most: int) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A result that an earlier run wrote. DataError: it is none."""
+    """Read a result that an earlier run wrote; DataError if it is none. DataError: it is none."""
     found = read_object(path, "expected a result of forerun bench")
     loads, wrong = found.get("loads"), f"{path} is no result of forerun bench"
     if not isinstance(loads, list) or not all(isinstance(load, dict) and "load" in load for load in loads):
@@ -231,7 +236,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_files(**files: Path | None) -> None:
-    """ArgumentError: a result could not be written."""
+    """Raise ArgumentError where a result could not be written."""
     for name, file in files.items():
         if file is not None and (file.is_dir() or not file.name):
             raise ArgumentError(f"--{name} {file} is a directory; name a file")
@@ -241,7 +246,7 @@ def _check_files(**files: Path | None) -> None:
 
 
 _SAME = ("workload", "subset", "split", "tasks", "endpoint", "max_tokens", "sampling")
-"""Without which two results say little about each other."""
+"""Two results that differ in these say little about each other."""
 
 
 def _differences(older: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
@@ -252,7 +257,9 @@ def _differences(older: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator
 
 
 def _older(compare: Path | None, tolerance: float, loads: Sequence[Load]) -> dict[str, Any] | None:
-    """What is compared with. ArgumentError: it has none of the loads, or the tolerance is no share."""
+    """Return the result to compare with; ArgumentError if it has none of the loads, or the
+    tolerance is no share. ArgumentError: it has none of the loads, or the tolerance is no share.
+    """
     if not 0 <= tolerance <= 1:
         raise ArgumentError(f"--tolerance is a share from 0 to 1, 0.05 for 5 %; got {tolerance:g}")
     if compare is None:
@@ -263,7 +270,9 @@ def _older(compare: Path | None, tolerance: float, loads: Sequence[Load]) -> dic
 
 
 def _begun(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
-    """What `out` holds of the same measurement, else an empty record. ArgumentError: it holds another one."""
+    """Return what `out` holds of the same measurement, else an empty record; ArgumentError if it
+    holds another one. ArgumentError: it holds another one.
+    """
     if out is not None and out.exists():
         found = _read(out)
         if found.get("about") != about:

@@ -1,4 +1,6 @@
-"""``forerun calibrate MODEL``: cost of a pass over n nodes on this machine, and of a level of each drafter."""
+"""``forerun calibrate MODEL`` measures what a pass over n nodes, and a level of each drafter, cost
+on this machine.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callabl
 
 
 def show_cost(cost: CostModel, where: str, config: SpeculativeConfig | None) -> None:
-    """All tables on stdout: T(n) and v(n) behind each context by nodes and rows, and the drafters' costs."""
+    """Print all tables on stdout: T(n) and v(n) behind each context by nodes and rows, and the
+    drafters' costs.
+    """
     out = console.out()
     out.print(Text(where, "bold"))
     for context in cost.contexts:

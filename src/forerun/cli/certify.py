@@ -1,4 +1,6 @@
-"""``forerun certify MODEL --drafter X``: the proof that speculation changes nothing, on the user's own model."""
+"""``forerun certify MODEL --drafter X`` proves on the user's own model that speculation changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def _texts(prompt_file: Path | None) -> list[str]:
 
 
 def show_checks(checks: Sequence[Check]) -> None:
-    """Each check with its evidence, on stdout."""
+    """Print each check with its evidence on stdout."""
     for check in checks:
         mark = Text("pass  ", "green") if check.passed else Text("FAIL  ", "bold red")
         console.out().print(mark.append(check.name, "bold"))
@@ -98,7 +100,7 @@ def show_checks(checks: Sequence[Check]) -> None:
 
 
 def show_report(report: Report) -> None:
-    """The checks and a verdict on stdout."""
+    """Print the checks and a verdict on stdout."""
     out = console.out()
     show_checks(report.checks)
     failed = sum(not check.passed for check in report.checks)

@@ -1,4 +1,6 @@
-"""``forerun chat MODEL``: a conversation in the terminal, with speculation switched at will."""
+"""``forerun chat MODEL`` holds a conversation in the terminal, with speculation switched on and off
+by a command.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def chat(
 
 
 def _ask() -> str | None:
-    """The next line, None at the end of input. Ctrl-C at the prompt leaves, too."""
+    """Return the next line, None at the end of input. Ctrl-C at the prompt leaves, too."""
     try:
         return console.log().input(Text("\n> ", "bold cyan")).strip()
     except (EOFError, KeyboardInterrupt):
@@ -74,7 +76,7 @@ def _ask() -> str | None:
 
 
 class Conversation:
-    """The messages so far, and what the slash commands change."""
+    """A `Conversation` holds the messages so far, and what the slash commands change."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, config: dict[str, Any] | None, *, system: str | None, show_draft: bool
@@ -93,7 +95,9 @@ class Conversation:
         }
 
     def handle(self, line: str) -> bool:
-        """One line of the user: a command or a message. False ends the conversation."""
+        """Handle one line of the user, a command or a message; return False to end the
+        conversation. False ends the conversation.
+        """
         command, _, argument = line.partition(" ")
         if command in ("/quit", "/exit"):
             return False

@@ -1,4 +1,6 @@
-"""The two consoles, made when they are needed so that a redirected stream is used; JSON, spinners, progress bars."""
+"""This module makes the two consoles when needed, so that a redirected stream is used, and writes
+JSON and progress.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ LINE_EVERY_S = 60.0  # Of progress, at most, where stderr is no terminal
 
 
 def out() -> Console:
-    """The console for data: stdout, no markup and no guessing of highlights."""
+    """Return the console for data: stdout, without markup or guessed highlights."""
     return Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
 
 
 def log() -> Console:
-    """The console for everything that is not data: stderr."""
+    """Return the console for everything that is not data: stderr."""
     return Console(file=sys.stderr, highlight=False)
 
 
@@ -37,7 +39,9 @@ def warn(message: str, style: str = "yellow") -> None:
 
 
 def table(*titles: str, title: str | None = None, numbers_from: int | None = None) -> Table:
-    """An empty table, without a headline where there are no `titles`; columns `numbers_from` on hold numbers."""
+    """Return an empty table, without a headline where there are no `titles`; columns `numbers_from`
+    on hold numbers.
+    """
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", show_header=bool(titles))
     for index, name in enumerate(titles):
         number = numbers_from is not None and index >= numbers_from
@@ -46,13 +50,13 @@ def table(*titles: str, title: str | None = None, numbers_from: int | None = Non
 
 
 def write_json(value: Any) -> None:
-    """One line of JSON on stdout."""
+    """Write one line of JSON on stdout."""
     sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def pretty(value: Any, indent: str = "") -> str:
-    """`value` as JSON: one line per entry of an object, lists of plain values on one line."""
+    """Format `value` as JSON: one line per entry of an object, lists of plain values on one line."""
     deeper = indent + "  "
     if isinstance(value, dict) and value:
         entries = [f"{deeper}{json.dumps(str(key))}: {pretty(entry, deeper)}" for key, entry in value.items()]
@@ -63,7 +67,7 @@ def pretty(value: Any, indent: str = "") -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Null for infinity and NaN, which JSON does not have."""
+    """Replace infinity and NaN by null, because JSON does not have them."""
     if isinstance(value, dict):
         return {str(key): _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -73,7 +77,9 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def telling(beginning: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr whose words can be changed; where stderr is no terminal, a line a minute."""
+    """Show a spinner on stderr whose words can be changed; where stderr is no terminal, print a
+    line a minute.
+    """
     console = log()
     if not console.is_terminal:
         line = _line_a_minute(console)
@@ -85,8 +91,10 @@ def telling(beginning: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress_bar(task: str, total: int | None = None, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; where that is no terminal, a line a minute. Gives rich's `Progress.update` of its one
-    task."""
+    """Show a progress bar on stderr; where that is no terminal, print a line a minute.
+
+    Yields rich's `Progress.update` of its one task.
+    """
     from rich import progress
 
     console = log()
@@ -106,7 +114,9 @@ def progress_bar(task: str, total: int | None = None, done: int = 0) -> Iterator
 
 
 def _line_a_minute(console: Console) -> Callable[[str], None]:
-    """Prints what it is given, unless it has printed within a minute; nothing in the first one."""
+    """Return a function that prints its line unless it has printed within a minute, and nothing in
+    the first minute.
+    """
     last = time.monotonic()
 
     def line(words: str) -> None:

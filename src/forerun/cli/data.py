@@ -1,4 +1,4 @@
-"""``forerun data prepare`` and ``forerun data regenerate``: training data for draft heads."""
+"""``forerun data prepare`` and ``forerun data regenerate`` make training data for draft heads."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _show_prepared(summary: dict[str, Any]) -> None:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegenerateOptions:
-    """Who answers, how, and where the answers go."""
+    """`RegenerateOptions` say who answers, how, and where the answers go."""
 
     output: Path
     """JSONL to append to; records that are in it already are not asked again, under other settings they are refused."""

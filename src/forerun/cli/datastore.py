@@ -1,4 +1,6 @@
-"""``forerun datastore build`` and ``forerun datastore info``: a corpus for the drafter `rest` to copy from."""
+"""``forerun datastore build`` and ``forerun datastore info`` make a corpus for the drafter `rest`,
+and describe one.
+"""
 
 from __future__ import annotations
 

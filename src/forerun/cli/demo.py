@@ -1,4 +1,4 @@
-"""``forerun demo``: the same questions answered plainly and speculatively, and both timed."""
+"""``forerun demo`` answers the same questions plainly and speculatively, and times both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ SHIPPED = "demo"  # The name of the demo model
 QUESTION_TEMPERATURES = (0.0, 0.8)
 QUESTION_TOKENS = 96  # Of an answer to a real question, at most
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
-"""Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a target."""
+"""This drafter is the default for the demo model.
+
+Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a
+target.
+"""
 DEFAULT_PROMPT = "rename-10"
 DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
@@ -43,7 +47,7 @@ ARMS = ("plain", "speculative")
 
 
 class _Setting(NamedTuple):
-    """What is compared: model, drafter, question, sampling."""
+    """A `_Setting` says what is compared: model, drafter, question, sampling."""
 
     model: str
     config: dict[str, Any]
@@ -152,8 +156,10 @@ def demo(
 
 
 def _real_or_shipped() -> str:
-    """SmolLM2's name; where it cannot be downloaded the demo model's, which is said. DownloadError: that is not there
-    either."""
+    """Return SmolLM2's name, or the demo model's with a warning where SmolLM2 cannot be downloaded.
+
+    DownloadError: the demo model is not there either.
+    """
     try:
         with console.telling("looking for SmolLM2"):
             shipped.resolve(REAL)
@@ -200,7 +206,7 @@ def _real(
 def _all(
     model: str, scale: float | None, max_tokens: int, heads: Path | None, loading: LoadOptions, *, json: bool
 ) -> int:
-    """``--all``; exit code 1 if a greedy answer differs by more than a numeric tie."""
+    """Run ``--all``; exit code 1 if a greedy answer differs by more than a numeric tie."""
     if model != SHIPPED:
         raise ArgumentError(f"--all compares the drafters of the demo model; got {model}")
     from forerun.cli import leaderboard, session
@@ -224,7 +230,9 @@ def _all(
 
 
 def question(name: str) -> Edit | Prompt:
-    """The shipped edit of this name, or the beginning of a shipped held-out file, cut at a line."""
+    """Return the shipped edit of this name, or the beginning of a shipped held-out file, cut at a
+    line.
+    """
     known: dict[str, Edit | Prompt] = {edit.name: edit for edit in shipped.edits()}
     for file in shipped.prompts():
         known[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
@@ -234,7 +242,9 @@ def question(name: str) -> Edit | Prompt:
 
 
 def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
-    """The enlarged model's path, `config` with heads that fit it, and the line that says what it is."""
+    """Return the enlarged model's path, `config` with heads that fit it, and the line that
+    describes the model.
+    """
     scaled = _scaled(model, billions)
     return str(scaled.path), _with_heads_for(scaled, config), scaled.note
 
@@ -247,7 +257,9 @@ def _scaled(model: str, billions: float) -> ScaledModel:
 
 
 def _fitting(board: Iterable[Entry], scaled: ScaledModel) -> Iterator[Entry]:
-    """The entries, their heads enlarged as the target was; one whose head cannot be is left out, which is said."""
+    """Yield the lines with their heads enlarged as the target was; a head that cannot be enlarged
+    is left out with a warning.
+    """
     for entry in board:
         try:
             entry.config = _with_heads_for(scaled, entry.config)
@@ -258,7 +270,9 @@ def _fitting(board: Iterable[Entry], scaled: ScaledModel) -> Iterator[Entry]:
 
 
 def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
-    """A drafter's configuration in which every head, those of drafters within it too, is enlarged as the target was."""
+    """Return a drafter's configuration in which every head, also of drafters within it, is enlarged
+    as the target was.
+    """
     from forerun.demo.scale import scaled_head_folder
     from forerun.engine.config import method_of
 
@@ -299,8 +313,11 @@ def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
 
 
 class Race:
-    """One prompt, answered plainly and speculatively, once to `show` and `repeats` times for the clock, taking turns.
-    Decoding speed alone is compared: tokens after the first over the time after the first; medians."""
+    """A `Race` answers one prompt plainly and speculatively, once to `show` and `repeats` times for
+    the clock, in turns.
+
+    Decoding speed alone is compared: tokens after the first over the time after the first; medians.
+    """
 
     def __init__(self, llm: LLM, prompt: Any, params: SamplingParams, *, repeats: int, show: bool = False) -> None:
         from forerun.certify.reference import difference
@@ -367,17 +384,17 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
 
 
 def _answers(asked: Edit, found: Race) -> bool:
-    """Whether the plain answer is right."""
+    """Return whether the plain answer is right."""
     return _text(found).strip() == asked.answer.strip()
 
 
 def _text(found: Race) -> str:
-    """The plain answer."""
+    """Return the plain answer."""
     return found.runs["plain"][0].outputs[0].text
 
 
 def _print_changes(before: str, after: str) -> None:
-    """`changes`, the first of them where there are many."""
+    """Print `changes`, only the first lines where there are many."""
     out = console.out()
     lines = changes(before, after, plain=out.no_color).split("\n")
     for line in lines[:CHANGED_LINES]:
@@ -387,7 +404,9 @@ def _print_changes(before: str, after: str) -> None:
 
 
 def changes(before: str, after: str, *, plain: bool = False) -> Text:
-    """The lines that differ, an old one above the new one, with the words that differ marked; `plain`: in no colour."""
+    """Show the lines that differ, an old one above the new one, with the words that differ marked;
+    `plain` uses no colour.
+    """
     old, new, shown = before.strip("\n").split("\n"), after.strip("\n").split("\n"), Text()
     for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind == "equal":
@@ -402,7 +421,9 @@ def changes(before: str, after: str, *, plain: bool = False) -> Text:
 
 
 def _marked(sign: str, lines: list[str], others: list[str], style: str) -> Text:
-    """Each of `lines` behind a sign, the words that `others` have not reversed; none where there are no `others`."""
+    """Show each of `lines` behind a sign, the words that `others` lack reversed; none where there
+    are no `others`.
+    """
     text = Text(f"{sign} " if lines else "", style)
     here, there = (re.findall(r"\w+|\n| +|[^\w\n ]", "\n".join(block)) for block in (lines, others or lines))
     for kind, a, b, _, _ in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
@@ -427,7 +448,7 @@ def _verdict(setting: _Setting, found: Race) -> Text:
 
 
 def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
-    """What ``demo --json`` prints."""
+    """Return the record that ``demo --json`` prints."""
     tokens, answer = _tokens(found.runs["plain"][0]), found.runs["speculative"][0].outputs[0]
     return {
         "identical": found.identical,
@@ -455,6 +476,9 @@ def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
 
 
 def _repetition(tokens: list[int], size: int = 8) -> float:
-    """Share of the answer's runs of `size` tokens that occurred before in it: text in circles flatters any drafter."""
+    """Return the share of the answer's runs of `size` tokens that occurred before in it.
+
+    Text that goes in circles flatters any drafter.
+    """
     runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0

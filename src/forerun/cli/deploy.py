@@ -1,4 +1,4 @@
-"""``forerun deploy ENGINE MODEL``: what starts the same drafter on somebody else's engine."""
+"""``forerun deploy ENGINE MODEL`` writes what starts the same drafter on another engine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecasting:
-    """What the draft length at each batch, and the costs of what the engine cannot do, are predicted from; as in
-    `forerun plan`."""
+    """`DeployForecastOptions` describe what is accepted and what passes cost, as in `forerun plan`.
+
+    From these, the draft length at each batch and the cost of what the engine cannot do are
+    predicted.
+    """
 
     device: str | None = None
-    """One of those it runs on: h100, b200, 4090, ... (`forerun plan`)."""
+    """Device that it runs on: h100, b200, 4090, ... (`forerun plan`). (`forerun plan`)."""
     dtype: str = "auto"
-    """Of the target's weights: bf16, fp8, int4, ..."""
+    """Number format of the target's weights: bf16, fp8, int4, ..."""
     max_batch: int = 64
     """Most sequences that are decoded together."""
     load: ForecastOptions = FORECAST
@@ -115,7 +118,9 @@ def deploy(
 
 
 def _forecast(asked: Forecasting, speculation: SpeculationOptions, tp: int, notes: list[str]) -> Forecast | None:
-    """What the planner says, None where it was told too little; `notes` grows by what is assumed."""
+    """Return what the planner says, None where it was told too little; add what is assumed to
+    `notes`.
+    """
     from forerun.deploy.schedule import Forecast
 
     given = dataclasses.asdict(asked.load)
@@ -142,13 +147,16 @@ def _lines(made: Deployment) -> list[str]:
 
 
 def _heading(made: Deployment, command: Command) -> list[str]:
-    """Where a command is typed, a comment, if there are several."""
+    """Return a comment that says where a command is typed, if there are several commands."""
     return [f"# {command.where}"] if len(made.commands) > 1 and command.where else []
 
 
 def _scripts(made: Deployment) -> dict[str, str]:
-    """A script for each machine or occasion, none of which waits for what never ends: of several servers all but the
-    last run in the background, and end with it. What the user has to fill in is a comment."""
+    """Return a script for each machine or occasion.
+
+    None waits for what never ends: of several servers all but the last run in the background, and
+    end with it. What the user has to fill in is a comment.
+    """
     found = dict[str, list[str]]()
     last = [command for command in made.commands if command.role == "serve"][-1:]
     for command in made.commands:
@@ -164,7 +172,7 @@ def _scripts(made: Deployment) -> dict[str, str]:
 
 
 def _write(made: Deployment, out: Path) -> None:
-    """The files and scripts, in place of an older deployment's scripts."""
+    """Write the files and scripts, in place of an older deployment's scripts."""
     scripts = _scripts(made)
     for pattern in ("deploy.sh", "convert.sh", "kubernetes.sh", "machine-*.sh"):
         for old in out.glob(pattern):
@@ -175,7 +183,9 @@ def _write(made: Deployment, out: Path) -> None:
 
 
 def _show(made: Deployment, *, written: bool) -> None:
-    """Commands, and files that were not written, on stdout; what the engine does otherwise on stderr."""
+    """Print commands, and files that were not written, on stdout; what the engine does otherwise on
+    stderr.
+    """
     out = console.out()
     for line in _lines(made):
         out.print(Text(line))
@@ -188,7 +198,7 @@ def _show(made: Deployment, *, written: bool) -> None:
 
 
 def _start(made: Deployment, title: str, out: Path | None) -> int:
-    """Run the servers until the last one ends; ArgumentError: they cannot be started here."""
+    """Run the servers until the last one ends; ArgumentError if they cannot be started here."""
     serving = [command for command in made.commands if command.role == "serve"]
     before = [command.line for command in made.commands if command.role == "before"]
     if not serving:

@@ -1,4 +1,6 @@
-"""``forerun doctor``: environment, versions, devices, number formats, memory; with a head, how engines serve it."""
+"""``forerun doctor`` reports environment, versions, devices and memory; for a head it reports how
+engines serve it.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,19 @@ PACKAGES = (
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 GIB = 2**30
 RUNS = ("vllm", "llama.cpp")
-"""Engines in which a head can be tried; the first is the default."""
+"""A head can be tried in these engines; the first is the default."""
 COLOURS = {"ok": "green", "check": "cyan", "degrades": "yellow", "fails": "bold red"}
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOptions:
-    """How a head is tried in an engine."""
+    """`TrialOptions` say how a head is tried in an engine."""
 
     python: Path = Path(sys.executable)
-    """Of the environment that has vLLM, or what llama.cpp's converter imports (torch, transformers, sentencepiece); by
-    default this one."""
+    """Python of the environment that has vLLM, or what llama.cpp's converter imports (torch,
+    transformers, sentencepiece); by default this one.
+    """
     llama_cpp: Path | None = None
     """Directory of llama.cpp's sources, with llama-server built in build/bin or on the path."""
     prompts: Path | None = None
@@ -50,9 +53,10 @@ class TrialOptions:
     num_speculative_tokens: Annotated[int | None, Parameter(alias="-k")] = None
     """Tokens of each draft; if not given, as many as the head drafts, 5 of one that drafts any number."""
     max_tokens: int = 64
-    """Of each answer."""
+    """Tokens of each answer."""
     dtype: str = "auto"
-    """Of the target, here and in the engine: float32 parts two engines' texts least."""
+    """Number format of the target, here and in the engine; float32 parts two engines' texts least.
+    """
 
 
 TRIAL = TrialOptions()
@@ -231,7 +235,7 @@ def _show_verdicts(verdicts: Mapping[str, Severity], findings: Sequence[Finding]
 
 
 def examine() -> dict[str, dict[str, Any]]:
-    """Everything the table shows, as plain values; sizes in GiB."""
+    """Return everything the table shows, as plain values; sizes in GiB."""
     import psutil
 
     memory, told = psutil.virtual_memory(), ("HF_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
@@ -292,7 +296,9 @@ def _devices() -> dict[str, Any]:
 
 
 def _dtypes() -> dict[str, Any]:
-    """A small product in each format on the CPU: whether it runs, and whether it is fast."""
+    """Multiply a small matrix in each format on the CPU, and return whether that runs, and whether
+    it is fast.
+    """
     import torch
 
     from forerun.devices import multiplies

@@ -1,4 +1,6 @@
-"""``forerun drafters``: what there is to draft with, and the contract of a drafter of one's own. Imports no torch."""
+"""``forerun drafters`` lists what there is to draft with, and checks the contract of a drafter of
+one's own. Imports no torch.
+"""
 
 from __future__ import annotations
 

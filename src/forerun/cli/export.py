@@ -1,4 +1,4 @@
-"""``forerun export HEAD --to ENGINE``: a draft head as a serving engine reads it."""
+"""``forerun export HEAD --to ENGINE`` writes a draft head as a serving engine reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``forerun features``: store the target's hidden states for prepared data, to train heads from without the target."""
+"""``forerun features`` stores the target's hidden states for prepared data, to train heads without
+the target.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ GIB = 2**30
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureOptions:
-    """Whose hidden states of what are stored, where and how."""
+    """`FeatureOptions` say what states are stored, of which target and data, where and how."""
 
     target: str
     """Directory, hub id or name of a shipped model."""
@@ -40,11 +42,11 @@ class FeatureOptions:
     kind: str = "eagle3"
     """Kind of the head that will be trained, which says where the target is read; as of forerun train."""
     boundaries: str | None = None
-    """After which layers to read instead, as 2,16,29 or none: where draft.options choose others."""
+    """Layers to read behind instead, as 2,16,29 or none: where draft.options choose others."""
     dtype: str = "bfloat16"
     """bfloat16, or float8 with half the bytes and one scale per state; also float16 and float32."""
     source: Literal["transformers", "vllm"] = "transformers"
-    """What runs the target."""
+    """Library that runs the target."""
     shard_gib: float = 1.0
     """Size of a shard in GiB; an interrupted run keeps whole documents, a killed one whole shards."""
     batch_tokens: int = 8192
@@ -89,7 +91,7 @@ def features(
 
 
 class _Run:
-    """What was asked for, and what is known before a weight is loaded."""
+    """A `_FeatureRun` holds what was asked for, and what is known before a weight is loaded."""
 
     def __init__(self, asked: FeatureOptions) -> None:
         if not asked.data.is_dir():
@@ -125,8 +127,12 @@ class _Run:
 
 
 def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
-    """Where heads of the kind that a recipe makes without options read the target, of the configuration `text`; a
-    draft model, and the target itself, learn from its last state."""
+    """Return the boundaries that heads of the kind read in a target, when a recipe makes them
+    without options.
+
+    `text` is the target's configuration. A draft model, and the target itself, learn from its last
+    state.
+    """
     from forerun.drafters.heads.kinds import named
     from forerun.types import LAST_HIDDEN
 
@@ -138,7 +144,7 @@ def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
 
 
 def _agreed(run: _Run, *, yes: bool) -> bool:
-    """Say how much it will take, and ask where somebody can answer."""
+    """Report how much space it will take, and ask for consent where somebody can answer."""
     from forerun.training.features.store import check_room, human
 
     manifest, output = run.manifest, run.asked.output
@@ -158,7 +164,9 @@ def _agreed(run: _Run, *, yes: bool) -> bool:
 
 
 def _extract(run: _Run) -> list[BoundaryCheck] | None:
-    """Store what is missing; how the source compares with the target's own hidden states, where that was asked for."""
+    """Store what is missing; return how the source compares with the target's own hidden states, if
+    that was asked for.
+    """
     from forerun.training.features.online import compare, require
     from forerun.training.features.store import FeatureWriter, extract
 
@@ -184,7 +192,9 @@ def _extract(run: _Run) -> list[BoundaryCheck] | None:
 
 @contextmanager
 def _source(run: _Run, tokens: list[int]) -> Iterator[tuple[Capture, dict[int, Tensor] | None]]:
-    """What captures states and, if wished, the target's own hidden states of `tokens`."""
+    """Yield the function that captures states and, if asked for, the target's own hidden states of
+    `tokens`.
+    """
     from forerun.training.features.online import OnlineFeatures, reference_states
 
     asked, boundaries = run.asked, run.manifest.boundaries

@@ -1,4 +1,4 @@
-"""``forerun generate MODEL --prompt ...``: one prompt, one answer."""
+"""``forerun generate MODEL --prompt ...`` answers one prompt."""
 
 from __future__ import annotations
 

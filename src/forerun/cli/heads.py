@@ -1,4 +1,4 @@
-"""``forerun heads [TARGET]``: public heads that others have reported. Imports no torch."""
+"""``forerun heads [TARGET]`` lists public heads that others have reported. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``forerun demo --all``: every drafter answers the same questions, and one table says what each brought."""
+"""``forerun demo --all`` lets every drafter answer the same questions and prints one table of what
+each brought.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ COPYING: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A drafter that was trained: one that ships, or what `forerun train` left in a folder."""
+    """A `TrainedDrafter` is one that ships, or what `forerun train` left in a folder."""
 
     name: str
     kind: HeadKind
@@ -45,16 +47,20 @@ class Trained:
 
     @property
     def parallel(self) -> bool:
-        """Whether all depths come of one pass, so that a level more costs nothing."""
+        """Return whether all depths come from one pass, so that one more level costs nothing."""
         return self.kind.drafts in ("parallel", "block")
 
     def chain(self, tokens: int) -> dict[str, Any]:
-        """Draft a chain of so many tokens, or of the most that there are."""
+        """Return a configuration that drafts a chain of so many tokens, or of the most that the
+        drafter has.
+        """
         depth = min(tokens, self.max_depth or tokens)
         return {**self._base(), "num_speculative_tokens": depth, "shape": [1] * depth}
 
     def tree(self, nodes: int) -> dict[str, Any] | None:
-        """Draft the likeliest paths, so many nodes in all; None: the drafter has no such tree."""
+        """Return a configuration that drafts the likeliest paths, so many nodes in all; None if the
+        drafter has no such tree.
+        """
         from forerun.drafters.heads.kinds import named
 
         options = {option.name for option in fields(named(self.kind.drafter).Config)}
@@ -71,7 +77,7 @@ class Trained:
 
 @dataclass(kw_only=True, slots=True)
 class Entry:
-    """One line: a drafter, and what it brought at each temperature."""
+    """A `BoardLine` is one line of the table: a drafter, and what it brought at each temperature."""
 
     name: str
     config: dict[str, Any]
@@ -90,34 +96,37 @@ class Entry:
         self.seconds[temperature] = self.seconds.get(temperature, 0.0) + (output.decode_s or 0.0)
 
     def per_pass(self, temperature: float) -> float:
-        """Tokens per pass of the target."""
+        """Return the tokens per pass of the target."""
         return self.stats[temperature].tokens_per_pass
 
     def nodes(self, temperature: float) -> float:
-        """Mean drafted nodes of the passes in which something was drafted."""
+        """Return the mean drafted nodes of the passes in which something was drafted."""
         stats = self.stats[temperature]
         return stats.num_draft_tokens / max(1, stats.num_spec_steps)
 
     def speed(self, temperature: float) -> float:
-        """Decoded tokens per second."""
+        """Return the decoded tokens per second."""
         return self.tokens[temperature] / max(1e-9, self.seconds[temperature])
 
     @property
     def rules(self) -> list[str]:
-        """The verification rules that judged the drafts."""
+        """Return the verification rules that verified the drafts."""
         return sorted({rule for stats in self.stats.values() for rule in stats.steps_per_rule})
 
     @property
     def lossless(self) -> bool:
-        """Whether every one of them leaves the target's distribution as it is."""
+        """Return whether every one of the rules leaves the target's distribution as it is."""
         from forerun.core.rules.base import rule_named
 
         return all(rule_named(rule).lossless for rule in self.rules)
 
 
 def entries(heads: Path | None) -> list[Entry]:
-    """The drafters that need no training, the shipped ones, and what `forerun train` left in the folders below
-    `heads`; heads draft a chain and a tree."""
+    """Return the drafters that need no training, the shipped ones, and those in the folders below
+    `heads`.
+
+    `forerun train` left the latter. Heads draft a chain and a tree.
+    """
     found = [Entry(name=name, config=config) for name, config in COPYING.items()]
     ours = [_draft("demo-draft", "demo-draft", "distill"), _head("demo-eagle3", "demo-eagle3")]
     for one in ours if heads is None else [*ours, *trained(heads)]:
@@ -129,8 +138,11 @@ def entries(heads: Path | None) -> list[Entry]:
 
 
 def trained(folder: Path) -> list[Trained]:
-    """The heads and draft models that `forerun train ... --output` left in folders below `folder`, by name; what was
-    trained together with a target is left out. ArgumentError: there are none."""
+    """Return the heads and draft models that `forerun train ... --output` left in folders below
+    `folder`, by name.
+
+    What was trained together with a target is left out. ArgumentError: there are none.
+    """
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (path / "model").is_dir():
@@ -176,7 +188,9 @@ def _head(name: str, source: str, seconds: float | None = None) -> Trained:
 
 
 def trained_seconds(output: Path) -> float | None:
-    """Seconds of the steps behind the newest checkpoint in a run's `output`, evaluation left out; None: none says."""
+    """Return the seconds of the steps before the newest checkpoint in `output`, evaluation left
+    out; None if unknown.
+    """
     from forerun.training.loop import checkpoint
 
     newest = checkpoint.latest(output)
@@ -192,14 +206,18 @@ def _weights(folder: Path) -> int:
 
 
 def questions(llm: LLM) -> list[Any]:
-    """Held-out files to continue and held-out functions to edit, the longest of the shipped ones."""
+    """Return held-out files to continue and held-out functions to edit, the longest of the shipped
+    ones.
+    """
     files = [{"prompt_token_ids": ids} for ids in shipped.contexts(llm.tokenizer, count=FILES, length=256)]
     edits = sorted(shipped.edits(), key=lambda edit: len(edit.answer))[-EDITS:]
     return [*files, *(llm.chat_prompt(edit.messages) for edit in edits)]
 
 
 def run(llm: LLM, board: list[Entry], *, max_tokens: int) -> Entry:
-    """Let plain decoding, which is returned, and every entry answer all questions, in turns question by question."""
+    """Let plain decoding, which is returned, and every drafter answer all questions, in turns
+    question by question.
+    """
     from forerun.certify.reference import difference
     from forerun.types import SamplingParams
 
@@ -230,7 +248,7 @@ def run(llm: LLM, board: list[Entry], *, max_tokens: int) -> Entry:
 
 
 def table(plain: Entry, board: list[Entry], width: int) -> Table:
-    """The fastest first, within so many columns."""
+    """Return the table, the fastest first, within so many columns."""
     roomy = width >= ROOMY
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
     columns = [Column("drafter", overflow="fold"), Column("size", **right), Column("trained", **right)]
@@ -255,7 +273,7 @@ def table(plain: Entry, board: list[Entry], width: int) -> Table:
 
 
 def records(plain: Entry, board: list[Entry]) -> list[dict[str, Any]]:
-    """What ``demo --all --json`` prints."""
+    """Return the records that ``demo --all --json`` prints."""
     return [
         {
             "drafter": entry.name,

@@ -1,4 +1,5 @@
-"""The options that verbs share, as dataclasses, and their translation into the Python API's arguments.
+"""These dataclasses hold the options that verbs share, and translate them into the Python API's
+arguments.
 
 Defaults are written here once and only where the API has none. Imports no torch until a translation is asked for.
 """
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
-"""A switch without a ``--no-...`` form."""
+"""A switch without a ``--no-...`` form is a `Flag`. `` form."""
 Many = Parameter(consume_multiple=True, negative="")
-"""Of an option with one or more values: ``--rows 1 4 16``."""
+"""An option with `Many` takes one or more values: ``--rows 1 4 16``."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
 SkipBad = Annotated[bool, Parameter(negative="", help="Leave unusable records out instead of stopping at the first.")]
 Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM, or a GGUF file.")]
@@ -32,7 +33,7 @@ Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face cau
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationOptions:
-    """What drafts, how much, and which rule verifies it."""
+    """`SpeculationOptions` say what drafts, how much, and which rule verifies it."""
 
     drafter: str | None = None
     """Name of the drafter, see `forerun drafters`, or module:Class, one of your own; without one decoding is plain."""
@@ -50,7 +51,7 @@ class SpeculationOptions:
     """Let measured costs decide how much to draft, or nothing, as is the default. `--no-adaptive`: always the same."""
 
     def config(self) -> dict[str, Any] | None:
-        """The `speculative_config` of the Python API, None where nothing was asked for."""
+        """Return the `speculative_config` of the Python API, None where nothing was asked for."""
         config = json_object(self.speculative_config, "--speculative-config") if self.speculative_config else {}
         short: dict[str, Any] = {"method": self.drafter, "model": self.drafter_model}
         short |= {name: getattr(self, name) for name in ("num_speculative_tokens", "rule", "adaptive")}
@@ -64,7 +65,9 @@ class SpeculationOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions:
-    """How to choose tokens; what is not given comes from the checkpoint's generation_config.json."""
+    """`SamplingOptions` say how to choose tokens; what is not given comes from the checkpoint's
+    generation_config.json.
+    """
 
     temperature: Annotated[float | None, Parameter(alias="-t")] = None
     """0 is greedy."""
@@ -82,7 +85,7 @@ class SamplingOptions:
     """String that ends the answer; may be repeated."""
 
     def params(self) -> SamplingParams:
-        """The same as `SamplingParams`."""
+        """Return the options as `SamplingParams`."""
         from forerun.types import SamplingParams
 
         return SamplingParams(**{**asdict(self), "stop": self.stop or None})
@@ -91,7 +94,7 @@ class SamplingOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How to load the target."""
+    """`TargetOptions` say how to load the target."""
 
     dtype: str = "auto"
     """auto (the checkpoint's own; float32 on a CPU that only emulates it), float32, bfloat16 or float16."""
@@ -108,11 +111,13 @@ class LoadOptions:
 SPECULATION = SpeculationOptions()
 SAMPLING = SamplingOptions()
 LOADING = LoadOptions()
-"""Nothing asked for: the defaults of the verbs' parameters."""
+"""These defaults of the verbs' parameters ask for nothing."""
 
 
 def key_value(pair: str) -> tuple[str, Any]:
-    """``"min_match=2"`` to ``("min_match", 2)``: the value is JSON where it reads as JSON, else the string."""
+    """Parse ``"min_match=2"`` into ``("min_match", 2)``; the value is JSON where it reads as JSON,
+    else the string.
+    """
     key, equals, value = pair.partition("=")
     if not equals or not key:
         raise ArgumentError(f"--drafter-option takes key=value, got {pair!r}")
@@ -123,7 +128,9 @@ def key_value(pair: str) -> tuple[str, Any]:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from ``--prompt``, ``--prompt-file`` or, where stdin is no terminal, from there."""
+    """Return the prompt from ``--prompt``, ``--prompt-file`` or, where stdin is no terminal, from
+    there.
+    """
     if prompt is not None and prompt_file is not None:
         raise ArgumentError("give --prompt or --prompt-file, not both")
     if prompt is not None:
@@ -136,7 +143,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def read_text(path: Path, what: str) -> str:
-    """A file of UTF-8; `what` it holds is for the message of the DataError."""
+    """Read a file of UTF-8; `what` it holds is for the message of the DataError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -144,7 +151,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Number]:
-    """The numbers that an option lists with commas between them, each read by `kind`."""
+    """Parse the numbers that an option lists with commas between them, each read by `kind`."""
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
@@ -156,7 +163,9 @@ def _no_json(word: str) -> None:
 
 
 def json_object(text: str, flag: str) -> dict[str, Any]:
-    """What was given to `flag`. ArgumentError: it is no JSON object."""
+    """Parse what was given to `flag`; ArgumentError if it is no JSON object. ArgumentError: it is
+    no JSON object.
+    """
     try:
         value = json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError) as error:

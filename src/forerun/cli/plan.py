@@ -1,4 +1,6 @@
-"""``forerun plan``: what speculation can bring, before anything is trained or bought. Without a MODEL no torch."""
+"""``forerun plan`` says what speculation can bring, before anything is trained or bought. Without a
+MODEL no torch.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,22 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastOptions:
-    """What is accepted, and what a pass of which target costs."""
+    """`ForecastOptions` say what is accepted, and what a pass of which target costs."""
 
     context: int | None = None
     """Committed tokens of each sequence; measured on the prompts where there are some, else 0."""
     temperature: Annotated[float | None, Parameter(alias="-t")] = None
-    """Of the answers; measured at it, or an assumption for --text. 0 is greedy."""
+    """Temperature of the answers; measured at it, or an assumption for --text. 0 is greedy. 0 is
+    greedy.
+    """
     text: str | None = None
     """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
     alpha: float | None = None
     """Probability that a drafted token is accepted, in 0..1."""
     acceptance: str | None = None
-    """The same by position, comma separated: 0.8,0.7,0.6; the last one goes on."""
+    """Acceptance by position, comma separated: 0.8,0.7,0.6; the last one goes on."""
     rank_acceptance: str | None = None
-    """For a tree: by rank, and by depth behind semicolons: 0.6,0.2,0.1;0.5,0.2."""
+    """Acceptance in a tree: by rank, and by depth behind semicolons: 0.6,0.2,0.1;0.5,0.2."""
     draft_cost: float | None = None
     """c: time of one drafted level in plain passes of the target; default 0."""
     draft_params: float | None = None
@@ -58,7 +62,7 @@ class ForecastOptions:
     experts_per_token: int | None = None
     """Mixture of experts: how many of them a token is sent to."""
     layers: int | None = None
-    """With --kv-heads and --head-dim: the cache's traffic counts."""
+    """Layers of the target; with --kv-heads and --head-dim the cache's traffic counts."""
     kv_heads: int | None = None
     """Key-value heads of a layer."""
     head_dim: int | None = None
@@ -75,7 +79,7 @@ FORECAST = ForecastOptions()
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions(ForecastOptions):
-    """What is to be planned, and how its acceptance is known."""
+    """`PlanOptions` say what is to be planned, and how its acceptance is known."""
 
     batch: int = 1
     """Sequences that are decoded together."""
@@ -92,7 +96,7 @@ class PlanOptions(ForecastOptions):
     tp: int = 1
     """Devices that share every layer."""
     heads: int | None = None
-    """Query heads: the arithmetic of attention counts, too."""
+    """Query heads of the target; with them the arithmetic of attention counts, too."""
     tflops: float | None = None
     """Peak bf16 arithmetic of a device that is not in the table, 1e12 operations a second."""
     bandwidth: float | None = None
@@ -106,12 +110,14 @@ class PlanOptions(ForecastOptions):
 
     @property
     def measuring(self) -> bool:
-        """Whether acceptance is to be measured: prompts or candidates are there, or nothing else says it."""
+        """Return whether acceptance is measured: prompts or candidates are given, or nothing else
+        says it.
+        """
         return self.prompts is not None or bool(self.choose_draft) or not (self.given or self.text is not None)
 
     @property
     def ranks(self) -> list[list[float]] | None:
-        """Acceptance by depth and rank, where it was given for a tree."""
+        """Return acceptance by depth and rank, where it was given for a tree."""
         given = self.rank_acceptance
         return None if given is None else [numbers(line, "--rank-acceptance", float) for line in given.split(";")]
 
@@ -164,7 +170,7 @@ class PlanOptions(ForecastOptions):
 
 
 def _refuse(options: Any, names: Sequence[str], reason: str) -> None:
-    """ArgumentError: one of these options has another value than its default."""
+    """Raise ArgumentError where one of these options has another value than its default."""
     defaults = type(options)()
     given = next((name for name in names if getattr(options, name) != getattr(defaults, name)), None)
     if given is not None:
@@ -204,12 +210,12 @@ def plan(
 
 
 def on_paper(asked: PlanOptions) -> Shown:
-    """Given or assumed acceptance, and what passes cost by the roofline."""
+    """Plan with given or assumed acceptance, and passes that cost what the roofline says."""
     return _with_costs(asked, *_cost(asked))
 
 
 def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
-    """Given or assumed acceptance with passes that cost so much."""
+    """Plan with given or assumed acceptance, and passes that cost so much."""
     survival, assumed = _survival(asked)
     uncosted = ["verifying"] if isinstance(cost, FreeVerification) else []
     if asked.draft_cost is None and asked.draft_params is None:
@@ -220,7 +226,7 @@ def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
 
 
 def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
-    """Acceptance by depth, and what was assumed for it."""
+    """Return acceptance by depth, and what was assumed for it."""
     length = max(16, asked.k or 0)
     described = asked.given and (asked.text is not None or asked.temperature is not None)
     note = "acceptance is taken as measured on this text and at this temperature; neither changes it"
@@ -239,7 +245,7 @@ def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
 
 
 def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
-    """What passes cost, and what was assumed for it."""
+    """Return what passes cost, and what was assumed for it."""
     if asked.params is None:
         notes = ["verification counts as free, v(n) = 1, until --params and --device, or a MODEL, say what it costs"]
         if asked.batch > 1 or asked.context:
@@ -287,7 +293,7 @@ def _device(asked: PlanOptions) -> Device:
 
 
 def _draft(asked: PlanOptions, cost: PassCost) -> Any:
-    """The drafter's cost for a batch: given as c, or by the roofline."""
+    """Return the drafter's cost for a batch: given as c, or by the roofline."""
     share, params, context = asked.draft_cost, asked.draft_params, asked.context or 0
     if share is not None and params is not None:
         raise ArgumentError("give --draft-cost or --draft-params, not both")
@@ -302,7 +308,7 @@ def _draft(asked: PlanOptions, cost: PassCost) -> Any:
 
 
 def on_model(asked: PlanOptions, model: str) -> Shown:
-    """Measured passes; acceptance given, assumed, or measured on the user's prompts."""
+    """Plan with measured passes; acceptance is given, assumed, or measured on the user's prompts."""
     from forerun.cli import session
     from forerun.engine.measuring import load_or_measure
 
@@ -352,7 +358,7 @@ def _batch_note(asked: PlanOptions) -> list[str]:
 
 
 class Shown:
-    """A plan with everything that is printed about it."""
+    """A `Shown` is a plan with everything that is printed about it."""
 
     def __init__(
         self,
@@ -364,8 +370,13 @@ class Shown:
         ranking: Sequence[tuple[Measured, Line]] = (),
         uncosted: Sequence[str] = (),
     ) -> None:
-        """`notes`: assumptions and limits, in sentences; `ranking`: candidates with their best lines, fastest first;
-        `uncosted`: what counts as free, because nothing says what it costs."""
+        """Plan the load.
+
+        Args:
+            notes: assumptions and limits, in sentences.
+            ranking: candidates with their best lines, fastest first.
+            uncosted: what counts as free, because nothing says what it costs.
+        """
         ranks, depth = asked.ranks, asked.k or 8
         if measured is not None and any(len(line) > 1 for line in measured.trial.rank_acceptance):
             ranks, depth = measured.trial.rank_acceptance, measured.deepest
@@ -386,13 +397,13 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """For plots and tables."""
+        """Return the title of plots and tables."""
         what = self.measured.name if self.measured is not None else f"first token accepted: {self.load.survival[0]:.0%}"
         where = f", {self.roofline.tp} x {self.roofline.device.name}" if self.roofline is not None else ""
         return f"{what}, batch {self.load.rows}{where}"
 
     def record(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """Return the plan as a JSON object."""
         asked, best, depth = self.plan.asked, self.plan.best, len(self.load.survival)
         tokens = theory.tokens_of(self.load.survival)
         found = {
@@ -428,7 +439,7 @@ class Shown:
 
 
 def roofline_record(line: Roofline, load: Load) -> dict[str, Any]:
-    """The roofline's own figures at the load's batch and context."""
+    """Return the roofline's own figures at the load's batch and context."""
     terms = line.terms(1, load.rows, load.context)
     return {
         "device": line.device.name,
@@ -447,7 +458,7 @@ def roofline_record(line: Roofline, load: Load) -> dict[str, Any]:
 
 
 def show(shown: Shown) -> None:
-    """Tables and the verdict on stdout, assumptions below."""
+    """Print tables and the verdict on stdout, assumptions below."""
     out, verdict = console.out(), shown.verdict
     if shown.ranking:
         out.print(_ranking_table(shown))
@@ -472,7 +483,7 @@ def show(shown: Shown) -> None:
 
 
 def _show_gain(shown: Shown) -> None:
-    """The best tree, where there is one, and up to which batch anything is gained."""
+    """Print the best tree, where there is one, and up to which batch anything is gained."""
     out, tree = console.out(), shown.tree
     if tree is not None and tree.parents:
         out.print(

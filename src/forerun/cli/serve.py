@@ -1,4 +1,4 @@
-"""``forerun serve MODEL``: an OpenAI-compatible server."""
+"""``forerun serve MODEL`` runs an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFAULTS = AdaptConfig()
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptOptions:
-    """Whether and how the drafter learns while it serves."""
+    """`AdaptOptions` say whether and how the drafter learns while it serves."""
 
     adapt: Flag = False
     """Let the drafter learn from what the target says; answers stay the target's."""
@@ -35,10 +35,10 @@ class AdaptOptions:
     adapt_dir: Path | None = _DEFAULTS.directory
     """Keeps what was learned, and goes on from there; if not given it ends with the server."""
     adapt_learning_rate: float = _DEFAULTS.learning_rate
-    """Of AdamW, per step."""
+    """Learning rate of AdamW, per step."""
 
     def config(self, speculative: Mapping[str, Any] | None) -> AdaptConfig | None:
-        """As `LLM` takes it, None where nothing was asked for."""
+        """Return the configuration as `LLM` takes it, None where nothing was asked for."""
         if not self.adapt:
             if self != ADAPTING:
                 raise ArgumentError("--adapt-... options without --adapt; add --adapt")
@@ -57,16 +57,18 @@ SETTINGS = ServeSettings()
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """Of the engine, as `AsyncLLM` has them."""
+    """`EngineOptions` are the engine's options, as `AsyncLLM` has them."""
 
     max_num_seqs: int = 8
     """Answers that run at once."""
     max_num_batched_tokens: int | None = None
     """Most prompt tokens of a pass; if not given as many as keep others waiting for three decoding steps at most."""
     enable_prefix_caching: bool = True
-    """Read of a prompt only what no row holds already."""
+    """Read only the part of a prompt that no row holds already."""
     kv_cache_tokens: int | None = None
-    """Most tokens that all rows together hold; answers that do not fit give way and go on later."""
+    """Most tokens that all rows together hold; answers that do not fit are preempted and go on
+    later.
+    """
     seed: int | None = None
     """Requests that bring none get one each, derived from this and from how many came before."""
 
@@ -123,8 +125,11 @@ def serve(
 
 
 def _short_name(model: str) -> str:
-    """What clients call a model: the last part of a directory's path, without its ending that of a GGUF file's, else
-    the model as it was named."""
+    """Return what clients call a model.
+
+    It is the last part of a directory's path, a GGUF file's without its ending, else the model as
+    it was named.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path.name or path.resolve().name

@@ -1,4 +1,6 @@
-"""Running a model in the terminal: load it, stream an answer with tokens coloured by their source, print statistics."""
+"""This module loads a model, streams an answer coloured by the tokens' sources, and prints
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ SOURCES: dict[Source, tuple[str, str, str]] = {
     Source.BONUS: ("bonus", "cyan dim", "dim"),
     Source.TARGET: ("plain", "", ""),
 }
-"""Where a token came from: in words, in colour, and in shape alone, where ``NO_COLOR`` is set."""
+"""A token's source is shown in words, in colour, and by shape alone where ``NO_COLOR`` is set."""
 
 
 def coloured(tokens: Iterable[OutputToken], console: Console) -> Text:
-    """The tokens' text, each in the style of its source; a line break is never tinted."""
+    """Return the tokens' text, each in the style of its source; a line break is never tinted."""
     text = Text()
     for token in tokens:
         _, colour, shape = SOURCES[token.source]
@@ -48,13 +50,15 @@ def coloured(tokens: Iterable[OutputToken], console: Console) -> Text:
 
 
 def legend(console: Console) -> Text:
-    """One line that names the styles."""
+    """Return one line that names the styles."""
     styles = ((words, shape if console.no_color else colour) for words, colour, shape in SOURCES.values())
     return Text("  ").join(Text(f" {words} ", style) for words, style in styles)
 
 
 def tokens_per_second(output: RequestOutput) -> float | None:
-    """Decoding speed of the first answer: tokens after the first over the time after the first."""
+    """Return the decoding speed of the first answer: tokens after the first over the time after the
+    first.
+    """
     answer = output.outputs[0]
     if not output.decode_s or len(answer.token_ids) < 2:
         return None
@@ -62,7 +66,7 @@ def tokens_per_second(output: RequestOutput) -> float | None:
 
 
 def statistics_line(output: RequestOutput) -> Text:
-    """Tokens, speed and acceptance of one finished request; in red a rule that is lossy."""
+    """Return tokens, speed and acceptance of one finished request in a line; a lossy rule is red."""
     from forerun.core.rules import rule_named
 
     answer, speed, first = output.outputs[0], tokens_per_second(output), output.time_to_first_token_s
@@ -79,7 +83,9 @@ def statistics_line(output: RequestOutput) -> Text:
 
 
 def asked_line(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
-    """How the model is asked, in a line: with its chat template or without, and with which sampling, by whose wish."""
+    """Say in a line how the model is asked: with its chat template or without, and with which
+    sampling, by whose wish.
+    """
     if templated:
         how = "asked as a user's message in its chat template (--raw: the prompt as it stands)"
     else:
@@ -88,7 +94,9 @@ def asked_line(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
 
 
 def sampling_words(llm: LLM, params: SamplingParams) -> str:
-    """The sampling of `params` on this model, and what of it the checkpoint asks for."""
+    """Describe the sampling of `params` on this model, and the part of it that the checkpoint asks
+    for.
+    """
     defaults, given, own = llm.get_default_sampling_params(), list[str](), list[str]()
     for name, neutral in NEUTRAL.items():
         wanted, asked = getattr(params, name), getattr(defaults, name)
@@ -106,7 +114,7 @@ def sampling_words(llm: LLM, params: SamplingParams) -> str:
 
 
 def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]:
-    """The first answer as ``generate --json`` prints it."""
+    """Return the first answer as ``generate --json`` prints it."""
     speed, answer = tokens_per_second(output), output.outputs[0]
     stats = answer.speculation
     record: dict[str, Any] = {
@@ -144,7 +152,9 @@ def quiet_libraries() -> None:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory, a hub id or a shipped model, with a spinner on stderr while it loads."""
+    """Return the tokenizer of a directory, a hub id or a shipped model, with a spinner on stderr
+    while it loads.
+    """
     with console.telling(f"loading the tokenizer of {name}"):
         from forerun.model.names import load_tokenizer
 
@@ -155,7 +165,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def context_of(model: str) -> int:
-    """The tokens of a model's context, by its configuration; errors as `load`."""
+    """Return the tokens of a model's context, by its configuration; errors as in `load`."""
     quiet_libraries()
     from forerun.model.load import LoadOptions, read_config
     from forerun.model.names import resolve
@@ -167,8 +177,11 @@ def context_of(model: str) -> int:
 def load(
     model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, *, announce: bool = False, **more: Any
 ) -> LLM:
-    """The model behind the Python API, with what is being done on stderr while it loads; with `announce` a line stays
-    that says how long that took. What is known to be wrong beforehand is refused first."""
+    """Load a model behind the Python API, with its progress on stderr.
+
+    With `announce` a line stays that says how long that took. What is known to be wrong beforehand
+    is refused first.
+    """
     began = time.perf_counter()
     check(model, options, speculative_config, **more)
     with console.telling(f"loading {model}") as tell, _told(tell), uncollected():
@@ -184,8 +197,11 @@ def load(
 
 
 def check(model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, **engine: Any) -> None:
-    """Refuse, within the first second, what is known to be wrong before torch is imported and a model loaded: `engine`
-    are arguments of `LLM`."""
+    """Refuse, within the first second, what is known to be wrong before torch is imported and a
+    model loaded.
+
+    `engine` are arguments of `LLM`.
+    """
     checks.check(model, options.dtype)
     check_sizes(options.max_model_len, engine["max_num_seqs"], engine.get("kv_cache_tokens"))
     config = SpeculativeConfig.parse(speculative_config)
@@ -195,8 +211,12 @@ def check(model: str, options: LoadOptions, speculative_config: dict[str, Any] |
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """While open, Python looks for no circles of garbage, and afterwards never among the objects that are there by
-    then: imports and loading make half a million that stay, and would be gone through again and again."""
+    """Switch Python's garbage collector off while open, and then exempt the objects that exist by
+    then.
+
+    Imports and loading make half a million objects that stay; they would be searched again and
+    again.
+    """
     gc.disable()
     try:
         yield
@@ -207,7 +227,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def _told(tell: Callable[[str], None]) -> Iterator[None]:
-    """While open, what loading says of its progress goes to `tell`."""
+    """Pass what loading says of its progress to `tell` while open."""
     log, handler = logging.getLogger("forerun.model.prepare"), _Telling(tell)
     level = log.level
     log.addHandler(handler)
@@ -220,7 +240,7 @@ def _told(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Telling(logging.Handler):
-    """Hands on messages, of the level INFO alone."""
+    """`_Telling` is a log handler that passes on messages of the level INFO alone."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
@@ -232,7 +252,7 @@ class _Telling(logging.Handler):
 
 
 def warn_of_loss(speculative_config: dict[str, Any] | None) -> None:
-    """Say of a verification rule that is lossy what it does."""
+    """Warn of a lossy verification rule, and say what it does."""
     config = SpeculativeConfig.parse(speculative_config)
     name = None if config is None else config.rule
     if name is not None and not rules.rule_named(name).lossless:
@@ -241,7 +261,7 @@ def warn_of_loss(speculative_config: dict[str, Any] | None) -> None:
 
 
 def loading_arguments(options: LoadOptions) -> dict[str, Any]:
-    """The options as `LLM` and `AsyncLLM` take them."""
+    """Return the options as `LLM` and `AsyncLLM` take them."""
     arguments = asdict(options)
     if not options.compile:
         del arguments["compile"]  # left to the engine
@@ -249,8 +269,11 @@ def loading_arguments(options: LoadOptions) -> dict[str, Any]:
 
 
 def print_stream(chunks: Iterable[StreamChunk], *, show_draft: bool) -> RequestOutput | None:
-    """Print chunks as they come, byte for byte, or in a terminal with `show_draft` coloured by source, and end the
-    line, also when interrupted; None where the stream ended without an output."""
+    """Print chunks as they come, byte for byte, and end the line, also when interrupted.
+
+    With `show_draft` a terminal shows tokens coloured by source. Returns None where the stream
+    ended without an output.
+    """
     stdout, output = console.out(), None
     try:
         for chunk in chunks:

@@ -1,4 +1,6 @@
-"""Real questions to a chat model, answered plainly and speculatively side by side: what ``forerun demo`` shows."""
+"""This module asks a chat model real questions, plainly and speculatively side by side, for
+``forerun demo``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _RUNS = itertools.count()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One answer, and what it took."""
+    """An `ArmRun` is one answer with its time and passes."""
 
     token_ids: list[int]
     text: str
@@ -40,7 +42,7 @@ class Run:
 
     @classmethod
     def of(cls, output: RequestOutput) -> Run:
-        """What a finished request took."""
+        """Return the run of a finished request."""
         answer, stats = output.outputs[0], output.outputs[0].speculation
         seconds = (output.time_to_first_token_s or 0.0) + (output.decode_s or 0.0)
         return cls(token_ids=answer.token_ids, text=answer.text, seconds=seconds, passes=stats.num_passes)
@@ -48,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """One question at one temperature, answered both ways."""
+    """An `AnsweredPair` is one question at one temperature, answered both ways."""
 
     question: Question
     temperature: float
@@ -58,11 +60,11 @@ class Answered:
 
     @property
     def wrong(self) -> bool:
-        """Whether a greedy answer differs by more than a numeric tie."""
+        """Return whether a greedy answer differs by more than a numeric tie."""
         return self.temperature == 0 and self.parted is not None and not self.parted.tie
 
     def record(self) -> dict[str, Any]:
-        """The answer as ``demo --json`` prints it."""
+        """Return the answer as ``demo --json`` prints it."""
         return {
             "question": self.question.name,
             "temperature": self.temperature,
@@ -75,7 +77,7 @@ class Answered:
 
 
 def figures(answers: Sequence[Answered]) -> dict[str, float]:
-    """Tokens per second of both arms, their ratio, and tokens per pass, over all of some answers."""
+    """Return tokens per second of both arms, their ratio, and tokens per pass, over some answers."""
     speeds = {arm: _total(answers, arm, "tokens") / (_total(answers, arm, "seconds") or 1e-9) for arm in ARMS}
     tokens, passes = (round(_total(answers, "speculative", what)) for what in ("tokens", "passes"))
     return {
@@ -113,7 +115,9 @@ def warm_up(llm: LLM, question: Question, params: SamplingParams) -> None:
 
 
 def _asked(llm: LLM, question: Question, params: SamplingParams) -> dict[str, Any]:
-    """The question as the model wants to read it; a model without a chat template goes on with its text."""
+    """Return the question as the model wants to read it; a model without a chat template goes on
+    with its text.
+    """
     if llm.has_chat_template:
         return llm.chat_prompt(question.messages)
     return llm.read_prompt(question.text, params)
@@ -141,7 +145,7 @@ def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) ->
 
 
 class _Picture:
-    """Two columns that fill as the tokens come."""
+    """A `_Picture` shows two columns that fill as the tokens come."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
@@ -150,7 +154,7 @@ class _Picture:
         self._feet = {arm: Text("...", "dim") for arm in ARMS}
 
     def add(self, arm: str, tokens: Iterable[OutputToken]) -> None:
-        """Show tokens; those of speculation in the colours of where they came from."""
+        """Show tokens; those of speculation in the colours of their sources."""
         from forerun.cli.session import coloured
 
         if arm == "plain":
@@ -159,7 +163,7 @@ class _Picture:
             self._texts[arm].append_text(coloured(tokens, self._out))
 
     def done(self, arm: str, run: Run) -> None:
-        """Show what an answer took."""
+        """Show the time and passes of an answer."""
         speed = len(run.token_ids) / run.seconds if run.seconds else 0.0
         said = f"{len(run.token_ids)} tokens in {run.seconds:.1f} s, {run.passes} passes: "
         self._feet[arm] = Text(said, "dim").append(f"{speed:.1f} tokens/s", "default")
@@ -176,7 +180,9 @@ class _Picture:
 
 @contextmanager
 def _picture(temperature: float, *, show: bool) -> Iterator[_Picture]:
-    """The columns, which grow in a terminal and are printed once elsewhere; nothing unless `show`."""
+    """Yield the columns, which grow in a terminal and are printed once elsewhere; show nothing
+    unless `show`.
+    """
     picture, out = _Picture(temperature), console.out()
     if show and out.is_terminal and not out.record:
         with Live(picture, console=out, refresh_per_second=8):
@@ -198,7 +204,7 @@ def _introduce(question: Question) -> None:
 
 
 def summary(answers: Sequence[Answered], note: str) -> Group:
-    """A table of all answers, the speed-up of all together, and whether anything differs."""
+    """Return a table of all answers, the speed-up of all together, and whether anything differs."""
     arms = ("plain\ntokens/s", "speculative\ntokens/s")
     table = console.table("", "T", *arms, "speed-up", "tokens\nper pass", "same text", numbers_from=1)
     for answer in answers:

@@ -1,4 +1,6 @@
-"""``forerun train KIND``: train a draft head or model for your own model, from a recipe file, from flags, or both."""
+"""``forerun train KIND`` trains a draft head or model for your own model, from a recipe file, from
+flags, or both.
+"""
 
 from __future__ import annotations
 

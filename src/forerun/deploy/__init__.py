@@ -1,4 +1,4 @@
-"""The same drafters on somebody else's engine: launch plans, and plug-ins. Imports no torch."""
+"""forerun's drafters run on other engines by launch plans and plug-ins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from forerun.drafters import drafter_class, outside
 from forerun.errors import ArgumentError
 
 COPYING = ("ngram", "suffix", "rest", "prediction", "first_of", "merge")
-"""Drafters for a plug-in, which is handed a sequence's text and nothing of the target; the last two made of such alone.
-`recycling` copies, too, but what the target thought likely."""
+"""These drafters may run in a plug-in, which sees a sequence's tokens and nothing of the target.
+
+The last two are made of such drafters alone. `recycling` copies, too, but from what the target
+thought likely.
+"""
 
 
 def reads_text_alone(method: str) -> bool:
-    """Whether a plug-in may draft by it: one of `COPYING`, or a drafter outside of forerun (``module:Class``) that
-    wants nothing of the target. ArgumentError: there is no such drafter."""
+    """Return whether a plug-in may draft by `method`.
+
+    It may by one of `COPYING`, or by a drafter outside of forerun (``module:Class``) that wants
+    nothing of the target. ArgumentError: there is no such drafter.
+    """
     if not outside(method):
         return method in COPYING
     from forerun.drafters.base import Drafter
@@ -25,14 +31,15 @@ def reads_text_alone(method: str) -> bool:
 
 
 def methods(config: Mapping[str, Any]) -> Iterator[str]:
-    """A configuration's drafter and those that it is made of, however deep. ArgumentError: they are no list of names
-    and configurations."""
+    """Yield the names of a configuration's drafter and of those that it is made of, however deep.
+    ArgumentError: they are no list of names and configurations.
+    """
     for one in members(config):
         yield str(one.get("method"))
 
 
 def members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The same, their configurations."""
+    """Yield a configuration and those that it is made of, however deep."""
     yield config
     made_of = config.get("drafters", ())
     if not isinstance(made_of, list | tuple) or not all(isinstance(one, str | Mapping) for one in made_of):
@@ -45,7 +52,9 @@ def members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def check_plugged(config: Mapping[str, Any]) -> None:
-    """ArgumentError: a plug-in would draft nothing by a drafter of it."""
+    """Raise ArgumentError where a plug-in would draft nothing by one of the configuration's
+    drafters.
+    """
     if any(one.get("method") == "prediction" and not one.get("text") for one in members(config)):
         raise ArgumentError(
             "prediction: requests bring no prediction to a plug-in; give the one text that all answers resemble, "

@@ -1,11 +1,11 @@
-"""llama.cpp's own converter, for tokenizers that it does not know, too.
+"""This script runs llama.cpp's own converter, also for tokenizers that it does not know.
 
-Usage: ``python gguf_converter.py SOURCES ARGUMENTS``, where SOURCES is llama.cpp's directory and the rest goes to its
-``convert_hf_to_gguf.py``. Imports nothing of forerun.
+Usage: ``python gguf_converter.py SOURCES ARGUMENTS``, where SOURCES is llama.cpp's directory and
+the rest goes to its ``convert_hf_to_gguf.py``. Imports nothing of forerun.
 
-The converter knows how texts are split before their bytes are merged by a hash of what a tokenizer makes of one text,
-and stops where the hash is not in its list. Whoever asks with token ids does not need to know; here it is GPT-2's way
-then, and `UNKNOWN` is printed.
+The converter recognises how a tokenizer splits texts by a hash, and stops where the hash is not in
+its list. A user who asks with token ids does not need the split; this script then takes GPT-2's and
+prints `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNKNOWN = "llama.cpp's converter does not know this tokenizer: converted as GPT-
 
 
 def main() -> None:
-    """Convert as asked."""
+    """Convert as the command line asks."""
     sources = Path(sys.argv[1]).absolute()
     sys.path[:1] = [str(sources), str(sources / "gguf-py")]  # in place of this file's directory
     sys.argv = [str(sources / "convert_hf_to_gguf.py"), *sys.argv[2:]]

@@ -1,7 +1,8 @@
-"""llama.cpp of this machine drafts with a head: its converter makes GGUF files, its server answers.
+"""This module lets llama.cpp on this machine draft with a head: its converter makes GGUF files, its
+server answers.
 
-What became of each draft is read off the stream: with ``timings_per_token`` every token comes with how many tokens were
-drafted and accepted so far (``tools/server/server-context.cpp`` of llama.cpp 0.5.0).
+The drafts are counted from the stream: with ``timings_per_token`` every token says how many tokens
+were drafted and accepted so far (``tools/server/server-context.cpp`` of llama.cpp 0.5.0).
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ LOADING = 1800.0
 
 
 class InLlamaCpp(Installed):
-    """llama.cpp's sources, with ``llama-server`` built in ``build/bin`` or on the path."""
+    """`InLlamaCpp` runs llama.cpp from its sources, with ``llama-server`` built in ``build/bin`` or
+    on the path.
+    """
 
     title: ClassVar[str] = "llama.cpp"
 
     def __init__(self, drafting: Drafting, sources: Path | None, python: Path, rows: int = 1) -> None:
-        """
+        """Find the converter and the server.
+
         Args:
             drafting: what is tried.
             sources: llama.cpp's directory.
@@ -66,7 +70,7 @@ class InLlamaCpp(Installed):
         super().__init__(drafting, server_version(self.server))
 
     def answers(self, question: Question) -> list[Answer]:
-        """See `Installed.answers`."""
+        """Answer the prompts, as `InstalledEngine.answers` describes."""
         drafting = self.drafting
         with tempfile.TemporaryDirectory() as work:
             folder, dtype = Path(work), question.dtype
@@ -88,7 +92,9 @@ class InLlamaCpp(Installed):
 
 
 def server_of(sources: Path) -> Path:
-    """``llama-server`` as it was built there, or of the path. ArgumentError: there is none."""
+    """Return the ``llama-server`` built in `sources`, or the one on the path; ArgumentError if
+    there is none. ArgumentError: there is none.
+    """
     built = sources / "build" / "bin" / SERVER
     found = built if built.is_file() else shutil.which(SERVER)
     if found is None:
@@ -97,14 +103,14 @@ def server_of(sources: Path) -> Path:
 
 
 def server_version(server: Path) -> str:
-    """What ``llama-server --version`` says: number, build and commit."""
+    """Return what ``llama-server --version`` says: number, build and commit."""
     told = subprocess.run([str(server), "--version"], capture_output=True, text=True, timeout=60, check=False)
     found = re.search(r"version: (.+)", told.stdout + told.stderr)
     return found[1] if found else "unknown"
 
 
 def converted(sources: Path, python: Path, folder: Path, file: Path, *, dtype: str, target: str | None = None) -> Path:
-    """A directory as a GGUF file; what the converter says is in a ``.log`` beside it.
+    """Convert a directory to a GGUF file, with the converter's output in a ``.log`` beside it.
 
     Raises:
         RefusedError: llama.cpp's converter stops at these files.
@@ -125,7 +131,7 @@ def converted(sources: Path, python: Path, folder: Path, file: Path, *, dtype: s
 
 @contextlib.contextmanager
 def serving(server: Path, words: Sequence[str], log: Path) -> Iterator[str]:
-    """The address of a ``llama-server`` with these arguments, until the block is left.
+    """Run a ``llama-server`` with these arguments until the block is left, and yield its address.
 
     Raises:
         RefusedError: it stops before it answers.
@@ -160,7 +166,9 @@ def _healthy(address: str) -> bool:
 
 
 def _complaint(log: Path) -> str:
-    """The first line of the log that tells of an error and is not called normal there, or the last line."""
+    """Return the first line of the log that reports an error and is not called normal there, else
+    the last line.
+    """
     lines = log.read_text(errors="replace").splitlines()
     wrong = [line for line in lines if re.search(r"error|\bE\b|GGML_ASSERT|abort", line) and "is normal" not in line]
     return (wrong or lines or ["it said nothing"])[0 if wrong else -1]

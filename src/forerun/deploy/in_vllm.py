@@ -1,4 +1,6 @@
-"""vLLM of this machine drafts with a head: a process of its environment answers a plan (`vllm_answers`)."""
+"""This module lets vLLM on this machine draft with a head: a process of its environment answers a
+plan (`vllm_answers`).
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,20 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Of vLLM's processes, where the caller has not said otherwise."""
+"""vLLM's processes get these environment variables where the caller has not set them."""
 
 
 class InVllm(Installed):
-    """vLLM in an environment of its own."""
+    """`InVllm` runs vLLM in an environment of its own."""
 
     title: ClassVar[str] = "vLLM"
 
     def __init__(self, drafting: Drafting, python: Path) -> None:
-        """`python`: of the environment. ArgumentError: it has no vLLM, or vLLM has no counterpart of the kind or reads
-        such layers in the target's own checkpoint."""
+        """Find vLLM in the environment of `python`.
+
+        ArgumentError: it has no vLLM, or vLLM has no counterpart of the kind or reads such layers
+        in the target's own checkpoint.
+        """
         super().__init__(drafting, vllm_version(python))
         self.python, engine = python, Vllm()
         refuse_apart(drafting, engine)
@@ -51,7 +56,7 @@ class InVllm(Installed):
         self.speculation, _ = engine.speculation(asked, list[str]())
 
     def answers(self, question: Question) -> list[Answer]:
-        """See `Installed.answers`."""
+        """Answer the prompts, as `InstalledEngine.answers` describes."""
         kind = self.drafting.kind
         arm = {"target": self.drafting.target, "vllm": self.speculation, "environment": {}}
         arm["engine"] = {"max_model_len": question.room}
@@ -70,7 +75,9 @@ class InVllm(Installed):
 
 
 def vllm_version(python: Path) -> str:
-    """Of the vLLM that this Python has. ArgumentError: it has none, or is no Python."""
+    """Return the version of the vLLM that this Python has; ArgumentError if it has none, or cannot
+    be run. ArgumentError: it has none, or is no Python.
+    """
     try:
         found = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)
     except OSError as error:
@@ -82,7 +89,9 @@ def vllm_version(python: Path) -> str:
 
 
 def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Let vLLM answer for each arm of a plan (see `vllm_answers`); answers and logs are in `folder`."""
+    """Let vLLM answer for each arm of a plan (see `vllm_answers`); answers and logs are written to
+    `folder`.
+    """
     source = importlib.util.find_spec("forerun.deploy.vllm_answers")
     assert source is not None and source.origin is not None
     script = shutil.copy(source.origin, folder)  # beside the original a module is called vllm

@@ -1,4 +1,6 @@
-"""Whose a row of tokens is, where an engine moves rows about and tells no request ids: seen from what the row holds."""
+"""This module recognises which sequence a row of tokens belongs to, for engines that move rows and
+tell no request ids.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _BLOCK = 64  # Tokens that are compared before a difference is looked for: witho
 
 
 class Recognised(NamedTuple):
-    """Of the B rows of a step: what is known of each stands in one of the places, and stays there."""
+    """`RecognisedRows` says which known text each of the B rows of a step goes on with."""
 
     work: Longs  # (WORK, B): the place of each as its ROW, and where its new tokens are in `KnownRows.tokens`
     gone: list[int]  # Places of texts that no row goes on with; a new text may have one of them now
@@ -22,8 +24,11 @@ class Recognised(NamedTuple):
 
 
 class KnownRows:
-    """The texts of all rows. A row that goes on with a known text is that sequence, wherever it stands now: two that
-    hold the same are the same to a drafter, too."""
+    """`KnownRows` holds the texts of all rows.
+
+    A row that goes on with a known text is that sequence, wherever it stands now: two rows that
+    hold the same are the same to a drafter, too.
+    """
 
     def __init__(self, rows: int) -> None:
         self._known = _Known(
@@ -34,11 +39,13 @@ class KnownRows:
 
     @property
     def tokens(self) -> Ints:
-        """(R * W,) all texts, W tokens of room for each."""
+        """Return all texts in one array, (R * W,), with space for W tokens each."""
         return self._known.held.reshape(-1)
 
     def recognise(self, table: Ints, lengths: Ints) -> Recognised:
-        """Take in the rows of a step: ``table[i, : lengths[i]]``. AssertionError: more rows than were said."""
+        """Take in the rows of a step, ``table[i, : lengths[i]]``; AssertionError for more rows than
+        were announced. AssertionError: more rows than were said.
+        """
         rows, known = len(lengths), self._known
         assert rows <= len(known.sizes), "more rows than the engine said"
         work = np.zeros((WORK, rows), np.int64)
@@ -51,7 +58,7 @@ class KnownRows:
         return Recognised(work, lost[:gone].tolist() if gone else [], begun[:new].tolist() if new else [])
 
     def clear(self) -> None:
-        """Know nothing of any row."""
+        """Forget all rows."""
         self._known.sizes[:] = 0
         self._running = 0
 
@@ -72,7 +79,7 @@ class _Known(NamedTuple):
 
 @compiled
 def _begins(held: Ints, size: int, text: Ints, length: int) -> bool:
-    """Whether the text begins with the `size` tokens that are held."""
+    """Return whether the text begins with the `size` tokens that are held."""
     if size > length:
         return False
     for done in range(0, size, _BLOCK):  # From the end: many texts begin alike
@@ -87,8 +94,11 @@ def _begins(held: Ints, size: int, text: Ints, length: int) -> bool:
 
 @compiled
 def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places: Longs) -> NDArray[np.bool_]:
-    """Find the place of each row, NONE of a new one; which places are left, (R,). A row that stayed where it was is
-    found at once; another one is the longest text that it goes on with."""
+    """Find the slot of each row, NONE for a new one; return which slots are left, (R,).
+
+    A row that stayed where it was is found at once; another one is the longest text that it goes on
+    with.
+    """
     held, sizes, order = known.held, known.sizes, known.order
     free = np.ones(len(order), np.bool_)
     for row in range(len(lengths)):
@@ -110,8 +120,11 @@ def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places:
 
 @compiled
 def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: Longs) -> tuple[int, int]:
-    """Fill ROW, START and END of `work`, and what has changed; how many are gone, and how many rows are new. Where
-    there is no room for the longest row, nothing but its length, negative."""
+    """Fill ROW, START and END of `work` and `known.changes`; return how many texts are gone and how
+    many rows are new.
+
+    Where there is no space for the longest row, change nothing and return its length, negative.
+    """
     known, places = _Known(*all_known), work[ROW]
     held, sizes, order = known.held, known.sizes, known.order
     longest = 0

@@ -1,7 +1,8 @@
-"""From a speculative configuration to what starts the same drafter on another engine: commands, files, environment.
+"""A launch plan turns a speculative configuration into the commands, files and environment of
+another engine.
 
-An engine is an `Engine` in one file of `engines/` and one line in `ENGINES`. What engines make of a trained head is
-asked of `forerun.checkpoints`, as ``forerun doctor`` and ``forerun export`` do.
+An engine is an `Engine` in one file of `engines/` and one line in `ENGINES`. What engines make of a
+trained head is asked of `forerun.checkpoints`, as ``forerun doctor`` and ``forerun export`` do.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ ENGINES: dict[str, str] = {
 }
 COMBINED = ("first_of", "merge", AUTO, "cascade")
 DRAFTS_TREES = ("eagle2", "peagle", "pard", "medusa", "dflash")
-"""Methods that draft a tree where their options do not say otherwise."""
+"""These methods draft a tree where their options do not say otherwise."""
 _AS_STORED = "(as the files are)"  # In what is wrong with files that an export would write otherwise
 _TREE = ("tree", "shape", "top_k", "nodes", "max_branches")
 TOKENS = "num_speculative_tokens"
 _OWN = ("model", TOKENS, *_TREE)
-"""Options that are translated or commented upon elsewhere than in `Engine.leftover`."""
+"""These options are translated or commented upon elsewhere than in `EngineInfo.leftover`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """One drafter that an engine is to run."""
+    """A `DraftSpec` is one drafter that an engine is to run."""
 
     method: str  # A drafter's name in forerun
     k: int  # Tokens on one path
@@ -53,7 +54,7 @@ class Draft:
 
     @property
     def nodes(self) -> int:
-        """Most nodes of its tree, root not counted; 0 where it drafts a chain."""
+        """Return the most nodes of the tree, root not counted; 0 where a chain is drafted."""
         options = self.options
         if options.get("tree") is not None and not isinstance(options["tree"], str):
             return len(options["tree"])
@@ -71,7 +72,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How an engine names one of our methods, and what it needs besides."""
+    """A `Counterpart` says how an engine names one of our methods, and what it needs besides."""
 
     name: str
     keys: Mapping[str, Any] = field(default_factory=dict)  # Always given
@@ -83,7 +84,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examined:
-    """What was read of the drafter's files."""
+    """`ExaminedFiles` hold what was read of the drafter's files."""
 
     launch: Launch | None = None  # For `checkpoints.engines.Destination`; None for what is no head
     depth: int | None = None  # Most tokens that the head drafts on one path
@@ -92,7 +93,7 @@ class Examined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What is to be deployed, and where."""
+    """A `DeployRequest` says what is to be deployed, and where."""
 
     model: str
     config: SpeculativeConfig | None
@@ -124,52 +125,54 @@ class Asked:
 
     @property
     def devices(self) -> int:
-        """Of each machine."""
+        """Return the number of devices of each machine."""
         return self.tp * self.pp // self.nodes
 
     @property
     def first_machine(self) -> str:
-        """Its address; ArgumentError where none was given."""
+        """Return the first machine's address; ArgumentError where none was given."""
         if self.head_address is None:
             raise ArgumentError(f"{self.nodes} machines need the first one's address: --head-address HOST")
         return self.head_address
 
     def sharing(self, tp: str, pp: str) -> list[str]:
-        """How the model is shared out to devices, by an engine's names for both."""
+        """Return the flags that share the model out to devices, by an engine's names for both."""
         return [word for name, count in ((tp, self.tp), (pp, self.pp)) if count > 1 for word in (name, str(count))]
 
     def path(self, name: str) -> str:
-        """Of a file of the deployment, as its command names it."""
+        """Return the path of a deployment's file as its command names it."""
         return name if self.out is None else str((self.out / name).resolve())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """One command line."""
+    """A `Command` is one command line."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     where: str = ""  # What it does or where it is typed, where there are several
     role: Literal["serve", "before", "elsewhere", "by hand"] = "serve"
-    """``--run`` starts it, needs it done first, or leaves it; the last has a blank that the user fills in."""
+    """``--run`` starts it (serve), needs it done first (before), or leaves it; "by hand" has a
+    blank that the user fills in.
+    """
     script: str = "deploy.sh"  # Which file of ``--out`` it stands in: one for each place and time
 
     @classmethod
     def on_machine(cls, rank: int, words: Sequence[str], environment: Mapping[str, str]) -> Command:
-        """One of several machines' command, in a script of its own."""
+        """Return the command of one of several machines, in a script of its own."""
         where, script = f"on machine {rank}", f"machine-{rank}.sh"
         return cls(words=tuple(words), environment=environment, where=where, role="elsewhere", script=script)
 
     @property
     def line(self) -> str:
-        """For a shell."""
+        """Return the command as a line for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.words)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployment:
-    """What starts the engine."""
+    """A `Deployment` holds what starts the engine."""
 
     commands: tuple[Command, ...]
     files: Mapping[str, str] = field(default_factory=dict)  # Name -> text
@@ -178,7 +181,9 @@ class Deployment:
 
 
 class Engine(ABC):
-    """What is known of one engine; every flag and key is from its own sources of the versions named."""
+    """`EngineInfo` knows one engine's flags and keys, all from its own sources of the versions
+    named.
+    """
 
     title: ClassVar[str]
     versions: ClassVar[tuple[str, ...]]  # Known ones, the newest last
@@ -193,10 +198,13 @@ class Engine(ABC):
 
     @abstractmethod
     def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
-        """Commands and files; `notes` grows by what the engine does otherwise. ArgumentError: it cannot do it."""
+        """Return commands and files, and add what the engine does otherwise to `notes`;
+        ArgumentError if it cannot do it. ArgumentError: it cannot do it.
+        """
 
     def chosen(self, asked: Asked, notes: list[str]) -> tuple[Draft, Way, Draft | None]:
-        """The drafter that the engine runs, its way there, and a copying one that it puts before it.
+        """Return the drafter that the engine runs, its counterpart there, and a copying one that it
+        puts before it.
 
         ArgumentError: the engine has no counterpart, or needs a model that was not named.
         """
@@ -226,8 +234,11 @@ class Engine(ABC):
         return main, way, first
 
     def drafts(self, config: SpeculativeConfig) -> list[Draft]:
-        """The drafters that a configuration is made of, those that copy first. ArgumentError: it asks for a rule that
-        the engine does not have, or for one in a plug-in, whose tokens it verifies by its own."""
+        """Return the drafters that a configuration is made of, those that copy first.
+
+        ArgumentError: it asks for a rule that the engine does not have, or for one in a plug-in,
+        whose tokens the engine verifies by its own.
+        """
         plugged = self.plugs_in(config)
         if config.rule is not None and (plugged or config.rule not in self.rules):
             have = ", ".join(self.rules)
@@ -240,7 +251,7 @@ class Engine(ABC):
         return [_draft(one) for one in _members(config)]
 
     def needs(self, config: SpeculativeConfig) -> Iterator[str]:
-        """What a plug-in's drafters outside of forerun need, in a sentence."""
+        """Yield a sentence that says what a plug-in's drafters outside of forerun need."""
         found = [*filter(outside, methods(config.named))]
         if found:
             yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
@@ -257,30 +268,35 @@ class Engine(ABC):
         return next((one for one in able if not entry_named(one.method).copies), able[0])
 
     def mapped(self, draft: Draft, way: Way) -> dict[str, Any]:
-        """The engine's options with the values that ours have, given or by default: its own defaults are others."""
+        """Return the engine's options with the values that ours have, given or by default, because
+        its own defaults differ.
+        """
         options = checked_options(draft.method, draft.options)
         return {theirs: getattr(options, ours) for ours, theirs in way.options.items()}
 
     def plugs_in(self, config: SpeculativeConfig) -> bool:
-        """Whether this drafter goes into the engine as forerun's plug-in: it reads text alone, and the engine has none
-        like it. Of `auto`, what was named to choose from."""
+        """Return whether this drafter goes into the engine as forerun's plug-in.
+
+        It does where it reads text alone, and the engine has none like it. Of `auto`, the drafters
+        named to choose from decide.
+        """
         method, *made_of = methods(config.named)
         fits = "model" not in config.options and self.routes if method == AUTO else reads_text_alone(method)
         return bool(self.variable) and method not in self.ways and fits and all(map(reads_text_alone, made_of))
 
     def has(self, method: str, version: str) -> bool:
-        """Whether this version drafts by that method."""
+        """Return whether this version drafts by that method."""
         way = self.ways.get(method)
         return way is not None and (not way.versions or version in way.versions)
 
     def leftover(self, draft: Draft, way: Way) -> Iterator[str]:
-        """Options that have no counterpart, in a sentence."""
+        """Yield a sentence that names the options without a counterpart."""
         lost = [f"{key}={value}" for key, value in draft.options.items() if key not in way.options and key not in _OWN]
         if lost:
             yield f"{self.title} has no counterpart of {draft.method}'s {', '.join(lost)}; its own default holds"
 
     def chain_only(self, asked: Asked, draft: Draft, k: int, notes: list[str]) -> None:
-        """Say that the tree of `draft` becomes a chain of `k`, and what that costs."""
+        """Note that the tree of `draft` becomes a chain of `k`, and what that costs."""
         if draft.nodes == 0:
             return
         cost = asked.forecast.chain_cost(k, draft.nodes) if asked.forecast is not None else None
@@ -288,8 +304,11 @@ class Engine(ABC):
         notes.append(f"{self.title} drafts this as a chain of {k}, not as a tree of {draft.nodes} nodes; {cost or ask}")
 
     def schedule(self, asked: Asked, k: int, notes: list[str], *, able: bool = True) -> tuple[Stretch, ...]:
-        """What to draft at which batch; empty where it is always `k`, or was asked to be. `able`: the engine can vary
-        it."""
+        """Return what to draft at which batch size; empty where it is always `k`, or was asked to
+        be.
+
+        `able` says whether the engine can vary it.
+        """
         forecast, config = asked.forecast, asked.config
         if config is None or not config.adaptive:
             return ()
@@ -313,7 +332,9 @@ class Engine(ABC):
         return () if len(found) == 1 and found[0].k == k else found
 
     def read_drafter(self, asked: Asked, draft: Draft, notes: list[str]) -> tuple[Examined, int]:
-        """The drafter's files, of which `notes` tell, and tokens on one path. Errors as `examined` and `depth`."""
+        """Read the drafter's files, add what `notes` should tell, and return them with the tokens
+        on one path. Errors as `examined` and `depth`.
+        """
         examined = self.examined(asked, draft)
         notes += examined.notes
         if self.guesses(draft, examined):
@@ -321,12 +342,14 @@ class Engine(ABC):
         return examined, self.depth(draft, examined)
 
     def guesses(self, draft: Draft, examined: Examined) -> bool:
-        """Whether nobody has said how many tokens a head drafts that says them all at once."""
+        """Return whether the draft length is a guess: the head drafts all tokens at once, and
+        neither its files nor the user say how many.
+        """
         at_once = draft.method in KINDS and KINDS[draft.method].drafts != "sequential"
         return at_once and examined.depth is None and TOKENS not in draft.options
 
     def depth(self, draft: Draft, examined: Examined) -> int:
-        """Tokens on one path; ArgumentError: more than the head has."""
+        """Return the tokens on one path; ArgumentError for more than the head has."""
         most = examined.depth
         if most is None:
             return draft.k
@@ -336,9 +359,11 @@ class Engine(ABC):
         return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most
 
     def examined(self, asked: Asked, draft: Draft) -> Examined:
-        """What this engine would do with the drafter's files, where they and the target's are on this machine.
+        """Return what this engine would do with the drafter's files, where they and the target's
+        are on this machine.
 
-        CheckpointError: it would not load them, or draft worse; says what to do. Not with `Asked.force`.
+        CheckpointError, unless `DeployRequest.force`: it would not load them, or draft worse; the
+        error says what to do.
         """
         if not asked.force:
             self._check_models(asked, draft)
@@ -360,8 +385,11 @@ class Engine(ABC):
         return replace(seen, notes=tuple(self._told(one) for one in found if one.severity != "ok"))
 
     def _check_models(self, asked: Asked, draft: Draft) -> None:
-        """CheckpointError: the target brings no MTP layers, or the draft model another vocabulary; as far as their
-        files are on this machine."""
+        """Raise CheckpointError where the target brings no MTP layers, or the draft model has
+        another vocabulary.
+
+        Only files on this machine are checked.
+        """
         if not here(asked.model):
             return
         target = _stated(asked.model)
@@ -388,14 +416,14 @@ class Engine(ABC):
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of that name; an ArgumentError names the nearest where there is none."""
+    """Return the engine of that name; an ArgumentError names the nearest where there is none."""
     if name not in ENGINES:
         raise ArgumentError(f"unknown engine {name!r}.{choices(name, ENGINES)}")
     return named(ENGINES[name])()  # type: ignore[no-any-return]
 
 
 def version_of(engine: Engine, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
-    """The version to write for, and a note where it is not the one that was asked for.
+    """Return the version to write for, and a note where it is not the one that was asked for.
 
     ArgumentError: nothing is known of `wanted`, and not `force`.
     """
@@ -414,24 +442,24 @@ def version_of(engine: Engine, wanted: str | None, *, force: bool = False) -> tu
 
 
 def same_place(one: str, other: str) -> bool:
-    """Whether two names are of the same directory."""
+    """Return whether two names are of the same directory."""
     return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 def here(name: str) -> bool:
-    """Whether a model or head is a directory on this machine."""
+    """Return whether a model or head is a directory on this machine."""
     return bool(name) and Path(name).expanduser().is_dir()
 
 
 def _stated(folder: str) -> dict[str, Any]:
-    """A model's configuration, that of its text part among it."""
+    """Return a model's configuration, merged with that of its text part."""
     file = Path(folder).expanduser() / "config.json"
     config = read_object(file, "expected a model's configuration", CheckpointError)
     return {**config, **(config.get("text_config") or {})}
 
 
 def _findings(target: str, draft: Draft) -> tuple[list[Finding], Examined]:
-    """What engines do with the drafter's files."""
+    """Return what engines do with the drafter's files."""
     from forerun.checkpoints.base import TargetFacts
     from forerun.checkpoints.engines import Launch, diagnose, diagnose_files
     from forerun.checkpoints.formats import parse, read_files
@@ -464,7 +492,9 @@ def _export(engine: Engine, asked: Asked, draft: Draft) -> str:
 
 
 def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
-    """The drafters that a combined one is made of, those that copy first; itself where it is none."""
+    """Return the drafters that a combined one is made of, those that copy first; itself where it is
+    none.
+    """
     from forerun.drafters.combined.members import options_of
 
     if config.method == AUTO:

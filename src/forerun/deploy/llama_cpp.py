@@ -1,7 +1,9 @@
-"""forerun's copying drafters in front of any GGUF file: a draft model for `llama-cpp-python`.
+"""forerun's copying drafters draft in front of any GGUF file, as a draft model for
+`llama-cpp-python`.
 
-``Llama(model_path, draft_model=ForerunDraft())``. llama.cpp keeps those drafted tokens that it samples itself, so the
-text is what it would be without. Of ``llama_cpp/llama_speculative.py`` and `Llama.generate` of llama-cpp-python 0.3.36.
+``Llama(model_path, draft_model=ForerunDraft())``. llama.cpp accepts those drafted tokens that it
+samples itself, so the text is what it would be without. The interface is that of
+``llama_cpp/llama_speculative.py`` and `Llama.generate` of llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
@@ -25,19 +27,26 @@ except ImportError as error:
     ) from error
 
 MOST = 16
-"""Tokens that are drafted at most where the configuration does not say: on a CPU each further one costs a tenth to a
-third of a pass."""
+"""At most this many tokens are drafted where the configuration does not say.
+
+On a CPU each further token costs a tenth to a third of a pass.
+"""
 _UNKNOWN = 2**31 - 1
-"""A vocabulary or context as large as any: llama-cpp-python cuts drafts at the end of its context itself."""
+"""This stands for a vocabulary or context of any size: llama-cpp-python cuts drafts at the end of
+its context itself.
+"""
 
 
 class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
-    """Drafts what was seen before; how much, it decides by what the steps of this model take on this machine."""
+    """A `ForerunDraft` drafts what was seen before, and decides how much by this model's step times
+    on this machine.
+    """
 
     def __init__(
         self, speculative_config: Mapping[str, Any] | str | None = None, *, vocab_size: int = _UNKNOWN
     ) -> None:
-        """
+        """Build the drafter.
+
         Args:
             speculative_config: as `forerun.LLM` takes it, of ``ngram``, ``suffix`` (the default), ``rest``,
                 ``prediction``, ``first_of``, ``merge`` or ``auto``. ``"adaptive": False`` drafts the same at every
@@ -54,7 +63,7 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
         self.sequences = Sequences(given, vocab_size=vocab_size, rows=1, slots=_UNKNOWN, nodes=self.most)
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
-        """(K,) drafted tokens, K of 0 or more, for a text of (N,) token ids."""
+        """Return (K,) drafted tokens, K of 0 or more, for a text of (N,) token ids."""
         table, lengths = input_ids.reshape(1, -1), np.array([len(input_ids)], np.int32)
         (draft,) = self.sequences.chains(table, lengths, np.array([self.most]))
         return np.array(draft, dtype=np.intc)

@@ -1,4 +1,6 @@
-"""How much to draft at each batch size, by the planner's costs, and what it costs to draft the same at every one."""
+"""The planner's costs say how much to draft at each batch size, and what it costs to draft the same
+at every one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from forerun.plan.planner import Load, plan_tree
 
 
 class Stretch(NamedTuple):
-    """Batch sizes from `first` to `last`, both included, at which `k` tokens are drafted."""
+    """A `Stretch` is a range of batch sizes, `first` to `last` inclusive, at which `k` tokens are
+    drafted.
+    """
 
     first: int
     last: int
@@ -22,7 +26,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What the planner says of a deployment."""
+    """A `Forecast` holds what the planner says of a deployment."""
 
     load: Load
     max_batch: int  # Most sequences that the server decodes together
@@ -33,17 +37,21 @@ class Forecast:
             raise ArgumentError(f"--max-batch must be at least 1, got {self.max_batch}")
 
     def speedup(self, k: int, rows: int) -> float:
-        """Over plain decoding, with chains of `k` in a batch of `rows`."""
+        """Return the speed-up over plain decoding, with chains of `k` in a batch of `rows`."""
         return self.load.predict(k, rows).speedup
 
     def best_k(self, k: int, rows: int) -> int:
-        """The draft length up to `k` that is fastest in a batch of `rows`; 0 where none gains what can be measured."""
+        """Return the draft length up to `k` that is fastest in a batch of `rows`; 0 where none
+        gains what can be measured.
+        """
         best = max(range(k + 1), key=lambda length: self.speedup(length, rows))
         return best if self.speedup(best, rows) >= theory.WORTH else 0
 
     def stretches(self, k: int) -> tuple[Stretch, ...]:
-        """The best length up to `k` for every batch size from 1 to `max_batch`; it never rises with the batch, as
-        TensorRT-LLM wants it."""
+        """Return the best length up to `k` for every batch size from 1 to `max_batch`.
+
+        It never rises with the batch, as TensorRT-LLM wants it.
+        """
         lengths, most = list[int](), k
         for rows in range(1, self.max_batch + 1):
             most = self.best_k(most, rows)
@@ -51,7 +59,9 @@ class Forecast:
         return tuple(_runs(lengths))
 
     def fixed_cost(self, k: int) -> str | None:
-        """What drafting `k` tokens at every batch costs, in words; None where that is best anyway."""
+        """Say in words what drafting `k` tokens at every batch costs; None where that is best
+        anyway.
+        """
         best = self.best_k(k, self.max_batch)
         if best == k:
             return None
@@ -61,7 +71,9 @@ class Forecast:
         )
 
     def chain_cost(self, k: int, nodes: int) -> str | None:
-        """What a chain of `k` loses against the best tree of up to `nodes` nodes at batch 1; None: not known."""
+        """Say in words what a chain of `k` loses against the best tree of up to `nodes` nodes at
+        batch 1; None if unknown.
+        """
         if self.ranks is None:
             return None
         tree = plan_tree(self.load, self.ranks, nodes=nodes, depth=k)

@@ -1,7 +1,8 @@
-"""A copying drafter for an engine that runs the target itself and tells no request ids.
+"""`Sequences` lets a copying drafter draft for an engine that runs the target itself and tells no
+request ids.
 
-Whose a row is, is seen from what it holds. How much to draft is decided by the same policy as in forerun's own engine,
-for which the time from one call to the next is that of a step.
+Rows are recognised by the tokens they hold. How much to draft is decided by the same policy as in
+forerun's own engine; the time from one call to the next counts as that of a step.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ _GREEDY = Sampler(SamplingParams(temperature=0.0), ())  # Copied tokens are dete
 
 
 def options(variable: str) -> dict[str, Any]:
-    """What an environment variable configures, ``suffix`` where it is not set: JSON, or a file with it. ArgumentError:
-    no JSON object."""
+    """Return the drafter that an environment variable configures, ``suffix`` where it is not set.
+
+    The variable holds JSON, or names a file with it. ArgumentError: no JSON object.
+    """
     text = os.environ.get(variable) or "{}"
     if text.lstrip().startswith("{"):
         try:
@@ -61,8 +64,11 @@ def options(variable: str) -> dict[str, Any]:
 
 
 def unvaried(variable: str, tokens: int) -> SpeculativeConfig:
-    """What an environment variable configures for an engine that scores `tokens` drafted ones for each request at every
-    step. ArgumentError: nobody can draft by it there."""
+    """Return the drafter that an environment variable configures, for an engine that scores as many
+    drafted tokens at every step.
+
+    `tokens` are scored for each request. ArgumentError: no drafter can draft that way.
+    """
     given = {"num_speculative_tokens": tokens, "adaptive": False, **options(variable)}
     if given["method"] == AUTO or given["adaptive"] is not False:
         raise ArgumentError(
@@ -74,20 +80,20 @@ def unvaried(variable: str, tokens: int) -> SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """What is known of a target that another engine runs."""
+    """A `ForeignTarget` holds what is known of a target that another engine runs."""
 
     vocab_size: int
     num_layers: int = 0
     computes_padding: bool = False
 
     def memory_bytes(self) -> int:
-        """Unknown; what drafts here has no weights to compare with."""
+        """Return 1, because the size is unknown and no drafter here has weights to compare it with."""
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What was drafted, until it is known how the texts go on."""
+    """A `_DraftedStep` keeps what was drafted, until it is known how the texts go on."""
 
     rows: Sequence[Row]
     lengths: Sequence[int]  # Their tokens then
@@ -97,8 +103,11 @@ class _Step:
 
 
 class Sequences:
-    """Rows of tokens that another engine keeps, and a drafter's drafts for them. What is in no row any more is
-    forgotten; a request that was preempted is read again."""
+    """`Sequences` are the rows of tokens that another engine keeps, with a drafter's drafts for
+    them.
+
+    What is in no row any more is forgotten; a request that was preempted is read again.
+    """
 
     def __init__(
         self,
@@ -112,7 +121,8 @@ class Sequences:
         chains: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """
+        """Build the drafter and its policy.
+
         Args:
             config: as `LLM` takes it. Where it is ``adaptive``, a policy decides how much is drafted; how long the
                 engine takes for a step it sees from when it is called.
@@ -148,9 +158,12 @@ class Sequences:
         self._lookup = cast("LookupDrafter[Any]", inside) if chained else None
 
     def chains(self, table: Ints, lengths: Ints, most: Longs) -> list[list[int]]:
-        """At most ``most[i]`` tokens to go on with ``table[i, : lengths[i]]``, prompt and answer so far, for each row;
-        of a tree the best path. `ngram` and `suffix` without a policy do this for all rows in one go. What fails costs
-        this step's drafts and is logged."""
+        """Draft at most ``most[i]`` tokens to go on with ``table[i, : lengths[i]]``, prompt and
+        answer so far, for each row.
+
+        Of a tree the best path is taken. `ngram` and `suffix` without a policy draft for all rows
+        in one go. A failure costs this step's drafts and is logged.
+        """
         if self._lookup is None:
             return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
         try:
@@ -167,8 +180,11 @@ class Sequences:
             return [[] for _ in lengths]
 
     def trees(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
-        """A tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``; its root alone for 0, and where
-        something fails, as `chains` does."""
+        """Draft a tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``, for
+        each row.
+
+        It is the root alone for 0 nodes, and where something fails, as in `chains`.
+        """
         try:
             return self._grown(table, lengths, most)
         except BaseException as error:
@@ -195,8 +211,11 @@ class Sequences:
         return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
 
     def _lose(self, error: BaseException) -> None:
-        """Forget all rows, so that they are read again: what was read of which is not known after `error`, which is
-        logged, or raised where it is the process's."""
+        """Forget all rows, so that they are read again: after `error` it is unknown how much of
+        each was read.
+
+        The error is logged, or raised where it is the process's.
+        """
         held = list(self._rows)
         self._known.clear()
         self._rows.clear()
@@ -233,7 +252,7 @@ class Sequences:
         return trees
 
     def _learn(self, policy: Policy, step: _Step, now: float) -> None:
-        """Tell the policy how the texts went on; what became of rows that have left is not known."""
+        """Tell the policy how the texts went on; the outcome for rows that have left is unknown."""
         running = {id(row) for row in self._rows.values()}
         gained = [row.tokens[length:] for row, length in zip(step.rows, step.lengths, strict=True)]
         if not all(gained) or not all(id(row) in running for row in step.rows):
@@ -242,11 +261,13 @@ class Sequences:
         policy.learn([_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
 
     def _recognised(self, table: Ints, lengths: Ints) -> Recognised:
-        """Whose the rows are."""
+        """Recognise the rows of a step."""
         return self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
 
     def _found(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
-        """Each row, and how many of its tokens are new; what is in none any more is forgotten."""
+        """Return each row and how many of its tokens are new; texts that no row holds any more are
+        forgotten.
+        """
         found = self._recognised(table, lengths)
         if found.gone:
             self._truncate(found.gone)
@@ -264,12 +285,12 @@ class Sequences:
 
 
 def _prompt(tokens: int) -> int:
-    """How many of a new text's tokens are the prompt's: the target has answered it with one."""
+    """Return how many of a new text's tokens are the prompt's: the target has answered it with one."""
     return max(1, tokens - 1)
 
 
 def _emitted(tree: TokenTree, tokens: list[int], draft_ms: float, verify_ms: float) -> Emitted:
-    """What the engine's step made of a row, as the text that it went on with tells."""
+    """Build the engine's step result for a row from the text that it went on with."""
     found = walk(tree, lambda node: tokens[tree.depths[node]] if tree.depths[node] < len(tokens) else -1)
     trace = StepTrace(
         step=0,
@@ -300,8 +321,10 @@ def _row(place: int, tokens: int) -> Row:
 
 
 def checked(config: Config) -> SpeculativeConfig:
-    """A plug-in's configuration. ArgumentError: no plug-in drafts by it, as `Sequences` says, or an option is unknown
-    or missing."""
+    """Parse a plug-in's configuration; ArgumentError if no plug-in drafts by it, or an option is
+    unknown or missing. ArgumentError: no plug-in drafts by it, as `Sequences` says, or an option is
+    unknown or missing.
+    """
     parsed = SpeculativeConfig.parse(config)
     if parsed is None:
         raise ArgumentError("no drafter is named; expected for example {'method': 'suffix'}")
@@ -325,6 +348,8 @@ def checked(config: Config) -> SpeculativeConfig:
 
 
 def _check_options(method: str, given: Mapping[str, Any]) -> None:
-    """ArgumentError: an option of the drafter, or of one that it is made of, is unknown, missing or out of range."""
+    """Raise ArgumentError where an option of the drafter, or of one that it is made of, is unknown,
+    missing or out of range.
+    """
     for member in getattr(checked_options(method, given), "drafters", ()):
         _check_options(*options_of("member", member))

@@ -1,8 +1,9 @@
-"""forerun's copying drafters inside SGLang: ``--speculative-algorithm FORERUN``.
+"""forerun's copying drafters run inside SGLang with ``--speculative-algorithm FORERUN``.
 
-SGLang finds `register` through the entry point ``sglang.srt.plugins`` wherever forerun is installed beside it. Which
-drafter is in ``FORERUN_SGLANG_CONFIG``: JSON, or a file with it. The algorithm is SGLang's own ``NGRAM`` in all but who
-drafts (`sglang_worker`): trees are verified whole. Of ``speculative/spec_registry.py`` of the wheel 0.5.23.
+SGLang finds `register` through the entry point ``sglang.srt.plugins`` wherever forerun is installed
+beside it. ``FORERUN_SGLANG_CONFIG`` configures the drafter: JSON, or a file with it. The algorithm
+is SGLang's own ``NGRAM`` in all but who drafts (`sglang_worker`): trees are verified whole. The
+interface is that of ``speculative/spec_registry.py`` of the wheel 0.5.23.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from forerun.deploy.sequences import unvaried
 from forerun.errors import ArgumentError
 
 ROWS = 48
-"""Most running requests where ``--max-running-requests`` does not say: as many as SGLang's ``NGRAM`` has."""
+"""At most this many requests run where ``--max-running-requests`` does not say, as with SGLang's
+``NGRAM``.
+"""
 
 
 def register() -> None:
-    """What SGLang calls when it loads its plug-ins."""
+    """Register the algorithm; SGLang calls this when it loads its plug-ins."""
     SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=ForerunAlgorithm)(_worker)
 
 
@@ -32,19 +35,24 @@ def _worker(_: Any) -> type:
 
 
 class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """SGLang's ``NGRAM``, under another name."""
+    """`ForerunAlgorithm` is SGLang's ``NGRAM`` under another name."""
 
     def is_ngram(self) -> bool:
-        """Its drafts are trees of copied tokens; the scheduler, the relay and the graphs treat them alike."""
+        """Return True: the drafts are trees of copied tokens, which the scheduler, the relay and
+        the graphs treat as NGRAM's.
+        """
         return True
 
     def has_draft_kv(self) -> bool:
-        """Nobody but the target keeps keys and values."""
+        """Return False: only the target keeps keys and values."""
         return False
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Fill in what was left open. ArgumentError: the server is set up so that drafts would be wrong, or a
-        configuration that nobody can draft by."""
+        """Fill in the server arguments that were left open.
+
+        ArgumentError: the server is set up so that drafts would be wrong, or the configuration
+        names no drafter that can draft here.
+        """
         server_args.max_running_requests = server_args.max_running_requests or ROWS
         server_args.enable_mixed_chunk = False
         nodes = server_args.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens or PLUGGED_NODES
@@ -66,7 +74,9 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
             server_args.disable_overlap_schedule = True
 
     def __getattr__(self, name: str) -> Any:
-        """What the scheduler asks of its own algorithms, but the base class for others lacks in 0.5.23."""
+        """Return what the scheduler asks of its own algorithms, but the base class for others lacks
+        in 0.5.23.
+        """
         if name.startswith("_"):  # copying and pickling ask for these: a copy would be NGRAM
             raise AttributeError(name)
         return getattr(SpeculativeAlgorithm.NGRAM, name)

@@ -1,4 +1,6 @@
-"""SGLang's worker for ``NGRAM``, whose corpus is one of forerun's drafters; see `forerun.deploy.sglang`."""
+"""SGLang's worker for ``NGRAM`` drafts here with one of forerun's drafters as its corpus; see
+`forerun.deploy.sglang`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from forerun.errors import ArgumentError
 
 
 class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
-    """Everything but the drafts is SGLang's."""
+    """A `ForerunWorker` is SGLang's NGRAM worker with forerun's drafts."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         own, ngram_worker.NgramCorpus = ngram_worker.NgramCorpus, NoCorpus
@@ -27,7 +29,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
             ngram_worker.NgramCorpus = own
 
     def alloc_memory_pool(self, **keywords: Any) -> None:
-        """Called once it is known how many requests fit."""
+        """Build the drafter; SGLang calls this once it is known how many requests fit."""
         super().alloc_memory_pool(**keywords)
         model = self.model_runner.model_config
         self.sequences = Sequences(
@@ -41,12 +43,14 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         )
 
     def clear_cache_pool(self) -> None:
-        """The cache was flushed: what was drafted from is forgotten with it."""
+        """Forget what drafts are copied from, because the cache was flushed."""
         super().clear_cache_pool()
         self.sequences.clear()
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Of each request its tree: (B * N,) tokens, and (B * N * N,) who is an ancestor of whom or the node itself."""
+        """Return each request's tree: (B * N,) tokens, and (B * N * N,) True where one node is an
+        ancestor of the other or itself.
+        """
         texts = [
             np.concatenate([np.asarray(part, dtype=np.int32) for part in (prompt, answer, accepted)])
             for prompt, answer, accepted in zip(*self._parts(batch), strict=True)
@@ -61,8 +65,12 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         return np.concatenate(tokens), np.concatenate(masks)
 
     def _parts(self, batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Of each request: its prompt, what is known of its answer, and what the step before accepted that the answer
-        does not hold yet, because results are taken in a step late."""
+        """Return for each request its prompt, the known part of its answer, and newly accepted
+        tokens.
+
+        The latter are those of the step before that the answer does not hold yet, because results
+        are processed a step late.
+        """
         prompts = [request.origin_input_ids_unpadded for request in batch.reqs]
         answers = [request.output_ids for request in batch.reqs]
         if not self.enable_overlap or batch.grammar_needs_sync():
@@ -72,13 +80,16 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         return prompts, answers, [row[:count] for row, count in zip(kept, counts, strict=True)]
 
     def _update_ngram_corpus(self, batch: Any) -> None:
-        """There is none: a drafter reads what is new when it is asked next."""
+        """Do nothing: there is no corpus, a drafter reads new tokens when it is asked next."""
 
 
 def padded(tree: TokenTree, nodes: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """(nodes,) tokens of a tree, root first, and (nodes * nodes,) row by row the ancestors of each and itself. SGLang
-    scores as many for every request: what a tree lacks repeats its root's token below the root, and may be accepted as
-    any draft may."""
+    """Pad a tree to `nodes` nodes: (nodes,) tokens, root first, and the (nodes * nodes,) mask of
+    ancestors and the node itself.
+
+    SGLang scores as many for every request: missing nodes repeat the root's token below the root,
+    and may be accepted as any draft may.
+    """
     parents = [*tree.parents, *[0] * (nodes - len(tree.parents))]
     tokens = np.full(nodes, tree.tokens[0], dtype=np.int64)
     tokens[: len(tree.tokens)] = tree.tokens
@@ -91,23 +102,25 @@ def padded(tree: TokenTree, nodes: int) -> tuple[NDArray[np.int64], NDArray[np.b
 
 
 class NoCorpus:
-    """Stands where `NGRAMWorker` keeps its own n-grams. ArgumentError: a text is to be loaded into it."""
+    """`NoCorpus` stands where `NGRAMWorker` keeps its own n-grams. ArgumentError: a text is to be
+    loaded into it.
+    """
 
     def __init__(self, **_: Any) -> None:
         pass
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there are no n-grams."""
 
     def erase_match_state(self, requests: Sequence[str]) -> None:
-        """Nothing is known of them."""
+        """Do nothing: there are no matches to erase."""
 
     def list_external_corpora(self) -> dict[str, int]:
-        """There are none."""
+        """Return no corpora."""
         return {}
 
     def load_external_corpus_named(self, name: str, chunks: Any) -> int:
-        """Refused: a corpus is built beforehand."""
+        """Raise ArgumentError: a corpus is built beforehand."""
         raise ArgumentError(
             f"{ALGORITHM} takes no corpora while it runs; `forerun datastore build` makes one of {name!r}, and "
             f'{VARIABLE}=\'{{"method": "rest", "datastore": DIR}}\' drafts from it'

@@ -1,11 +1,14 @@
-"""A head drafts in its engine and here, for the same prompts: does the engine accept as much of it?
+"""A trial lets a head draft in its engine and here, for the same prompts, and compares what both
+accept.
 
-What an engine makes of a head's files can be read (`forerun.checkpoints`), but a head that is loaded wrongly may draft
-without an error, and in vain. An engine of this machine is an `Installed`: ``in_vllm.py``, ``in_llama_cpp.py``.
+What an engine makes of a head's files can be read (`forerun.checkpoints`), but a head that is
+loaded wrongly may draft without an error, and in vain. An engine of this machine is an
+`InstalledEngine`: ``in_vllm.py``, ``in_llama_cpp.py``.
 
-**Noise.** What is accepted at a position is k successes in the n drafts that reached so far. Both engines' counts are
-compared by Fisher's exact test, which assumes that both are binomial with the same unknown rate; steps of one text are
-not independent, so agreement step by step is counted too wherever both engines draft the same length.
+**Noise.** What is accepted at a position is k successes in the n drafts that reached so far. Both
+engines' counts are compared by Fisher's exact test, which assumes that both are binomial with the
+same unknown rate; steps of one text are not independent, so agreement step by step is counted too
+wherever both engines draft the same length.
 """
 
 from __future__ import annotations
@@ -27,22 +30,26 @@ from forerun.plan.measured import Answers, UserPrompt
 from forerun.types import CompletionOutput
 
 ROWS = 4
-"""Answers at once, here and there."""
+"""This many answers run at once, here and there."""
 TOLERATED = 0.02
-"""Least difference in acceptance at a position that is worth a word."""
+"""Smaller differences in acceptance at a position are not reported."""
 SIGNIFICANCE = 0.01
-"""Chance of a false alarm, of all positions of an arm together."""
+"""This is the chance of a false alarm, for all positions of an arm together."""
 SAME_STEPS = 0.98
-"""Share of the comparable steps that must accept the same number of tokens where both engines run the same drafter."""
+"""At least this share of the comparable steps must accept as many tokens where both engines run the
+same drafter.
+"""
 
 
 class RefusedError(Exception):
-    """What an engine said when it did not load the head, or stopped."""
+    """An engine did not load the head, or stopped; the message is the engine's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One answer and its speculative steps, in order; steps without a draft are not among them."""
+    """A `TrialAnswer` is one answer with its speculative steps, in order; steps without a draft are
+    not among them.
+    """
 
     token_ids: list[int]
     text: str
@@ -52,7 +59,9 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """One position of the chain: what each engine accepted of the drafts that reached so far."""
+    """A `Position` counts what each engine accepted at one position of the chain, of the drafts
+    that reached so far.
+    """
 
     arm: str
     index: int  # 0 is the first drafted token
@@ -61,32 +70,36 @@ class Position:
 
     @property
     def chance(self) -> float:
-        """p-value: how likely counts at least this far apart are if both rates are the same."""
+        """Return the p-value: how likely counts at least this far apart are if both rates are the
+        same.
+        """
         return fisher(self.accepted, self.drafted)
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Shares that were accepted, ours and theirs; 0 where nothing was drafted."""
+        """Return the accepted shares, ours and theirs; 0 where nothing was drafted."""
         ours, theirs = (kept / max(1, tried) for kept, tried in zip(self.accepted, self.drafted, strict=True))
         return ours, theirs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Steps that both engines began at the same place of the same text with room for a whole draft."""
+    """`ComparedSteps` count steps that both engines began at the same place of a text with room for
+    a whole draft.
+    """
 
     same: int  # Of those compared, both accepted the same number of tokens
     compared: int
 
     @property
     def agree(self) -> bool:
-        """Whether there were any, and all but a few ties are the same."""
+        """Return whether there were any, and all but a few ties are the same."""
         return self.compared > 0 and self.same >= SAME_STEPS * self.compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafting:
-    """What is tried: greedy chains of `k` tokens, the same at every step."""
+    """`HeadDrafting` says what is tried: greedy chains of `k` tokens, the same at every step."""
 
     head: str  # Its directory
     kind: str
@@ -95,13 +108,13 @@ class Drafting:
 
     @property
     def config(self) -> SpeculativeConfig:
-        """The same for forerun."""
+        """Return the same drafter as forerun's configuration."""
         return SpeculativeConfig(method=self.kind, num_speculative_tokens=self.k, options={"model": self.head})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What an engine is to answer, greedily."""
+    """`TrialPrompts` are what an engine is to answer, greedily."""
 
     prompts: Sequence[list[int]]
     tokens: int  # Of each answer
@@ -110,7 +123,9 @@ class Question:
 
 
 def refuse_apart(drafting: Drafting, engine: Engine) -> None:
-    """Raise ArgumentError for layers that lie apart from the target in whose checkpoint the engine reads them."""
+    """Raise ArgumentError for layers that lie apart from the target in whose checkpoint the engine
+    reads them.
+    """
     way = engine.ways.get(drafting.kind)
     if way is not None and not way.model and not same_place(drafting.head, drafting.target):
         raise ArgumentError(
@@ -120,18 +135,18 @@ def refuse_apart(drafting: Drafting, engine: Engine) -> None:
 
 
 class Installed(ABC):
-    """An engine of this machine, which drafts with a head."""
+    """An `InstalledEngine` is an engine of this machine, which drafts with a head."""
 
     title: ClassVar[str]
 
     def __init__(self, drafting: Drafting, version: str) -> None:
         self.drafting, self.version = drafting, version
         self.notes = list[str]()
-        """What was seen beside the answers."""
+        """Observations beside the answers."""
 
     @abstractmethod
     def answers(self, question: Question) -> list[Answer]:
-        """In the order of the prompts, and what became of every draft.
+        """Answer in the order of the prompts, with the outcome of every draft.
 
         An answer that ends by itself may be shorter than was asked for.
 
@@ -143,7 +158,9 @@ class Installed(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What came of it; of two numbers the first is forerun's, the second the engine's."""
+    """An `EngineTrial` is the result; of two numbers the first is forerun's, the second the
+    engine's.
+    """
 
     engine: str
     version: str
@@ -156,22 +173,22 @@ class Trial:
 
     @property
     def worse(self) -> list[Position]:
-        """Where the engine accepts less, by more than noise and `TOLERATED`."""
+        """Return the positions where the engine accepts less, by more than noise and `TOLERATED`."""
         limit = bound(self.positions)
         return [one for one in self.positions if one.rates[0] - one.rates[1] > TOLERATED and one.chance < limit]
 
     def as_json(self) -> dict[str, Any]:
-        """The counts, forerun's first, and what follows from them."""
+        """Return the counts, forerun's first, and the conclusions."""
         return {**asdict(self), "worse": [one.index for one in self.worse], "good": self.good}
 
     @property
     def good(self) -> bool:
-        """Whether the head drafts there as it does here."""
+        """Return whether the head drafts there as it does here."""
         return not self.refused and not self.worse
 
 
 def tried(engine: Installed, *, prompts: Sequence[UserPrompt], tokens: int, dtype: str) -> Trial:
-    """Draft with a head here, then in its engine.
+    """Draft with a head here, then in its engine, and compare.
 
     Args:
         prompts: texts, or conversations.
@@ -211,7 +228,9 @@ def tried(engine: Installed, *, prompts: Sequence[UserPrompt], tokens: int, dtyp
 
 
 def fisher(right: tuple[int, int], tried: tuple[int, int]) -> float:
-    """Fisher's exact test, two-sided: the p-value of so many right ones out of those tried in two samples."""
+    """Return the p-value of Fisher's exact test, two-sided, for so many successes out of those
+    tried in two samples.
+    """
     (one, other), both = tried, sum(right)
     weights = {
         k: math.comb(one, k) * math.comb(other, both - k) for k in range(max(0, both - other), min(one, both) + 1)
@@ -220,7 +239,7 @@ def fisher(right: tuple[int, int], tried: tuple[int, int]) -> float:
 
 
 def positions(arm: str, ours: Sequence[Answer], theirs: Sequence[Answer], length: int) -> list[Position]:
-    """One line for each of the `length` positions of a chain."""
+    """Count both engines' drafts at each of the `length` positions of a chain."""
     return [
         Position(
             arm=arm,
@@ -233,9 +252,11 @@ def positions(arm: str, ours: Sequence[Answer], theirs: Sequence[Answer], length
 
 
 def same_steps(ours: Sequence[Answer], theirs: Sequence[Answer], length: int) -> Steps:
-    """Only for drafters that always draft `length` tokens: then the place of a step follows from the steps before.
+    """Count the steps at which both engines accept the same number of tokens.
 
-    An answer is followed up to the first step where the two differ, or where the end of the answer shortens our draft.
+    It is only for drafters that always draft `length` tokens: then the place of a step follows from
+    the steps before. An answer is followed up to the first step where the two differ, or where the
+    end of the answer shortens our draft.
     """
     same = compared = 0
     for one, other in zip(ours, theirs, strict=True):
@@ -248,13 +269,15 @@ def same_steps(ours: Sequence[Answer], theirs: Sequence[Answer], length: int) ->
 
 
 def mean_length(answers: Sequence[Answer]) -> float:
-    """Tokens of a step that drafted, the target's own included."""
+    """Return the mean tokens of a step that drafted, the target's own included."""
     steps = [kept for answer in answers for kept in answer.accepted]
     return 1 + sum(steps) / max(1, len(steps))
 
 
 def bound(lines: Sequence[Position]) -> float:
-    """The p-value below which a position's difference is no noise: `SIGNIFICANCE`, shared out among all lines."""
+    """Return the p-value below which a position's difference is no noise: `SIGNIFICANCE`, shared
+    out among all lines.
+    """
     return SIGNIFICANCE / max(1, len(lines))
 
 
@@ -265,7 +288,10 @@ def _count(answers: Sequence[Answer], index: int, name: str) -> int:
 def answers(
     llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, speculative: Any, salt: str | None = None
 ) -> list[Answer]:
-    """Ours, greedy: `tokens` of each, and what became of every draft; by nothing learned under another `salt`."""
+    """Return forerun's greedy answers of `tokens` tokens, with the outcome of every draft.
+
+    Nothing learned under another `salt` is used.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(requests, params, speculative=speculative, trace=True, cache_salt=salt)
@@ -273,13 +299,15 @@ def answers(
 
 
 def last_lines(logs: Iterable[Path], count: int = 12) -> str:
-    """What a process said last."""
+    """Return the last lines of a process's logs."""
     lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
     return "\n".join(lines[-count:])
 
 
 def _begins(plain: Answer, other: Answer) -> bool:
-    """Whether `other`, which may have ended by itself, is as far as it goes the plain answer."""
+    """Return whether `other`, which may have ended by itself, is the plain answer as far as it
+    goes.
+    """
     return bool(other.token_ids) and plain.token_ids[: len(other.token_ids)] == other.token_ids
 
 

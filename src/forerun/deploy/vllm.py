@@ -1,9 +1,10 @@
-"""forerun's copying drafters inside vLLM: ``--speculative-config '{"method": "custom_class", "model":
-"forerun.deploy.vllm.ForerunProposer", "num_speculative_tokens": 8}'``.
+"""forerun's copying drafters run inside vLLM with ``--speculative-config '{"method":
+"custom_class", "model": "forerun.deploy.vllm.ForerunProposer", "num_speculative_tokens": 8}'``.
 
-Which drafter, and how much at each batch, is in ``FORERUN_VLLM_CONFIG``: JSON, or a file with it. After each step the
-model runner V1 (``VLLM_USE_V2_MODEL_RUNNER=0``, no ``--async-scheduling``) calls `propose` with the tokens of all
-running requests and nothing else; from a tree it gets the best path.
+``FORERUN_VLLM_CONFIG`` configures the drafter, and how much it drafts at each batch: JSON, or a
+file with it. After each step the model runner V1 (``VLLM_USE_V2_MODEL_RUNNER=0``, no
+``--async-scheduling``) calls `propose` with the tokens of all running requests and nothing else;
+from a tree it gets the best path.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class ForerunProposer:
-    """What vLLM builds from its own configuration and asks for drafts."""
+    """vLLM builds a `ForerunProposer` from its own configuration and asks it for drafts."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """ArgumentError: an option is unknown, or vLLM is set up so that it would not ask, or not wait."""
+        """Build the drafter; ArgumentError for an unknown option, or where vLLM would not ask, or
+        not wait, for drafts.
+        """
         given = options(VARIABLE)
         self.schedule = _checked(given.pop(SCHEDULE, []))
         speculative = vllm_config.speculative_config
@@ -49,7 +52,7 @@ class ForerunProposer:
         log.info("forerun drafts with %s, %d tokens at most", given["method"], self.most)
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """There is nothing to load; vLLM's CPU runner calls it nevertheless."""
+        """Do nothing; vLLM's CPU runner calls this although there is nothing to load."""
 
     def propose(
         self,
@@ -58,8 +61,10 @@ class ForerunProposer:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for each row: those of ``token_ids_cpu[i, :num_tokens_no_spec[i]]``; none for a row that sampled
-        nothing, because its prompt is not read yet."""
+        """Return drafts for each row, ``token_ids_cpu[i, :num_tokens_no_spec[i]]``.
+
+        A row that sampled nothing, because its prompt is not read yet, gets none.
+        """
         rows, running = len(sampled_token_ids), sum(map(bool, sampled_token_ids))
         lengths = num_tokens_no_spec[:rows]
         most = np.minimum(self.tokens_at(running), self.max_model_len - lengths)
@@ -68,13 +73,15 @@ class ForerunProposer:
         return self.sequences.chains(token_ids_cpu, lengths, most)
 
     def tokens_at(self, batch: int) -> int:
-        """How many tokens are drafted for each of so many requests; beyond a range as many as in it, as in vLLM."""
+        """Return how many tokens are drafted for each of so many requests; beyond a range as many
+        as in it, as in vLLM.
+        """
         tokens = [tokens for first, _, tokens in self.schedule if first <= max(1, batch)]
         return min([self.most, *tokens[-1:]])
 
 
 def _checked(schedule: Any) -> list[tuple[int, int, int]]:
-    """`schedule` as triples. ArgumentError: it is none."""
+    """Return `schedule` as triples; ArgumentError if it is malformed. ArgumentError: it is none."""
     expected = f"{VARIABLE}: {SCHEDULE} must be [[first, last, tokens], ...] in whole numbers, got {schedule!r}"
     if not isinstance(schedule, list):
         raise ArgumentError(expected)
@@ -92,7 +99,9 @@ def _checked(schedule: Any) -> list[tuple[int, int, int]]:
 
 
 def _tokenizer(model_config: Any) -> Any:
-    """The target's, which a corpus is checked against; None where vLLM has none either."""
+    """Return the target's tokenizer, which a corpus is checked against; None where vLLM has none
+    either.
+    """
     if getattr(model_config, "skip_tokenizer_init", False):
         return None
     from transformers import AutoTokenizer

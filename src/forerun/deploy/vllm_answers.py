@@ -1,8 +1,10 @@
-"""vLLM's greedy answers to the prompts of a plan, and what became of every draft, as JSON: one file per arm.
+"""This script writes vLLM's greedy answers to the prompts of a plan, and the outcome of every
+draft, as JSON per arm.
 
-Usage: ``python vllm_answers.py PLAN FOLDER``. Runs in vLLM's own environment, so it imports nothing of forerun (vLLM
-does, where forerun's plug-in drafts). vLLM is imported once; every arm has a forked process, a fresh engine and a log
-of its own. What vLLM raises is the arm's answer.
+Usage: ``python vllm_answers.py PLAN FOLDER``. It runs in vLLM's own environment, so it imports
+nothing of forerun (vLLM does, where forerun's plug-in drafts). vLLM is imported once; every arm has
+a forked process, a fresh engine and a log of its own. An error that vLLM raises is the arm's
+answer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import vllm
 
 COUNTERS = ("vllm:spec_decode_", "vllm:num_preemptions")
-"""Metrics of these prefixes are kept."""
+"""Metrics with these prefixes are kept."""
 
 
 def main() -> int:
@@ -49,7 +51,9 @@ def _run(plan: dict[str, Any], arm: str, folder: Path) -> None:
 
 
 def answer(plan: dict[str, Any], arm: str) -> dict[str, Any]:
-    """The answers in the plan's order, vLLM's counters, its version and which of its model runners worked."""
+    """Return the answers in the plan's order, vLLM's counters, its version and the model runner
+    that it used.
+    """
     target, speculation = plan["arms"][arm]["target"], plan["arms"][arm]["vllm"]
     # The counters are totals; which step accepted how much stands in each output, if asked for.
     more = {"speculative_config": speculation, "per_request_spec_decode_metrics": "detailed"} if speculation else {}

@@ -1,1 +1,3 @@
-"""The planner: what speculation can bring, before anything is trained. Only `measured` and `trial` import torch."""
+"""The planner computes what speculation can bring, before anything is trained. Only `measured` and
+`trial` import torch.
+"""

@@ -1,13 +1,16 @@
-"""What is assumed where nothing was measured: acceptance by kind of text, and costs of passes by the roofline.
+"""These are the assumptions where nothing was measured: acceptance by kind of text, and the
+roofline's costs of passes.
 
-Every figure has its source. Acceptance: published figures of trained heads on large chat models. They are a beginning,
-not a promise: ``forerun plan MODEL --drafter X --prompts FILE`` replaces all of them by a measurement.
+Every figure has its source. Acceptance: published figures of trained heads on large chat models.
+They are a beginning, not a promise: ``forerun plan MODEL --drafter X --prompts FILE`` replaces all
+of them by a measurement.
 
-Temperature 1 leaves 0.92 of the tokens per pass at 0: mean of 4.50/4.78, 3.17/3.46, 2.46/2.76 (LK losses, K = 7);
-between them a line, above 1 as at 1.
+Temperature 1 leaves 0.92 of the tokens per pass at 0: the mean of 4.50/4.78, 3.17/3.46, 2.46/2.76
+(LK losses, K = 7). Between 0 and 1 the share is interpolated linearly; above 1 it stays.
 
-The roofline: T(n) = max(2 * P * n / FLOPS, (weights + KV of all rows) / bandwidth), n tokens in the pass. Left out,
-because no figure holds for all: launches, the traffic between tensor-parallel devices, the output head.
+The roofline: T(n) = max(2 * P * n / FLOPS, (weights + KV of all rows) / bandwidth), n tokens in the
+pass. Left out, because no figure holds for all: launches, the traffic between tensor-parallel
+devices, the output head.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from forerun.plan.theory import alpha_of
 
 
 class Text(NamedTuple):
-    """What is known of one kind of text."""
+    """A `Text` holds the published figures for one kind of text."""
 
     tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
     k: int
@@ -49,7 +52,9 @@ HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3  # Tokens per pass at temper
 
 
 def text_named(name: str) -> Text:
-    """A kind of text; an ArgumentError names the nearest where there are no figures for it."""
+    """Return the figures of a kind of text; an ArgumentError names the nearest where there are none
+    for it.
+    """
     key = name.lower()
     if key not in TEXTS:
         raise ArgumentError(f"no figures for text {name!r}.{choices(key, TEXTS)}")
@@ -57,7 +62,9 @@ def text_named(name: str) -> Text:
 
 
 def assumed_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
-    """Acceptance of a trained head on a kind of text, and what was assumed, one sentence each."""
+    """Return the acceptance of a trained head on a kind of text, and what was assumed, one sentence
+    each.
+    """
     if temperature < 0:
         raise ArgumentError(f"temperature must be 0 (greedy) or more, got {temperature}")
     kind = text_named(text)
@@ -74,7 +81,7 @@ def assumed_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One accelerator, as its data sheet says."""
+    """A `Device` holds one accelerator's figures, as its data sheet says."""
 
     name: str
     tflops: float  # Peak dense bf16 (fp16) arithmetic with float32 accumulation, 1e12 operations a second
@@ -96,16 +103,20 @@ DEVICES: dict[str, Device] = {
     "mi300x": Device(name="MI300X", tflops=1307.4, bandwidth=5.3, memory=192),
     "cpu": Device(name="CPU with bf16 matrix instructions", tflops=1.44, bandwidth=0.06, memory=None, note=_ASSUMED),
 }
-"""As their data sheets say, dense figures."""
+"""These are dense figures, as the data sheets say."""
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-"""Bytes of a weight. Narrow weights are multiplied in bf16, as engines do at small batches; scales are not counted."""
+"""A weight takes this many bytes. Narrow weights are multiplied in bf16, as engines do at small
+batches; scales are not counted.
+"""
 _AROUND = re.compile(r"^(nvidia|amd|geforce|rtx|instinct)+|(80gb?|sxm[45]?)+$")  # A device's name without being another
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16", "fp4": "int4"}
 
 
 def device_named(name: str) -> Device:
-    """A device by its name, with or without maker and form factor; ArgumentError: it is not in the table."""
+    """Return a device by its name, with or without maker and form factor; ArgumentError if it is
+    not in the table.
+    """
     key = _AROUND.sub("", re.sub(r"[-_ ]", "", name.lower()))
     if key not in DEVICES:
         known = f"{choices(key, DEVICES)} For another one give --tflops and --bandwidth"
@@ -114,7 +125,7 @@ def device_named(name: str) -> Device:
 
 
 def dtype_named(name: str) -> str:
-    """One of `BYTES`, from its usual names, else an ArgumentError."""
+    """Return a key of `BYTES` from one of its usual names, else raise an ArgumentError."""
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in BYTES:
         near = nearest(key, [*_ALIASES, *BYTES])
@@ -128,7 +139,7 @@ _MOST = 8192  # Nodes that are looked at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How large a model is."""
+    """A `Size` says how many weights a model has, and how many of them a token uses."""
 
     params: float  # All weights
     active_params: float | None = None  # Those that one token runs through, for a mixture of experts; None: dense
@@ -158,19 +169,22 @@ class Size:
 
     @property
     def expert(self) -> float:
-        """Weights of one expert in all layers together."""
+        """Return the weights of one expert in all layers together."""
         assert self.experts is not None and self.experts_per_token is not None
         return (self.params - self.active) / (self.experts - self.experts_per_token)
 
     @property
     def shared(self) -> float:
-        """Weights that every token runs through."""
+        """Return the weights that every token runs through."""
         assert self.experts_per_token is not None
         return self.active - self.experts_per_token * self.expert
 
     def touched(self, tokens: float) -> float:
-        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random: of E experts, E * (1 -
-        (1 - k/E)^n) are expected to be chosen (MoESD, arXiv 2505.19645)."""
+        """Return the weights that a pass over `tokens` tokens reads, if each token chooses its
+        experts at random.
+
+        Of E experts, E * (1 - (1 - k/E)^n) are expected to be chosen (MoESD, arXiv 2505.19645).
+        """
         if self.experts is None or self.experts_per_token is None:
             return self.params
         missed: float = (1 - self.experts_per_token / self.experts) ** tokens
@@ -180,7 +194,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyValues:
-    """The KV cache of one token."""
+    """`KeyValues` gives the size of one token in the KV cache."""
 
     layers: int
     kv_heads: int
@@ -197,13 +211,15 @@ class KeyValues:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_each
 
     def operations(self, context: float) -> float:
-        """Arithmetic of one query's attention over `context` tokens; 0 where `heads` is unknown."""
+        """Return the arithmetic of one query's attention over `context` tokens; 0 where `heads` is
+        unknown.
+        """
         return 4 * self.layers * (self.heads or 0) * self.head_dim * context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """Arithmetic and memory time of one pass."""
+    """`PassTerms` are the arithmetic and the memory time of one pass."""
 
     compute_ms: float
     memory_ms: float
@@ -221,7 +237,9 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """Costs of passes of one model on one kind of device. Has the interface of a measured cost model."""
+    """A `Roofline` estimates what passes of one model cost on one kind of device. Has the interface
+    of a measured cost model.
+    """
 
     device: Device
     size: Size
@@ -236,7 +254,9 @@ class Roofline:
             raise ArgumentError(f"tensor parallelism needs at least one device, got --tp {self.tp}")
 
     def terms(self, nodes: float, rows: int = 1, context: int = 0) -> Terms:
-        """Arithmetic and traffic of a pass over `nodes` nodes in each of `rows` rows behind `context` tokens."""
+        """Return arithmetic and traffic of a pass over `nodes` nodes in each of `rows` rows behind
+        `context` tokens.
+        """
         tokens = nodes * rows
         operations = 2 * self.size.active * tokens
         traffic = BYTES[self.dtype] * self.size.touched(tokens)
@@ -251,26 +271,28 @@ class Roofline:
         )
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """Wall time of one pass, ms."""
+        """Return the wall time of one pass, ms."""
         return self.terms(nodes, rows, context).ms
 
     @property
     def balance(self) -> float:
-        """Tokens in a pass at which peak arithmetic takes as long as reading all weights at peak bandwidth."""
+        """Return the tokens in a pass at which peak arithmetic takes as long as reading all weights
+        at peak bandwidth.
+        """
         per_byte = self.device.tflops / (2 * self.device.bandwidth)
         return per_byte * BYTES[self.dtype] * self.size.params / self.size.active
 
     def free_nodes(self, rows: int = 1, context: int = 0) -> int:
-        """Most nodes per row that cost at most `FREE_PASS` plain passes."""
+        """Return the most nodes per row that cost at most `FREE_PASS` plain passes."""
         limit = FREE_PASS * self.pass_ms(1, rows, context)
         return bisect_right(range(_MOST), limit, key=lambda nodes: self.pass_ms(nodes, rows, context)) - 1
 
     def weights_gb(self) -> float:
-        """All weights, 1e9 bytes."""
+        """Return the size of all weights, 1e9 bytes."""
         return BYTES[self.dtype] * self.size.params / 1e9
 
     def fits(self, rows: int, context: int) -> bool | None:
-        """Whether weights and cache fit the devices' memory; None where that is unknown."""
+        """Return whether weights and cache fit the devices' memory; None where that is unknown."""
         if self.device.memory is None:
             return None
         cache = 0.0 if self.kv is None else rows * context * self.kv.bytes_per_token / 1e9
@@ -278,8 +300,10 @@ class Roofline:
 
 
 class FreeVerification:
-    """Every pass costs the same: Leviathan's own assumption. Times are in plain passes."""
+    """`FreeVerification` lets every pass cost the same, which is Leviathan's own assumption. Times
+    are in plain passes.
+    """
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """1, whatever the pass."""
+        """Return 1, whatever the pass."""
         return 1.0

@@ -1,4 +1,6 @@
-"""Acceptance and costs of drafters on the user's own prompts and machine: real steps of the target, counted."""
+"""This module measures acceptance and costs of drafters on the user's own prompts and machine, in
+real steps.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ LONGEST = 32  # Depth of a trial where neither user nor drafter says one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One drafter on the user's prompts."""
+    """A `MeasuredDrafter` holds what one drafter did on the user's prompts, and what its drafts
+    cost.
+    """
 
     method: str
     model: str | None  # Directory or hub id of the drafter's model, where it has one
@@ -43,11 +47,13 @@ class Measured:
 
     @property
     def deepest(self) -> int:
-        """Levels of the deepest draft, at least 1: the K that was measured."""
+        """Return the levels of the deepest draft, at least 1: the K that was measured."""
         return max((done.depth for done in self.trial.steps), default=1) or 1
 
     def load(self, cost: CostModel, *, rows: int) -> Load:
-        """The planner's load. At a batch the drafter's cost is assumed to grow as the target's plain pass does."""
+        """Return the planner's load for a batch of `rows`. At a batch the drafter's cost is assumed
+        to grow as the target's plain pass does.
+        """
         trial, draft = self.trial, self.draft
 
         def draft_at(batch: int) -> DraftCost:
@@ -66,7 +72,7 @@ class Measured:
         )
 
     def record(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """Return the figures as a JSON object."""
         stats = self.trial.stats
         return {
             "drafter": self.method,
@@ -86,7 +92,9 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """The prompts as the target reads them, and how it answers."""
+    """`TrialPrompts` are the prompts as the target reads them, with the parameters of their
+    answers.
+    """
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
@@ -96,7 +104,9 @@ class Answers:
     def of(
         cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
     ) -> Answers:
-        """Token ids and resolved parameters; ArgumentError: no prompt, or one that leaves no room."""
+        """Return token ids and resolved parameters; ArgumentError if there is no prompt, or one
+        leaves no room for an answer.
+        """
         if not prompts or max_tokens < 2 or limit < 1:
             raise ArgumentError("acceptance is measured on at least one prompt and over at least two tokens")
         reader = PromptReader(
@@ -112,7 +122,9 @@ class Answers:
 
 
 def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell: Tell) -> Measured:
-    """Let one drafter help with the answers. ForerunError: it cannot be built, or no row of the target is free."""
+    """Measure how one drafter helps with the answers; ForerunError if it cannot be built, or no row
+    of the target is free. ForerunError: it cannot be built, or no row of the target is free.
+    """
     target = llm.target
     setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
     drafter = build(config.method, config.drafter_options, setup)
@@ -130,14 +142,18 @@ def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell:
 
 
 def depth_of(config: SpeculativeConfig) -> int:
-    """Levels that a configuration drafts at most; the drafter's own options limit it further."""
+    """Return the levels that a configuration drafts at most; the drafter's own options limit it
+    further.
+    """
     return config.num_speculative_tokens or default_length(config.method) or LONGEST
 
 
 def rank_models(
     llm: LLM, models: Sequence[str], answers: Answers, tell: Tell, *, options: Mapping[str, Any]
 ) -> tuple[list[Measured], dict[str, str]]:
-    """Every candidate draft model on the same prompts; those that cannot draft here, with the reason."""
+    """Measure every candidate draft model on the same prompts; return those, and the refused ones
+    with the reason.
+    """
     found, refused = list[Measured](), dict[str, str]()
     for model in models:
         config = SpeculativeConfig.parse({"method": "draft_model", "model": model, **options})
@@ -158,7 +174,9 @@ def save_draft_cost(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft:
 
 
 def read_prompts(path: Path) -> list[UserPrompt]:
-    """The prompts of a file, empty lines left out. DataError: it holds none, or something else."""
+    """Return the prompts of a file, empty lines left out; DataError if it holds none, or something
+    else. DataError: it holds none, or something else.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

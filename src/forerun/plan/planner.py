@@ -1,4 +1,6 @@
-"""From acceptance and costs to a plan: speed-up by draft length, the best one, break-even batch, and a verdict."""
+"""The planner turns acceptance and costs into speed-up by draft length, the best length, break-even
+batch and a verdict.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from forerun.plan.assumptions import TEXTS
 MOST_K = 16  # Draft lengths that are looked at; more where the user asks for more
 MOST_BATCH = 1024
 WORTH_IT, A_LITTLE = 1.3, 1.05
-"""Predicted speed-ups that the verdict calls worth it, and a small gain, within the error of predictions."""
+"""These predicted speed-ups separate worth it, and a small gain within the error of predictions,
+from no gain.
+"""
 
 DraftAt = Callable[[int], DraftCost]  # The drafter's cost for a batch of that many rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What is decoded: acceptance, costs, batch."""
+    """A `PlanLoad` says what is decoded: acceptance, costs, batch."""
 
     survival: Sequence[float]  # By depth; beyond the last, its conditional acceptance goes on
     cost: PassCost
@@ -37,7 +41,7 @@ class Load:
             raise ArgumentError(f"--batch must be at least 1 and --context at least 0, got {self.rows}, {self.context}")
 
     def predict(self, k: int, rows: int | None = None) -> theory.Prediction:
-        """What a draft of `k` levels brings; plain decoding for 0."""
+        """Predict what a draft of `k` levels brings; 0 is plain decoding."""
         rows = rows or self.rows
         return theory.predict(
             self.cost,
@@ -53,7 +57,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One draft length."""
+    """A `PlanLine` holds the prediction for one draft length."""
 
     k: int
     tokens_per_pass: float
@@ -64,7 +68,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The answer."""
+    """A `Plan` holds the predictions by draft length and by batch, and the best of them."""
 
     lines: tuple[Line, ...]  # By draft length, from 0
     asked: Line  # The length that was asked for, else the best
@@ -75,7 +79,9 @@ class Plan:
 
 
 def plan(load: Load, *, k: int | None = None) -> Plan:
-    """Look at every draft length and at every batch. ArgumentError: `k` is below 1."""
+    """Predict every draft length and every batch; ArgumentError if `k` is below 1. ArgumentError:
+    `k` is below 1.
+    """
     if k is not None and k < 1:
         raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {k}")
     lines = [_line(load, length) for length in range(max(MOST_K, k or 0) + 1)]
@@ -102,7 +108,9 @@ def _line(load: Load, k: int) -> Line:
 
 
 def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, depth: int) -> theory.TreeChoice:
-    """The fastest tree of at most `nodes` nodes and `depth` levels for acceptance by depth and rank."""
+    """Return the fastest tree of at most `nodes` nodes and `depth` levels for acceptance by depth
+    and rank.
+    """
     plain, draft = load.cost.pass_ms(1, load.rows, load.context), load.draft(load.rows)
     return theory.best_tree_size(
         acceptance,
@@ -116,7 +124,7 @@ def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, dept
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Worth it or not, and with what."""
+    """A `PlanVerdict` says whether speculation is worth it, and with which drafter."""
 
     worth_it: bool | None  # None where nothing says what drafting or verifying costs
     method: str | None  # A drafter of `forerun drafters`; None where plain decoding is best
@@ -125,9 +133,12 @@ class Verdict:
 
 
 def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None, uncosted: Sequence[str] = ()) -> Verdict:
-    """The verdict for the `drafter` that was measured, or for what published figures favour for a kind of `text`.
-    `uncosted`: drafting, verifying or both, where nothing says what they cost: then a gain is a bound, which can refute
-    and not promise."""
+    """Return the verdict for the measured `drafter`, or for the one that published figures favour
+    for a kind of `text`.
+
+    `uncosted` names drafting, verifying or both, where nothing says what they cost. The gain is
+    then an upper bound, which can rule speculation out but not promise a gain.
+    """
     best = found.best
     gain = f"{best.speedup:.2f} x plain decoding with K = {best.k}"
     free = "the longest looked at, for nothing here makes a longer draft cost more"

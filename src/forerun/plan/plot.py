@@ -1,4 +1,4 @@
-"""Cost models and plans as pictures. Needs matplotlib."""
+"""This module draws cost models and plans. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forerun.plots import COLOURS, pyplot, save
 
 
 def draw_cost(cost: CostModel, path: Path, title: str) -> None:
-    """v(n) by nodes, one line for each row count, one panel for each context."""
+    """Draw v(n) by nodes, with a line for each row count and a panel for each context."""
     figure, panels = pyplot().subplots(
         1, len(cost.contexts), figsize=(4.5 * len(cost.contexts), 3.6), sharey=True, squeeze=False
     )
@@ -31,7 +31,7 @@ def draw_cost(cost: CostModel, path: Path, title: str) -> None:
 
 
 def draw_plan(found: Plan, path: Path, title: str) -> None:
-    """Speed-up by draft length, and of the best length by batch."""
+    """Draw the speed-up by draft length, and that of the best length by batch."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6))
     left.plot([line.k for line in found.lines], [line.speedup for line in found.lines], "o-", color=COLOURS[0])
     left.plot([found.best.k], [found.best.speedup], "o", color=COLOURS[1], label=f"best: K = {found.best.k}")

@@ -1,8 +1,10 @@
-"""What speculation brings, in formulas: tokens per pass, speed-up, best draft length, best tree, break-even batch.
+"""These formulas give what speculation brings: tokens per pass, speed-up, best draft length, best
+tree, break-even batch.
 
-Leviathan et al. (arXiv 2211.17192), where a pass over several nodes costs v(n) passes over one, acceptance may differ
-by depth, and drafts may be trees. The token that the target adds itself counts, so plain decoding is 1. **Survival** of
-a node is the probability that it is accepted; of a chain, ``survival[d]`` is that of depth ``d + 1``.
+They are those of Leviathan et al. (arXiv 2211.17192), where a pass over several nodes costs v(n)
+passes over one, acceptance may differ by depth, and drafts may be trees. The token that the target
+adds itself counts, so plain decoding is 1. **Survival** of a node is the probability that it is
+accepted; of a chain, ``survival[d]`` is that of depth ``d + 1``.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ WORTH = 1.02  # Speed-ups below this are within what a measurement cannot tell f
 
 
 def expected_tokens_per_pass(alpha: float, k: int) -> float:
-    """Leviathan's E: (1 - alpha^(k+1)) / (1 - alpha) tokens per pass, `k` of which are drafted."""
+    """Return Leviathan's E, (1 - alpha^(k+1)) / (1 - alpha): tokens per pass if `k` are drafted."""
     return tokens_of(geometric(alpha, k))
 
 
 def geometric(alpha: float, k: int) -> list[float]:
-    """Survival of a chain of `k` where every token is accepted with probability `alpha`: alpha, alpha^2, ..."""
+    """Return the survival of a chain of `k` where every token is accepted with probability `alpha`:
+    alpha, alpha^2, ...
+    """
     _check_probabilities([alpha])
     if k < 1:
         raise ArgumentError(f"at least one token must be drafted (k >= 1), got k = {k}")
@@ -35,30 +39,38 @@ def geometric(alpha: float, k: int) -> list[float]:
 
 
 def survival_of(acceptance: Sequence[float]) -> list[float]:
-    """Survival from conditional acceptance by depth: the probability that depth d + 1 is accepted if depth d was."""
+    """Return survival from conditional acceptance by depth: the probability that depth d + 1 is
+    accepted if depth d was.
+    """
     _check_probabilities(acceptance)
     return list(itertools.accumulate(acceptance, lambda survival, rate: survival * rate))
 
 
 def conditional_of(survival: Sequence[float]) -> list[float]:
-    """The inverse of `survival_of`; 0 behind a depth that nothing survives."""
+    """Return conditional acceptance by depth from survival; 0 behind a depth that nothing survives."""
     before = [1.0, *survival[:-1]]
     return [now / then if then > 0 else 0.0 for now, then in zip(survival, before, strict=True)]
 
 
 def stretched(survival: Sequence[float], k: int) -> list[float]:
-    """The first `k` depths; where fewer are known, the last conditional acceptance rate goes on."""
+    """Return the survival of the first `k` depths; beyond the known ones the last conditional
+    acceptance rate goes on.
+    """
     last, rate = (survival[-1], conditional_of(survival)[-1]) if survival else (0.0, 0.0)
     return [*survival, *(last * rate**step for step in range(1, k + 1))][:k]
 
 
 def tokens_of(survival: Sequence[float]) -> float:
-    """Expected tokens per pass, bonus or recovered token included: 1 + the survival of all nodes (chain or tree)."""
+    """Return the expected tokens per pass: 1 (bonus or recovered token) + the survival of all nodes
+    of a chain or tree.
+    """
     return 1.0 + math.fsum(survival)
 
 
 def alpha_of(tokens: float, k: int) -> float:
-    """The alpha whose `expected_tokens_per_pass` is `tokens`. ArgumentError: `tokens` is not in 1 .. k + 1."""
+    """Return the alpha whose `expected_tokens_per_pass` is `tokens`; ArgumentError if `tokens` is
+    not in 1 .. k + 1. ArgumentError: `tokens` is not in 1 .. k + 1.
+    """
     if k < 1 or not 1 <= tokens <= k + 1:
         raise ArgumentError(f"{k} drafted tokens give between 1 and {k + 1} tokens per pass, got {tokens}")
     low, high = 0.0, 1.0
@@ -69,8 +81,11 @@ def alpha_of(tokens: float, k: int) -> float:
 
 
 def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth: float = WORTH) -> int | None:
-    """The largest batch at which `speedup` is still at least `worth`; 0 where none gains, None where `most` still
-    does. Powers of two are looked at first: a mixture of experts gains most at moderate batches."""
+    """Return the largest batch at which `speedup` is at least `worth`; 0 where none gains, None
+    where `most` still does.
+
+    Powers of two are tried first, because a mixture of experts gains most at moderate batches.
+    """
     powers = [1 << power for power in range(most.bit_length())]
     good = [batch for batch in powers if speedup(batch) >= worth]
     if not good:
@@ -85,12 +100,16 @@ def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth
 
 
 RankAcceptance = Sequence[Sequence[float]]
-"""``[d][r]``: probability that the child of rank r at depth d + 1 is the accepted one if its parent was. Siblings
-exclude each other, so a line sums to at most 1. Deeper levels take the last line, further ranks 0."""
+"""``[d][r]`` is the probability that the child of rank r at depth d + 1 is the accepted one if its
+parent was.
+
+Siblings exclude each other, so a line sums to at most 1. Deeper levels take the last line, further
+ranks 0.
+"""
 
 
 class TreeNode(NamedTuple):
-    """A drafted node of a `best_tree`."""
+    """A `TreeNode` is a drafted node of a `best_tree`."""
 
     parent: int  # Number of the node above, counted from 1; 0 is the root
     level: int
@@ -98,9 +117,12 @@ class TreeNode(NamedTuple):
 
 
 def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[TreeNode]:
-    """The tree of at most `nodes` nodes and `depth` levels with the most expected tokens; its first n nodes are the
-    best tree of n. The likeliest open child is taken each time. Exact: a child survives no more often than its parent
-    or an elder sibling (Sequoia's dynamic programme, arXiv 2402.12374, finds the same tree)."""
+    """Return the tree of at most `nodes` nodes and `depth` levels with the most expected tokens.
+
+    Its first n nodes are the best tree of n: the likeliest open child is taken each time. This is
+    exact, because a child survives no more often than its parent or an elder sibling (Sequoia's
+    dynamic programme, arXiv 2402.12374, finds the same tree).
+    """
     check_ranks(acceptance)
     found: list[TreeNode] = []
     count = itertools.count()
@@ -119,7 +141,7 @@ def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[Tre
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeChoice:
-    """A tree, and what it brings."""
+    """A `TreeChoice` is a tree with its expected tokens and speed-up."""
 
     parents: tuple[int, ...]  # (K,) of each drafted node, numbered level by level; 0 is the root
     depth: int
@@ -136,8 +158,11 @@ def best_tree_size(
     depth: int,
     fixed_cost: float = 0.0,
 ) -> TreeChoice:
-    """The fastest tree of up to `nodes` nodes and `depth` levels, empty for plain; `verify`: v(n), root included. What
-    drafting costs is in plain passes: of every draft, and of each level."""
+    """Return the fastest tree of up to `nodes` nodes and `depth` levels, empty for plain decoding.
+
+    `verify` is v(n), root included. `fixed_cost` (of every draft) and `level_cost` (of each level)
+    are in plain passes.
+    """
     best = TreeChoice(parents=(), depth=0, tokens=1.0, speedup=1.0)
     for levels in range(1, depth + 1):
         tree, tokens, reached = best_tree(acceptance, nodes=nodes, depth=levels), 1.0, 0
@@ -150,7 +175,9 @@ def best_tree_size(
 
 
 def _by_level(tree: Sequence[TreeNode]) -> tuple[int, ...]:
-    """(K,) parents of the nodes, renumbered level by level, siblings side by side, as drafters take them."""
+    """Return the (K,) parents of the nodes, renumbered level by level, siblings side by side, as
+    drafters take them.
+    """
     children: dict[int, list[int]] = defaultdict(list)
     for node, one in enumerate(tree, start=1):
         children[one.parent].append(node)
@@ -178,7 +205,7 @@ def _rank_rate(acceptance: RankAcceptance, depth: int, rank: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What is to be expected of one configuration."""
+    """A `SpeedPrediction` holds tokens per pass, speed-up and step times of one configuration."""
 
     tokens_per_pass: float  # Mean over all passes, those without a draft included; plain decoding is 1
     speedup: float  # Over plain decoding of the same rows
@@ -197,8 +224,8 @@ def predict(
     context: int = 0,
     coverage: float = 1.0,
 ) -> Prediction:
-    """Speed-up from measured acceptance and measured costs. ArgumentError: a rate or share is outside 0..1, or
-    something is negative.
+    """Predict the speed-up from measured acceptance and measured costs. ArgumentError: a rate or
+    share is outside 0..1, or something is negative.
 
     Args:
         acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1.

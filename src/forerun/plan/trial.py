@@ -1,4 +1,5 @@
-"""Runs a drafter on real prompts at a depth of our choosing, and writes down what was kept and what it cost.
+"""This module runs a drafter on real prompts at a chosen depth, and records what was accepted and
+what it cost.
 
 Real engine steps, one row at a time, without scheduler and policy: what is measured does not depend on them.
 """
@@ -25,12 +26,12 @@ from forerun.model import Target
 from forerun.types import SamplingParams, Source, SpeculationStats, StepTrace
 
 FEWEST = 8
-"""Times that a depth must have been seen for its acceptance by rank to be taken for one."""
+"""Acceptance by rank is only reported for depths that were seen this many times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialStep:
-    """One step of a trial."""
+    """A `TrialStep` records one step of a trial."""
 
     drafted: int  # Nodes, probes not counted
     depth: int
@@ -39,18 +40,20 @@ class TrialStep:
     ms: float  # Of drafting and committing: all but the target's pass and its verification
     first: bool  # Whether it was the prompt's first one, in which a drafter may catch up with the whole prompt
     siblings: tuple[tuple[int, int | None], ...] = ()
-    """Of the root and each accepted node that has children: how many, and the rank of the accepted one; None: none."""
+    """For the root and each accepted node with children: the number of children, and the rank of
+    the accepted one or None.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What a drafter did on some prompts."""
+    """A `Trial` records what a drafter did on some prompts."""
 
     steps: tuple[TrialStep, ...]
 
     @property
     def stats(self) -> SpeculationStats:
-        """The counts, as an answer's."""
+        """Return the counts in the form of an answer's."""
         stats = SpeculationStats()
         for done in self.steps:
             tokens = done.accepted + 1
@@ -59,15 +62,20 @@ class Trial:
 
     @property
     def survival(self) -> list[float]:
-        """Share of the drafting steps that kept a node at depth d + 1, also of those whose draft was shorter."""
+        """Return the share of the drafting steps that accepted a node at each depth, steps with
+        shorter drafts included.
+        """
         stats = self.stats
         return [kept / stats.num_spec_steps for kept in stats.accepted_per_depth]
 
     @property
     def rank_acceptance(self) -> list[list[float]]:
-        """``[d][r]``, as `theory.RankAcceptance`: of the accepted nodes at depth d with the most children that any had
-        there, how many had the child of rank r accepted; no rank counts for more than the one before. Depths that were
-        seen less than `FEWEST` times, and all below them, are left out."""
+        """Return acceptance by depth and rank, ``[d][r]``, as in `theory.RankAcceptance`.
+
+        Of the accepted nodes at depth d with the most children that any had there, it says how many
+        had the child of rank r accepted; no rank counts for more than the one before. Depths that
+        were seen less than `FEWEST` times, and all below them, are left out.
+        """
         found = list[list[float]]()
         while True:
             seen = [done.siblings[len(found)] for done in self.steps if len(done.siblings) > len(found)]
@@ -80,12 +88,15 @@ class Trial:
 
     @property
     def coverage(self) -> float:
-        """Share of the steps in which something was drafted."""
+        """Return the share of the steps in which something was drafted."""
         return sum(done.drafted > 0 for done in self.steps) / len(self.steps) if self.steps else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Over all steps, those without a draft included; a forecast for long answers, so the prompts' are left out."""
+        """Return the tokens per pass over all steps, those without a draft included.
+
+        It is a forecast for long answers, so the passes over prompts are left out.
+        """
         return self.stats.tokens_per_pass
 
     @property
@@ -113,8 +124,10 @@ def try_drafter(
     rule: str | None = None,
     seconds: float = math.inf,
 ) -> Trial:
-    """Answer the prompts one after the other on a free row, which is free again afterwards. The drafter learns from
-    what it sees, as in use; it must know nothing of the row. ArgumentError: no row is free, or a prompt does not fit.
+    """Answer the prompts one after the other on a free row, which is free again afterwards.
+
+    The drafter learns from what it sees, as in use; it must know nothing of the row. ArgumentError:
+    no row is free, or a prompt does not fit.
 
     Args:
         drafter: None decodes plainly.
@@ -172,7 +185,7 @@ def _step(target: Target, drafter: Drafter | None, name: str, row: Row, depth: i
 
 
 def _siblings(trace: StepTrace) -> tuple[tuple[int, int | None], ...]:
-    """See `TrialStep`."""
+    """Return `TrialStep.siblings` of a step's trace."""
     found, children = list[tuple[int, int | None]](), defaultdict[int, list[int]](list)
     for number, node in enumerate(trace.nodes, start=1):
         if not node.probe:
@@ -190,11 +203,14 @@ def _mean(values: Sequence[float]) -> float:
 def measure_draft(
     target: Target, drafter: Drafter, text: Sequence[int], *, depth: int, steps: int = 32, seconds: float = 8.0
 ) -> DraftCost:
-    """Let a drafter, which must know nothing of the free rows, continue `text` (token ids) on one, at full `depth` and
-    at depth 1 in turns, and fit a line. ArgumentError: no row is free, or the text does not fit beside the answer.
+    """Measure what a draft costs: let a drafter continue `text` (token ids) at `depth` and at depth
+    1 in turns, and fit a line.
 
-    What it does when it is shown accepted tokens (its share of the commit) counts, the target's pass does not, and the
-    first step, in which it may catch up with the whole text, does not either.
+    The drafter must know nothing of the free rows. ArgumentError: no row is free, or the text does
+    not fit beside the answer.
+
+    What it does when it is shown accepted tokens (its share of the commit) counts; the target's
+    pass does not, and neither does the first step, in which it may catch up with the whole text.
     """
     if depth < 1 or steps < 4:
         raise ArgumentError(f"a drafter is timed over at least 4 steps of depth 1 or more, got {steps} and {depth}")
@@ -213,7 +229,9 @@ def measure_draft(
 
 
 def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
-    """The line through the medians by depth; steps that drafted nothing count where there are no others."""
+    """Fit a line through the median times by depth; steps that drafted nothing count only where
+    there are no others.
+    """
     times: dict[int, list[float]] = defaultdict(list)
     for done in trial.steps:
         if not done.first:

@@ -1,1 +1,3 @@
-"""Engines that `forerun deploy` knows: one file each, and one line in `deploy.launch.ENGINES`."""
+"""These are the engines that `forerun deploy` knows: one file each, and one line in
+`deploy.launch.ENGINES`.
+"""

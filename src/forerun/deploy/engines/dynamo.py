@@ -1,8 +1,10 @@
-"""NVIDIA Dynamo: vLLM workers behind its frontend, on this machine or as a ``DynamoGraphDeployment`` on Kubernetes.
+"""NVIDIA Dynamo runs vLLM workers behind its frontend, on this machine or as a
+``DynamoGraphDeployment`` on Kubernetes.
 
-From the wheel of 1.6.1 (``frontend_args.py``, ``configuration/groups/runtime_args.py``), its custom resource
-definition (``nvidia.com/v1beta1``), and ``recipes/gpt-oss-120b/vllm/agg-b200-agentic/deploy.yaml``, which hands the
-speculation over in the same way. Its documents show speculation with vLLM and EAGLE-3 only.
+Flags are from the wheel of 1.6.1 (``frontend_args.py``, ``configuration/groups/runtime_args.py``),
+its custom resource definition (``nvidia.com/v1beta1``), and
+``recipes/gpt-oss-120b/vllm/agg-b200-agentic/deploy.yaml``, which hands the speculation over in the
+same way. Its documents show speculation with vLLM and EAGLE-3 only.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ _LOCAL = ("--discovery-backend", "file")  # Neither etcd nor NATS is needed on o
 
 
 class Dynamo(Vllm):
-    """``python -m dynamo.frontend`` and ``python -m dynamo.vllm``."""
+    """`Dynamo` starts ``python -m dynamo.frontend`` and ``python -m dynamo.vllm``."""
 
     title: ClassVar[str] = "Dynamo"
     versions: ClassVar[tuple[str, ...]] = tuple(_VLLM)
     variable: ClassVar[str] = ""  # Its image has no forerun
 
     def has(self, method: str, version: str) -> bool:
-        """Whether the vLLM inside drafts by that method."""
+        """Return whether the vLLM inside drafts by that method."""
         return super().has(method, _VLLM[version])
 
     def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
@@ -61,7 +63,7 @@ class Dynamo(Vllm):
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes what occurs twice twice, not as an alias."""
+    """`_Plain` writes repeated values in full, not as aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -79,7 +81,7 @@ def _on_this_machine(asked: Asked, speculation: dict[str, Any] | None) -> tuple[
 
 
 def _manifests(asked: Asked, speculation: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The ConfigMap with the speculation, and the deployment that reads it."""
+    """Return the ConfigMap with the speculation, and the deployment that reads it."""
     name = re.sub(r"[^a-z0-9]+", "-", asked.model.rpartition("/")[2].lower())[:40].strip("-") or "model"
     image = f"nvcr.io/nvidia/ai-dynamo/vllm-runtime:{asked.version}"
     secret = {"envFrom": [{"secretRef": {"name": _SECRET, "optional": True}}]}

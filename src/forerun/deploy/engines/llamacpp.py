@@ -1,8 +1,8 @@
-"""llama.cpp: ``llama-server`` with ``--spec-type`` and the options of each type.
+"""llama.cpp starts as ``llama-server`` with ``--spec-type`` and the options of each type.
 
-From ``tools/server/README.md``, which its own ``--help`` is made of, of November 2026, and from running 0.5.0
-(``tests_llama``), which is the same. It numbers builds, several a day; where ``llama-server`` is on this machine its
-``--help`` is asked, too. It drafts chains.
+Flags are from ``tools/server/README.md``, which its own ``--help`` is made of, of November 2026,
+and from running 0.5.0 (``tests_llama``), which is the same. It numbers builds, several a day; where
+``llama-server`` is on this machine its ``--help`` is asked, too. It drafts chains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MATCHES = (
 
 
 class LlamaCpp(Engine):
-    """``llama-server``."""
+    """`LlamaCpp` starts ``llama-server``."""
 
     title: ClassVar[str] = "llama.cpp"
     versions: ClassVar[tuple[str, ...]] = ("2026-11", "0.5.0")
@@ -97,7 +97,9 @@ def _is_file(model: str) -> bool:
 
 
 def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
-    """What llama.cpp opens: a file, or a hub id of GGUF files; a directory is converted `before`."""
+    """Return what llama.cpp opens: a file, or a hub id of GGUF files; a directory is converted
+    `before`.
+    """
     if not here(model):
         return model
     folder = Path(model).expanduser().resolve()
@@ -111,7 +113,9 @@ def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
 
 
 def _probe(words: list[str], asked: Asked) -> None:
-    """Refuse options that the ``llama-server`` of this machine does not have; without one nothing is known."""
+    """Refuse options that the ``llama-server`` of this machine does not have; without one nothing
+    is known.
+    """
     program = shutil.which(SERVER)
     if program is None or asked.force:
         return

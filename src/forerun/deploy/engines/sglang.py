@@ -1,7 +1,8 @@
-"""SGLang: ``--speculative-...`` options, of which ``num-draft-tokens`` counts the root.
+"""SGLang starts with ``--speculative-...`` options, of which ``num-draft-tokens`` counts the root.
 
-From ``arg_groups/fields/spec.py``, ``parallel.py``, ``arg_groups/speculative_hook.py`` and
-``speculative/adaptive_spec_params.py`` of the wheel 0.5.23. It drafts EAGLE's dynamic trees, not trees of fixed shape.
+Flags are from ``arg_groups/fields/spec.py``, ``parallel.py``, ``arg_groups/speculative_hook.py``
+and ``speculative/adaptive_spec_params.py`` of the wheel 0.5.23. It drafts EAGLE's dynamic trees,
+not trees of fixed shape.
 """
 
 from __future__ import annotations
@@ -17,24 +18,30 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 
 _LEVELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
-"""Draft level by level, so that they have steps and trees; the others a block, or what they find."""
+"""These algorithms draft level by level, so that they have steps and trees; the others draft a
+block, or what they find.
+"""
 _SAMPLES = ("EAGLE", "EAGLE3", "NEXTN")
 _ADAPTS = ("EAGLE", "EAGLE3")
 ALGORITHM, VARIABLE = "FORERUN", "FORERUN_SGLANG_CONFIG"
-"""forerun's own drafters there, and what they read their options from."""
+"""This algorithm runs forerun's own drafters there, and this variable holds their options."""
 PLUGGED_NODES = 16
-"""Tokens that they have scored for each request at every step, the root included, where nothing is said."""
+"""By default the plug-in has this many tokens scored for each request at every step, the root
+included.
+"""
 _VERIFIES = (
     "SGLang ignores min_p while it speculates, and holds penalties as they were before a step for all its drafted "
     "tokens; on CPU, XPU and ROCm it answers with the likeliest tokens whatever the temperature (on ROCm not with "
     "--rule token_rejection or block)"
 )
-"""Of `eagle_sample` (``speculative/eagle_utils.py``), which these algorithms verify with; others have their own."""
+"""This note is about `eagle_sample` (``speculative/eagle_utils.py``), with which these algorithms
+verify.
+"""
 _TRIE = "SGLang copies from one trie of all requests' n-grams, whose depth is --speculative-ngram-max-trie-depth"
 
 
 class SGLang(Engine):
-    """``python -m sglang.launch_server``."""
+    """`SGLang` starts ``python -m sglang.launch_server``."""
 
     title: ClassVar[str] = "SGLang"
     versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
@@ -79,7 +86,9 @@ class SGLang(Engine):
         return Deployment(commands=tuple(commands), files=files, schedule=schedule)
 
     def _plugged(self, asked: Asked, config: SpeculativeConfig, notes: list[str]) -> tuple[list[str], dict[str, str]]:
-        """Options and environment for forerun's own drafter inside SGLang. ArgumentError: it should be adaptive."""
+        """Return options and environment for forerun's own drafter inside SGLang; ArgumentError if
+        it should be adaptive. ArgumentError: it should be adaptive.
+        """
         drafts = self.drafts(config)
         if asked.adaptive:
             raise ArgumentError("SGLang scores as many tokens for each request at every step: leave --adaptive out")
@@ -119,7 +128,10 @@ class SGLang(Engine):
         return words, schedule
 
     def _count(self, draft: Draft, way: Way, k: int, branches: int, examined: Examined) -> list[str]:
-        """How many tokens are scored, the root among them. Of a block that nobody has looked at, SGLang reads it."""
+        """Return how many tokens are scored, the root among them.
+
+        For a block that nobody has looked at, SGLang reads the number from the head.
+        """
         if way.name in ("DFLASH", "DSPARK") and self.guesses(draft, examined):
             return []
         count = 1 + k
@@ -132,7 +144,7 @@ class SGLang(Engine):
         return [*block, "--speculative-num-draft-tokens", str(count)]
 
     def _branches(self, asked: Asked, draft: Draft, way: Way, k: int, notes: list[str]) -> int:
-        """Continuations of a node; 1 for a chain."""
+        """Return the number of continuations of a node; 1 for a chain."""
         given, grows = draft.options, draft.method == "eagle2"
         if way.name in _LEVELS and (grows or given.get("top_k")):
             return int(given.get("top_k") or 10)

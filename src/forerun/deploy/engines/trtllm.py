@@ -1,8 +1,9 @@
-"""TensorRT-LLM: ``trtllm-serve MODEL --config FILE``, where speculation stands in the file.
+"""TensorRT-LLM starts as ``trtllm-serve MODEL --config FILE``, where speculation stands in the
+file.
 
-From ``llmapi/llm_args.py`` and ``commands/serve.py`` of 1.4.0rc1. Batch sizes of ``draft_len_schedule`` are upper
-bounds there, above the last of which nothing is drafted; up to 1.2 they were lower bounds, so that such a file means
-something else to older versions.
+Keys are from ``llmapi/llm_args.py`` and ``commands/serve.py`` of 1.4.0rc1. Batch sizes of
+``draft_len_schedule`` are upper bounds there, above the last of which nothing is drafted; up to 1.2
+they were lower bounds, so that such a file means something else to older versions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HOST = ("NGram", "Draft_Target")  # Draft on the host, for which the scheduler 
 
 
 class TensorRtLlm(Engine):
-    """``trtllm-serve``."""
+    """`TensorRtLlm` starts ``trtllm-serve``."""
 
     title: ClassVar[str] = "TensorRT-LLM"
     versions: ClassVar[tuple[str, ...]] = ("1.4.0rc1",)
@@ -97,7 +98,7 @@ class TensorRtLlm(Engine):
         return whole | ({"disable_overlap_scheduler": True} if way.name in _HOST else {})
 
     def _check_rule(self, rule: str | None, draft: Draft, way: Way, first: Draft | None) -> None:
-        """ArgumentError: TensorRT-LLM would not start with the rule."""
+        """Raise ArgumentError where TensorRT-LLM would not start with the rule."""
         if rule is None:
             return
         if way.name not in _SAMPLES:
@@ -126,7 +127,9 @@ class TensorRtLlm(Engine):
 
 
 def _check_block(examined: Examined, k: int, notes: list[str]) -> None:
-    """ArgumentError: a DSpark head is to draft less than its block, with which TensorRT-LLM does not start."""
+    """Raise ArgumentError for a DSpark head that is to draft less than its block; TensorRT-LLM does
+    not start with that.
+    """
     if examined.depth is None:
         notes.append("TensorRT-LLM starts only where `max_draft_len` is the DSpark head's own block_size")
     elif k != examined.depth:
@@ -137,7 +140,9 @@ def _check_block(examined: Examined, k: int, notes: list[str]) -> None:
 
 
 def _of_head(examined: Examined) -> dict[str, Any]:
-    """What an export of the head writes into the file, such as the layers whose states it reads."""
+    """Return what an export of the head writes into the file, such as the layers whose states it
+    reads.
+    """
     if examined.launch is None:
         return {}
     destination = engines_for(examined.launch.head.config.kind).destinations["trtllm"]

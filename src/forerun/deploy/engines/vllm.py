@@ -1,7 +1,7 @@
-"""vLLM: ``--speculative-config`` and, over several machines, its own launcher.
+"""vLLM starts with ``--speculative-config`` and, over several machines, its own launcher.
 
-From ``config/speculative.py``, ``config/vllm.py``, ``engine/arg_utils.py`` and ``v1/spec_decode/dynamic/utils.py`` of
-the wheels 0.31.0, 0.32.0 and 0.33.0. It drafts chains.
+Flags are from ``config/speculative.py``, ``config/vllm.py``, ``engine/arg_utils.py`` and
+``v1/spec_decode/dynamic/utils.py`` of the wheels 0.31.0, 0.32.0 and 0.33.0. It drafts chains.
 """
 
 from __future__ import annotations
@@ -22,19 +22,26 @@ _SUFFIX = {
     for option in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
 }
 PLUG_IN = "forerun.deploy.vllm.ForerunProposer"
-"""What drafts where vLLM has no counterpart of a drafter that only copies."""
+"""This class drafts where vLLM has no counterpart of a drafter that only copies."""
 VARIABLE, SCHEDULE = "FORERUN_VLLM_CONFIG", "schedule"
-"""What it reads its options from, and the option that is vLLM's table by batch size, which vLLM drops for plug-ins."""
+"""The plug-in reads its options from this variable; the option is vLLM's table by batch size, which
+vLLM drops for plug-ins.
+"""
 _MASKS = {"parallel_drafting": True}
 _REFUSES = "vLLM answers requests with min_p or logit_bias by an error while it speculates"
 _RUNNER_V1 = frozenset({"suffix", "pard", "tli", "peagle", "medusa"})
-"""Need the older model runner, whose sampler knows no block verification and would do standard rejection instead."""
+"""These need the older model runner, whose sampler knows no block verification and would do
+standard rejection instead.
+"""
 _ONE_LENGTH = _RUNNER_V1 - {"tli"}
-"""Draft all their tokens at once, and there as many at every step: medusa asserts it, pard and peagle reshape by it."""
+"""These draft all their tokens at once, and as many at every step.
+
+medusa asserts it, pard and peagle reshape by it.
+"""
 
 
 class Vllm(Engine):
-    """``vllm serve``."""
+    """`Vllm` starts ``vllm serve``."""
 
     title: ClassVar[str] = "vLLM"
     versions: ClassVar[tuple[str, ...]] = ("0.31.0", "0.32.0", "0.33.0")
@@ -91,7 +98,9 @@ class Vllm(Engine):
         return Deployment(commands=tuple(commands), schedule=schedule)
 
     def _plugged(self, asked: Asked, notes: list[str]) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:
-        """vLLM's ``speculative_config`` for forerun's own drafter in it, the schedule, and the environment."""
+        """Return vLLM's ``speculative_config`` for forerun's own drafter in it, the schedule, and
+        the environment.
+        """
         config = asked.config
         assert config is not None
         k = config.num_speculative_tokens or max(one.k for one in self.drafts(config) if reads_text_alone(one.method))
@@ -113,7 +122,7 @@ class Vllm(Engine):
         return {"method": "custom_class", "model": PLUG_IN, "num_speculative_tokens": k}, schedule, environment
 
     def speculation(self, asked: Asked, notes: list[str]) -> tuple[dict[str, Any] | None, tuple[Stretch, ...]]:
-        """vLLM's ``speculative_config``, None for plain decoding, and the schedule in it."""
+        """Return vLLM's ``speculative_config``, None for plain decoding, and the schedule in it."""
         if asked.config is None:
             return None, ()
         draft, way, _ = self.chosen(asked, notes)
@@ -151,5 +160,5 @@ class Vllm(Engine):
 
 
 def parallel(asked: Asked) -> list[str]:
-    """How the model is shared out to devices."""
+    """Return the flags that share the model out to devices."""
     return asked.sharing("--tensor-parallel-size", "--pipeline-parallel-size")
