@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server on the engine: ``forerun serve``. Needs the extra ``serve``."""
+"""``forerun serve`` runs an OpenAI-compatible server on the engine. Needs the extra ``serve``."""

@@ -1,4 +1,6 @@
-"""The application: routes, streams, error envelopes, its OpenAPI description and the page at ``/``."""
+"""The application has the routes, streams, error envelopes, the OpenAPI description and the page at
+``/``.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ _PAGE = {"index.html": "text/html", "playground.css": "text/css", "playground.js
 
 
 def build_app(session: Session) -> FastAPI:
-    """Everything that clients see; the model is loaded when the application starts."""
+    """Build everything that clients see; the model is loaded when the application starts."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -69,7 +71,9 @@ def build_app(session: Session) -> FastAPI:
 
 
 def _add_errors(app: FastAPI, *, messages: bool) -> None:
-    """`messages`: whether the log may say what unexpected errors say."""
+    """Add the handlers of errors; `messages` says whether the log may hold the texts of unexpected
+    errors.
+    """
 
     async def answer(http: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
@@ -121,7 +125,9 @@ def _add_completions(app: FastAPI, session: Session) -> None:
 
 
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> Response:
-    """The whole answer, or a stream that has begun: what the engine refuses is still a 400."""
+    """Return the whole answer, or a stream that has begun, so that what the engine refuses is still
+    a 400.
+    """
     if (record := logs.RECORD.get()) is not None:
         record.stream = writer.body.stream
     if not writer.body.stream:
@@ -155,7 +161,7 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
 
 
 async def _events(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> AsyncGenerator[str]:
-    """Server-sent events."""
+    """Yield the answer as server-sent events."""
     with session.admitted(sum(job.params.n for job in jobs)):
         async with aclosing(merged([session.answer(job) for job in jobs])) as chunks:
             async for tagged in chunks:
@@ -167,12 +173,12 @@ async def _events(session: Session, http: Request, jobs: list[Job], writer: Writ
 
 
 def _texts(writer: Writer | ItemWriter, tagged: Tagged) -> list[str]:
-    """What is sent for one chunk."""
+    """Return the events of one chunk as texts."""
     return [_written(event) for event in writer.events(tagged)]
 
 
 def _written(event: Event) -> str:
-    """A server-sent event; its ``type``, where it has one, is its name, too."""
+    """Format a server-sent event; its ``type``, where it has one, is its name, too."""
     name = f"event: {event['type']}\n" if "type" in event else ""
     return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
@@ -218,7 +224,9 @@ def _add_operations(app: FastAPI, session: Session) -> None:
     started = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
-        """The model under one of its names, for clients of OpenAI's API and of Anthropic's."""
+        """Describe the model under one of its names, for clients of OpenAI's API and of
+        Anthropic's.
+        """
         since = datetime.fromtimestamp(started, UTC).isoformat()
         openai = {"id": name, "object": "model", "created": started}
         anthropic = {"type": "model", "display_name": name, "created_at": since}
@@ -278,7 +286,10 @@ def _add_playground(app: FastAPI) -> None:
 
 
 async def _prepared(session: Session, http: Request, body: Any, make: Callable[[], T]) -> T:
-    """What `make` makes of a body, of a large one in a thread of its own; a complaint of the engine becomes a 400."""
+    """Return what `make` makes of a body; a large body is handled in a thread of its own.
+
+    A complaint of the engine becomes a 400.
+    """
 
     def checked() -> T:
         try:
@@ -330,7 +341,9 @@ _ENVELOPES = {
 
 
 def _describe(app: FastAPI, *, keyed: bool) -> None:
-    """Let `app.openapi` tell the truth; `keyed`: the server wants a key."""
+    """Correct what `app.openapi` says about errors and keys; `keyed` says whether the server wants
+    a key.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is not None:
@@ -354,7 +367,7 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
 
 
 def _errors(path: str, *, posts: bool) -> dict[str, Any]:
-    """What else a route answers with, by status."""
+    """Return the error answers of a route, by status."""
     envelope = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
     headers = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}

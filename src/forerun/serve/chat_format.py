@@ -1,4 +1,6 @@
-"""How a model writes chats: reasoning and tool calls, as its chat template shows or the operator says."""
+"""This module knows how a model writes chats: reasoning and tool calls, as its chat template or the
+operator says.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ if TYPE_CHECKING:
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
-"""Arguments of `LLM.chat_prompt`."""
+"""These are arguments of `LLM.chat_prompt`, which no template variable may replace."""
 _SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that switch reasoning: Qwen's and DeepSeek's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """How the answers to one request are written."""
+    """A `ChatFormat` says how the answers to one request are written."""
 
     prompt: dict[str, Any]  # The conversation as the model reads it, `LLM.chat_prompt`
     format: ToolFormat | None = None  # Of tool calls; None where the model may not make any
@@ -39,7 +41,7 @@ class ChatFormat:
     inside: bool = False  # The answer begins within the reasoning
 
     def reader(self) -> PieceReader:
-        """For one answer: reasoning first, then text and calls."""
+        """Return a reader for one answer: reasoning first, then text and calls."""
         return PieceReader(self._read)
 
     def _read(self, text: Incoming) -> Steps[None]:
@@ -52,12 +54,12 @@ class ChatFormat:
             yield from text.rest(Kind.CONTENT)
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return an id for a call."""
         assert self.format is not None, "who calls has a format"
         return self.format.new_id()
 
     def hides_marks(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether marks that must be seen are special tokens, which are left out of texts."""
+        """Return whether marks that must be seen are special tokens, which are left out of texts."""
         wanted = [] if self.format is None else [self.format.mark, *self.format.marks]
         wanted += [] if self.marks is None else [self.marks.open, self.marks.close]
         if not wanted:
@@ -67,8 +69,12 @@ class ChatFormat:
     def constrained(
         self, body: ChatRequest, own: StructuredOutputs | None, mark: Callable[[str], str]
     ) -> StructuredOutputs | None:
-        """What the answer must look like, reasoning and calls included; None where it may be anything. `own`: what the
-        request wants its text to look like; `mark`: `LLM.grammar_mark`, only asked if there is a grammar."""
+        """Return what the answer must look like, reasoning and calls included; None where it may be
+        anything.
+
+        `own` is what the request wants its text to look like; `mark` is `LLM.grammar_mark`, only
+        called if there is a grammar.
+        """
         if own is not None and body.must_call:
             raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
         bound = False
@@ -94,7 +100,9 @@ class ChatFormat:
 
 
 def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> ChatFormat:
-    """The prompt of a chat request and how its answers are written; refuses tools and choices that cannot be."""
+    """Return the prompt of a chat request and how its answers are written; refuse tools and choices
+    that cannot be.
+    """
     _check_choice(body)
     tools, template = [tool.plain() for tool in body.offered], ""
     if llm.tokenizer is not None and llm.tokenizer.chat_template:  # else the prompt's maker says so
@@ -125,27 +133,32 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
 
 
 def reasoning_tokens(reader: PieceReader, answer: CompletionOutput) -> int:
-    """How many tokens of an answer, which `reader` has read, are reasoning, marks included."""
+    """Count the tokens of an answer, which `reader` has read, that are reasoning, marks included."""
     starts = accumulate((len(token.text) for token in answer.tokens[:-1]), initial=0)
     return sum(start < reader.incoming.reasoned for start in starts) if answer.tokens else 0
 
 
 def _written(form: StructuredOutputs) -> str:
-    """A form as the body of a rule in Lark's notation."""
+    """Write a form as the body of a rule in Lark's notation."""
     kind, text = source(form)
     escaped = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", text)
     return {"json": f"%json {text}", "regex": f"/{escaped}/", "grammar": f"%lark {{\n{text}\n}}"}[kind]
 
 
 def _may_reason(marks: Marks, prompt: str, begun: str) -> bool:
-    """Whether reasoning can still come: not where the prompt has ended it, nor behind the text of a message `begun`."""
+    """Return whether reasoning can still come: not where the prompt has ended it, nor behind the
+    text of a message `begun`.
+    """
     if begun.strip():
         return marks.open in begun and marks.close not in begun
     return not prompt.rstrip().endswith(marks.close)
 
 
 def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any]:
-    """What the request sets of the template's variables; `reasons`: the model does so where nothing is set."""
+    """Return the template variables that the request sets.
+
+    `reasons` says whether the model reasons where nothing is set.
+    """
     found, own = dict[str, Any](), body.chat_template_kwargs or {}
     if reserved := [name for name in _RESERVED if name in own]:
         message = f"{', '.join(reserved)}: not a variable of the chat template, but a parameter of the request"
@@ -165,7 +178,9 @@ def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any
 
 
 def _has_variable(template: str, name: str) -> bool:
-    """Whether a chat template reads a variable: in a tag, neither quoted nor as an attribute."""
+    """Return whether a chat template reads a variable: in a tag, neither quoted nor as an
+    attribute.
+    """
     return re.search(rf"\{{[{{%][^{{}}%]*(?<![.\w'\"]){name}\b(?!['\"])", template) is not None
 
 

@@ -1,4 +1,5 @@
-"""Answers of the two completion endpoints, whole or in chunks, and the counts in answers of all.
+"""This module writes the answers of the two completion endpoints, whole or in chunks, and the
+counts of all endpoints.
 
 Shapes are OpenAI's; ``metrics.speculative_decoding`` is vLLM's and experimental there, so it is built in one place.
 """
@@ -41,8 +42,11 @@ LEAST_LOGPROB = -9999.0  # Stands for minus infinity, which JSON does not know
 
 
 class Writer(ABC):
-    """Writes the choices of a completion; the tokenizer names tokens in log-probabilities. `predicted`: whatever was
-    drafted is the client's prediction."""
+    """A `Writer` writes the choices of a completion; the tokenizer names tokens in
+    log-probabilities.
+
+    `predicted` says whether everything drafted is the client's prediction.
+    """
 
     prefix: str
     kind: str
@@ -68,7 +72,7 @@ class Writer(ABC):
         self._outputs: dict[int, RequestOutput] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that is not streamed."""
+        """Return the answer of a request that is not streamed."""
         choices = [
             self.choice(job * self.body.n + answer.index, output, answer)
             for job, output in enumerate(outputs)
@@ -78,7 +82,7 @@ class Writer(ABC):
         return {**self._head(self.kind), "choices": choices, **shared, **self._closing(outputs)}
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
-        """What is sent for one chunk."""
+        """Yield the events of one chunk."""
         chunk, index = tagged.chunk, tagged.job * self.body.n + tagged.chunk.index
         if index not in self._counts:
             ids = chunk.prompt_token_ids or []
@@ -92,7 +96,9 @@ class Writer(ABC):
             yield from self._event(self.delta(index, chunk), index)
 
     def closing_events(self) -> Iterator[Event]:
-        """A chunk without choices but with counts behind the last, if asked for: not every client expects one."""
+        """Yield a chunk without choices but with counts behind the last, if asked for, because not
+        every client expects one.
+        """
         wanted = self.body.stream_options is not None and self.body.stream_options.include_usage
         if wanted or self.body.return_speculation_trace:
             outputs = [self._outputs[job] for job in sorted(self._outputs)]
@@ -100,18 +106,20 @@ class Writer(ABC):
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        """One whole choice."""
+        """Return one whole choice."""
 
     @abstractmethod
     def opening(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
-        """What is sent of a choice before its first token; None: nothing."""
+        """Return what is sent of a choice before its first token; None sends nothing."""
 
     @abstractmethod
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
-        """What is sent of a choice for a chunk; None: nothing."""
+        """Return what is sent of a choice for a chunk; None sends nothing."""
 
     def about_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
-        """Where they are asked for: ``prompt_token_ids``, and vLLM's ``prompt_logprobs`` with the likeliest."""
+        """Return ``prompt_token_ids``, and vLLM's ``prompt_logprobs`` with the likeliest, where
+        they are asked for.
+        """
         found: dict[str, Any] = {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
         top = self.body.prompt_logprobs
         if top is None or logprobs is None:
@@ -127,30 +135,34 @@ class Writer(ABC):
         return found
 
     def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
-        """``token_ids``, where they were asked for."""
+        """Return ``token_ids``, where they were asked for."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 
     def part_of_trace(self, chunk: StreamChunk) -> dict[str, Any]:
-        """What one step adds to ``speculation_trace``, where that was asked for."""
+        """Return what one step adds to ``speculation_trace``, where that was asked for."""
         if not self.body.return_speculation_trace:
             return {}
         return {"speculation_trace": self._traced(chunk.tokens, [] if chunk.trace is None else [chunk.trace])}
 
     def stop_reason(self, ended: CompletionOutput | StreamChunk) -> int | str | None:
-        """The stop string or id that ended an answer; None for the model's own end, whether or not it was named."""
+        """Return the stop string or id that ended an answer; None for the model's own end, whether
+        or not it was named.
+        """
         own = not self.body.ignore_eos and ended.stop_reason == self.tokenizer.eos_token_id
         return None if own else ended.stop_reason
 
     def last(self, chunk: StreamChunk) -> dict[str, Any]:
-        """What only the last chunk of a choice says."""
+        """Return the fields that only the last chunk of a choice has."""
         return {} if chunk.finish_reason is None else {"stop_reason": self.stop_reason(chunk)}
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
-        """Tokens that are reasoning; None where the model does none."""
+        """Count the tokens that are reasoning; None where the model does none."""
         return None
 
     def _name(self, token: int) -> str:
-        """How log-probabilities name a token: by its text, or by its id, which is never that of two."""
+        """Return the name of a token in log-probabilities: its text, or its id, which is never that
+        of two.
+        """
         return f"token_id:{token}" if self.body.return_tokens_as_token_ids else self._text(token)
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -164,7 +176,9 @@ class Writer(ABC):
             yield {**self._head(self.chunk_kind), "choices": [choice], **more}
 
     def _closing(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Counts, those of the client's prediction and of reasoning where there is any, and what else was asked for."""
+        """Return the counts, those of the client's prediction and of reasoning where there is any,
+        and what else was asked for.
+        """
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
         usage = _usage(prompt, sum(len(answer.token_ids) for answer in _answers(outputs)))
         cached = [output.num_cached_tokens for output in outputs if output.num_cached_tokens is not None]
@@ -191,7 +205,9 @@ class Writer(ABC):
         return found
 
     def _traced(self, tokens: Sequence[OutputToken], trace: Sequence[StepTrace]) -> dict[str, Any]:
-        """Tokens with their sources, and what was drafted, accepted and spent in each step."""
+        """Describe the tokens with their sources, and what was drafted, accepted and spent in each
+        step.
+        """
         steps = []
         for step in trace:
             nodes = [{**asdict(node), "text": self._text(node.token)} for node in step.nodes]
@@ -201,7 +217,7 @@ class Writer(ABC):
 
 
 class ChatWriter(Writer):
-    """``chat.completion`` and ``chat.completion.chunk``."""
+    """A `ChatWriter` writes ``chat.completion`` and ``chat.completion.chunk``."""
 
     prefix, kind, chunk_kind, one_prompt = "chatcmpl", "chat.completion", "chat.completion.chunk", True
     body: ChatRequest
@@ -252,13 +268,17 @@ class ChatWriter(Writer):
         return sum(reasoning_tokens(self._readers[answer.index][0], answer) for answer in _answers(outputs))
 
     def _finish_reason(self, message: MessageWriter, ended: CompletionOutput | StreamChunk) -> str | None:
-        """The engine's reason, or that the model waits for what its calls bring: not where a stop cut them off."""
+        """Return the engine's reason, or ``tool_calls`` where the model waits for the results of
+        its calls.
+
+        It does not wait where a stop string cut the calls off.
+        """
         waits = message.calls and ended.finish_reason == "stop" and self.stop_reason(ended) is None
         return "tool_calls" if waits else ended.finish_reason
 
     @cached_property
     def _bytes(self) -> Callable[[int], bytes]:
-        """Of one token."""
+        """Return a function that gives the bytes of one token."""
         return cache(spelling(self.tokenizer))
 
     def _reading(self) -> tuple[PieceReader, MessageWriter]:
@@ -280,7 +300,7 @@ class ChatWriter(Writer):
 
 
 class CompletionWriter(Writer):
-    """``text_completion``, streamed or whole."""
+    """A `CompletionWriter` writes ``text_completion``, streamed or whole."""
 
     prefix, kind, chunk_kind, one_prompt = "cmpl", "text_completion", "text_completion", False
     body: CompletionRequest
@@ -319,7 +339,7 @@ class CompletionWriter(Writer):
         return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason, **more}
 
     def _echoed(self, index: int, ids: Sequence[int]) -> str:
-        """The prompt in front of its answer: as it was sent, or what was read of it."""
+        """Return the prompt in front of its answer: as it was sent, or what was read of it."""
         if not self.body.echo:
             return ""
         prompt = self.body.prompts[index // self.body.n]
@@ -330,7 +350,10 @@ class CompletionWriter(Writer):
     def _logprobs_of_prompt(
         self, echoed: str, ids: Sequence[int], logprobs: PromptLogprobs | None
     ) -> dict[str, Any] | None:
-        """With the likeliest in each place; without numbers where the answer ended before its prompt was read."""
+        """Return the prompt's log-probabilities, with the likeliest tokens in each place.
+
+        They are without numbers where the answer ended before its prompt was read.
+        """
         texts, top, tokens = Detokenizer(self.tokenizer, (), skip_special=False), self.body.logprobs or 0, []
         for token, entry in zip(ids, logprobs, strict=True) if logprobs is not None else ():
             told: dict[str, Any] = {"logprob": None if entry is None else entry[token]}
@@ -340,8 +363,12 @@ class CompletionWriter(Writer):
         return self._logprobs(tokens, -max(0, before))
 
     def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
-        """``logprobs`` where they were asked for; `offset`: characters of the text before the first token. Of the
-        likeliest tokens with the same text, such as parts of characters, the likeliest is told."""
+        """Return ``logprobs`` where they were asked for; `offset` counts the characters of the text
+        before the first token.
+
+        Of the likeliest tokens with the same text, such as parts of characters, the likeliest is
+        reported.
+        """
         if not self.wants_logprobs:
             return None
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -360,15 +387,19 @@ class CompletionWriter(Writer):
 
 
 class MessageWriter:
-    """Writes an assistant's message in OpenAI's shape, whole or as deltas, out of the pieces of its text. Reasoning
-    goes by two names, vLLM's older ``reasoning_content`` and its newer ``reasoning``: clients read either."""
+    """A `MessageWriter` writes an assistant's message in OpenAI's shape, whole or as deltas, from
+    the pieces of its text.
+
+    Reasoning goes by two names, vLLM's older ``reasoning_content`` and its newer ``reasoning``:
+    clients read either.
+    """
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
         self.calls = 0  # Calls begun
 
     def delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """What these pieces add to the message."""
+        """Return what these pieces add to the message."""
         found: dict[str, Any] = {}
         if content := "".join(piece.text for piece in pieces if piece.kind is Kind.CONTENT):
             found["content"] = content
@@ -387,7 +418,7 @@ class MessageWriter:
         return found | ({"tool_calls": calls} if calls else {})
 
     def message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The whole message."""
+        """Return the whole message."""
         found = self.delta(pieces)
         calls = [{key: value for key, value in call.items() if key != "index"} for call in found.pop("tool_calls", [])]
         content = found.pop("content", None if calls else "")
@@ -396,7 +427,7 @@ class MessageWriter:
 
 
 def size_of(tokens: Sequence[OutputToken], prompt: PromptLogprobs | None) -> int:
-    """Of the log-probabilities of tokens, and of their prompt: about their bytes in JSON."""
+    """Estimate the bytes in JSON of the log-probabilities of tokens, and of their prompt."""
     numbers = sum(len(entry or ()) for entry in prompt or ())
     numbers += sum(1 + len(token.top_logprobs or ()) for token in tokens if token.logprob is not None)
     return 50 * numbers
@@ -418,7 +449,9 @@ def _usage(prompt: int, completion: int) -> dict[str, Any]:
 
 
 def speculation_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """vLLM's per-request statistics, as NVIDIA AIPerf and ``vllm bench`` read them, behind two figures of ours."""
+    """Return vLLM's per-request statistics, as NVIDIA AIPerf and ``vllm bench`` read them, behind
+    two figures of ours.
+    """
     stats = _pooled(outputs)
     reached = [stats.num_spec_steps, *stats.accepted_per_depth]
     histogram = [steps - deeper for steps, deeper in zip(reached, [*reached[1:], 0], strict=True)]

@@ -1,4 +1,5 @@
-"""What every request passes first: a request id, an API key, a limit on its body, and a strict reader of JSON.
+"""Every request passes these guards first: a request id, an API key, a limit on its body, and a
+strict JSON reader.
 
 A client is known to the engine by a hash of its key with a secret that is drawn when the server starts: nothing that is
 kept, counted or written tells a key.
@@ -50,7 +51,9 @@ _LANES = Lanes("forerun-bodies")
 
 
 class Recorder:
-    """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors."""
+    """The `Recorder` is outermost: it gives each request its ``X-Request-Id`` and log line, and
+    answers unexpected errors.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, str], None]) -> None:
         self._app, self._settings, self._count = app, settings, count
@@ -91,13 +94,16 @@ class Recorder:
 
 
 def _route(scope: Scope) -> BaseRoute | None:
-    """The route of a request that was refused before it was looked for."""
+    """Return the route of a request that was refused before its route was looked up."""
     return next((one for one in scope["app"].routes if one.matches(scope)[0] is not Match.NONE), None)
 
 
 class Guard:
-    """401 without one of the keys; 413 for a body of more than the operator's bytes; 415 for one that is compressed, or
-    says that it is something else than JSON."""
+    """A `Guard` answers 401 without one of the keys, 413 for a body above the operator's limit, and
+    415 for other bodies.
+
+    Other bodies are compressed, or say that they are something else than JSON.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings, self._most = app, settings, settings.max_body_bytes
@@ -123,7 +129,7 @@ class Guard:
         await self._app(scope, counted, send)
 
     def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
-        """What is wrong with the head of a request, whose client is known from here on."""
+        """Return what is wrong with the head of a request, whose client is known from here on."""
         if own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             client = client_of(scope, self._settings)
             if client is None:
@@ -143,21 +149,25 @@ class Guard:
 
 
 def refusal_of(scope: Scope, error: ApiError) -> JSONResponse:
-    """The answer that is an error and nothing else, in the envelope that clients of the path know."""
+    """Return the answer that is an error and nothing else, in the envelope that clients of the path
+    know.
+    """
     if (record := logs.RECORD.get()) is not None:
         record.code = error.code
     return JSONResponse(error.body(own_path(scope)), status_code=error.status, headers=error.headers)
 
 
 def own_path(scope: Scope) -> str:
-    """The path as routes are declared: without the one that a proxy offers the server under, if it was sent along."""
+    """Return the path as routes are declared: without the prefix that a proxy offers the server
+    under, if it was sent along.
+    """
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """Whoever sent a request."""
+    """A `Client` is the sender of a request."""
 
     name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
     domain: str | None  # Isolation domain of the request; None is the one that unnamed clients share where they may
@@ -165,12 +175,16 @@ class Client:
     adapt: bool  # Whether online adaptation may learn from it
 
     def cache_salt(self, own: str | None) -> str | None:
-        """The engine's salt for a request with a salt of its `own`: that narrows the domain and leads into no other."""
+        """Return the engine's salt for a request with a salt of its `own`, which narrows the domain
+        and leads into no other.
+        """
         return self.domain if own is None else _hashed("salted", self.key, own)
 
 
 def client_of(scope: Scope, settings: ServeSettings) -> Client | None:
-    """The client of an HTTP request; None where a key is needed and it has none that is right."""
+    """Return the client of an HTTP request; None where a key is needed and it has none that is
+    right.
+    """
     if not settings.api_keys:
         # An address names nobody, since all clients of a proxy have one: it decides about turns, not about text.
         shared, address = settings.share_unnamed, scope["client"][0] if scope.get("client") else ""
@@ -193,7 +207,11 @@ def _hashed(*parts: str) -> str:
 
 
 def read_json(body: bytes) -> Any:
-    """The value that a body holds; JSONDecodeError, of which FastAPI makes a 400, also where readers would disagree."""
+    """Return the value that a body holds.
+
+    JSONDecodeError, of which FastAPI makes a 400: it is no JSON, or other readers would read it
+    differently.
+    """
     depth, brackets, keys = nesting(body)
     try:
         levels, lists = (depth, MAX_DEPTH, "levels of brackets"), (brackets, MAX_BRACKETS, "objects and lists")
@@ -217,15 +235,20 @@ def read_json(body: bytes) -> Any:
 
 
 async def aside(http: Request, size: int, task: Callable[[], T]) -> T:
-    """What `task` makes of something of so many bytes: at once, or in a thread of its own where that is large; then
-    clients take turns, and who has gone loses its own."""
+    """Run `task`, which handles something of so many bytes: at once, or in a thread of its own
+    where that is large.
+
+    In the thread clients take turns, and a client that has gone loses its turn.
+    """
     if Lane.of(size) is Lane.SMALL:
         return task()
     return await unless_gone(http, _LANES.run(Lane.LARGE, task, client=CLIENT.get().name))
 
 
 async def unless_gone(http: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client has gone; it will not read the 499."""
+    """Return the result of `work`, which is cancelled as soon as the client has gone; it will not
+    read the 499.
+    """
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -245,7 +268,7 @@ async def unless_gone(http: Request, work: Awaitable[T]) -> T:
 
 
 class StrictRoute(APIRoute):
-    """A route that reads and checks its body with `read_json` and `aside`."""
+    """A `StrictRoute` reads and checks its body with `read_json` and `aside`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -272,7 +295,9 @@ class _Request(Request):
         return await aside(self, len(body), lambda: self._checked(body))
 
     def _checked(self, body: bytes) -> Any:
-        """The body as its kind: FastAPI takes such a value as it is, and would check any other in the event loop."""
+        """Return the body as its kind: FastAPI takes such a value as it is, and would check any
+        other in the event loop.
+        """
         value = read_json(body)
         if self.kind is None:
             return value

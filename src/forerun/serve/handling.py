@@ -1,4 +1,6 @@
-"""Turns request bodies into jobs for the engine, and their chunks into one merged stream."""
+"""This module turns request bodies into jobs for the engine, and their chunks into one merged
+stream.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
 
 MAX_SCORED = 500_000  # Log-probabilities of prompts in one request: about 100 bytes each until they are written
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""Parameters that say what the answer must look like."""
+"""These parameters say what the answer must look like."""
 
 
 class Tagged(NamedTuple):
-    """A chunk and the number of the job that it belongs to."""
+    """A `Tagged` chunk has the number of the job that it belongs to."""
 
     job: int
     chunk: StreamChunk
@@ -30,8 +32,10 @@ class Tagged(NamedTuple):
 def chat_jobs(
     session: Session, body: ChatRequest, names: Mapping[str, str] | None = None
 ) -> tuple[list[Job], ChatFormat]:
-    """The one job of a chat request, and how its answers are to be read; `names`: see `names_of`, where the request was
-    another one."""
+    """Return the one job of a chat request, and how its answers are to be read.
+
+    `names` are those of `names_of`, where the request was another one.
+    """
     llm = session.engine.llm
     chat_format = chat_format_of(llm, session.settings, body)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -44,7 +48,7 @@ def chat_jobs(
 
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
-    """A job for each prompt."""
+    """Return a job for each prompt."""
     prompts, answers = body.prompts, session.settings.most_answers
     if len(prompts) * body.n > answers:
         asked = f"{len(prompts)} prompts with n = {body.n}"
@@ -72,7 +76,9 @@ def check_model(session: Session, asked: str | None) -> None:
 
 
 async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerator[Tagged]:
-    """Chunks of several jobs as they come; leaving early ends them all, and the first error ends it."""
+    """Yield chunks of several jobs as they come; leaving early ends them all, and the first error
+    ends it.
+    """
     inbox: asyncio.Queue[Tagged | BaseException | None] = asyncio.Queue(maxsize=1)
 
     async def pump(job: int, stream: AsyncIterator[StreamChunk]) -> None:
@@ -156,7 +162,9 @@ def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: 
 
 
 def _check_scored(params: SamplingParams, length: int) -> None:
-    """Refuse more log-probabilities of prompts than one request may cost; `length`: of all prompts, tokens."""
+    """Refuse more log-probabilities of prompts than one request may cost; `length` counts the
+    tokens of all prompts.
+    """
     numbers = 0 if params.prompt_logprobs is None else length * (params.prompt_logprobs + 1)
     if numbers > MAX_SCORED:
         message = f"{numbers} log-probabilities of prompts are asked for, at most {MAX_SCORED} in one request: "
@@ -165,7 +173,9 @@ def _check_scored(params: SamplingParams, length: int) -> None:
 
 
 def names_of(body: Any) -> dict[str, str]:
-    """What a body calls the engine's ``prompt`` and ``structured_outputs``, where that is something else."""
+    """Return a body's names for the engine's ``prompt`` and ``structured_outputs``, where they
+    differ.
+    """
     names = dict[str, str]()
     if getattr(body, "prompt", None) is None:
         names["prompt"] = "input" if hasattr(body, "input") else "messages"

@@ -1,5 +1,5 @@
-"""Answers whose items (texts, reasoning, calls) open and close one after the other: OpenAI's ``/v1/responses`` and
-Anthropic's ``/v1/messages``, whole or as events.
+"""These writers open and close items (texts, reasoning, calls) one after the other: OpenAI's
+``/v1/responses`` and Anthropic's ``/v1/messages``, whole or as events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forerun.types import RequestOutput, StreamChunk
 
 
 class ItemWriter(ABC):
-    """Puts the pieces of one answer together to items."""
+    """An `ItemWriter` puts the pieces of one answer together to items."""
 
     prefix: ClassVar[str]  # Of the answer's id
 
@@ -38,13 +38,13 @@ class ItemWriter(ABC):
         self._output: RequestOutput | None = None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that is not streamed."""
+        """Return the answer of a request that is not streamed."""
         [output] = outputs
         list(chain(self._add(self._reader.whole(output.outputs[0].text)), self._close(output)))  # makes the items
         return self._finished(output)
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
-        """What is sent for one chunk."""
+        """Yield the events of one chunk."""
         if not self._begun:
             self._begun = True
             yield from self._start(tagged.chunk)
@@ -52,7 +52,7 @@ class ItemWriter(ABC):
         self._output = tagged.chunk.output or self._output
 
     def closing_events(self) -> Iterator[Event]:
-        """What is sent behind the last chunk."""
+        """Yield the events behind the last chunk."""
         assert self._output is not None, "a stream ends with its output"
         yield from self._add(self._reader.close())
         yield from self._close(self._output)
@@ -70,7 +70,11 @@ class ItemWriter(ABC):
                 yield self._delta(piece)
 
     def _close(self, output: RequestOutput | None = None) -> Iterator[Event]:
-        """`output`: of the answer, where that has ended; it may have been cut off within the item."""
+        """Close the open item.
+
+        `output` is that of the answer, where it has ended; it may have been cut off within the
+        item.
+        """
         if self._kind is not None:
             complete = output is None or output.outputs[0].finish_reason == "stop"
             yield from self._close_item(self._kind, complete=complete)
@@ -79,35 +83,39 @@ class ItemWriter(ABC):
 
     @abstractmethod
     def _finished(self, output: RequestOutput) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
 
     @abstractmethod
     def _start(self, chunk: StreamChunk) -> Iterator[Event]:
-        """The events before the first item."""
+        """Yield the events before the first item."""
 
     @abstractmethod
     def _end(self, output: RequestOutput) -> Iterator[Event]:
-        """The events behind the last item."""
+        """Yield the events behind the last item."""
 
     @abstractmethod
     def _open_item(self, kind: Kind, name: str) -> Iterator[Event]:
-        """Make the `_item`, and the events that open it; `name`: of the function, where it is a call."""
+        """Make the `_item`, and yield the events that open it; `name` is the function's, where it
+        is a call.
+        """
 
     @abstractmethod
     def _delta(self, piece: Piece) -> Event:
-        """The event for more of the open item's text."""
+        """Return the event for more of the open item's text."""
 
     @abstractmethod
     def _close_item(self, kind: Kind, *, complete: bool) -> Iterator[Event]:
-        """Fill the `_item`, and the events that close it; not `complete`: the answer was cut off within it."""
+        """Fill the `_item`, and yield the events that close it; not `complete`: the answer was cut
+        off within it.
+        """
 
 
 _EVENTS = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text", Kind.ARGUMENTS: "function_call_arguments"}
-"""Names of the events about a text, and of the parts that hold it."""
+"""These names are those of the events about a text, and of the parts that hold it."""
 
 
 class ResponsesWriter(ItemWriter):
-    """Writes a response of ``/v1/responses``."""
+    """A `ResponsesWriter` writes a response of ``/v1/responses``."""
 
     prefix = "resp"
     body: ResponsesRequest
@@ -213,7 +221,7 @@ def _new_id(prefix: str) -> str:
 
 
 def _logprobs(kind: Kind) -> dict[str, Any]:
-    """Clients expect them of a text, and they are never given."""
+    """Return an empty list of log-probabilities for a text, because clients expect one."""
     return {"logprobs": []} if kind is Kind.CONTENT else {}
 
 
@@ -225,11 +233,14 @@ def _part(kind: Kind, text: str) -> dict[str, Any]:
 _BLOCKS = {Kind.CONTENT: "text", Kind.REASONING: "thinking", Kind.ARGUMENTS: "tool_use"}
 _DELTAS = {Kind.CONTENT: ("text_delta", "text"), Kind.REASONING: ("thinking_delta", "thinking")}
 _REASONS = {"length": "max_tokens", "abort": "pause_turn"}
-"""The engine's word -> Anthropic's; a turn whose time was up can be sent back, and goes on."""
+"""The engine's finish reasons map to Anthropic's stop reasons.
+
+A turn whose time was up can be sent back, and goes on.
+"""
 
 
 class MessagesWriter(ItemWriter):
-    """Writes a message of ``/v1/messages``, whose items are content blocks."""
+    """A `MessagesWriter` writes a message of ``/v1/messages``, whose items are content blocks."""
 
     prefix = "msg"
     body: MessagesRequest
@@ -277,7 +288,9 @@ class MessagesWriter(ItemWriter):
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The object that a call's arguments are; text that is none, such as one cut off, under Anthropic's key for it."""
+    """Return a call's arguments as an object; text that is no object, such as one cut off, stands
+    under Anthropic's key for it.
+    """
     try:
         found = json.loads(text or "{}")
     except ValueError:
@@ -291,6 +304,6 @@ def _counts(output: RequestOutput) -> dict[str, Any]:
 
 
 def _usage(prompt: Sequence[int], answer: Sequence[int]) -> dict[str, int]:
-    """In tokens; those that were in the cache are not told apart."""
+    """Count the usage in tokens; those that were in the cache are not told apart."""
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": len(prompt), **cached, "output_tokens": len(answer)}

@@ -1,4 +1,5 @@
-"""The server's log: one line for each finished request and each unexpected error, as text or as JSON.
+"""The server's log has one line for each finished request and each unexpected error, as text or as
+JSON.
 
 No prompt, no answer, no key and no path that a client made up, unless the operator asks for prompts.
 """
@@ -25,7 +26,9 @@ MOST = 4000  # Characters of one message or traceback in the log; of a longer on
 
 @dataclass(kw_only=True, slots=True)
 class RequestRecord:
-    """What is known about one HTTP request; written when it ends. None where it does not apply."""
+    """A `RequestRecord` holds what is known about one HTTP request; it is written when the request
+    ends. None where it does not apply.
+    """
 
     request_id: str
     method: str
@@ -57,7 +60,7 @@ class RequestRecord:
         self.tokens_per_pass = self._stats.tokens_per_pass
 
     def fields(self) -> dict[str, Any]:
-        """What is worth writing, in the order above."""
+        """Return the fields that are worth writing, in the order above."""
         known = {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(self).items()}
         return {key: value for key, value in known.items() if value not in (None, []) and not key.startswith("_")}
 
@@ -67,8 +70,11 @@ RECORD: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default
 
 
 def write(record: RequestRecord, *, routine: bool) -> None:
-    """The one line of a request that has ended; not worth a line at ``info`` if it was `routine` and all went well, or
-    the server was not ready."""
+    """Write the one line of a request that has ended.
+
+    It is below ``info`` if the request was `routine` and all went well, or the server was not
+    ready.
+    """
     status = record.status or 0
     quiet = routine and (status < 400 or status == 503)
     level = logging.ERROR if status == 500 else logging.DEBUG if quiet else logging.INFO
@@ -76,7 +82,7 @@ def write(record: RequestRecord, *, routine: bool) -> None:
 
 
 def write_error(error: BaseException, *, message: bool) -> None:
-    """An error that nobody expected, once; with `message` also what it says, which may quote a prompt."""
+    """Write an unexpected error, once; with `message` also its text, which may quote a prompt."""
     if isinstance(error, EngineError | RequestError) and error.__cause__ is not None:
         error = error.__cause__
     record = RECORD.get()
@@ -96,7 +102,7 @@ def write_error(error: BaseException, *, message: bool) -> None:
 
 
 def bounded(text: str) -> str:
-    """The text, or its beginning and its end where it has more than `MOST` characters."""
+    """Return the text, or its beginning and its end where it has more than `MOST` characters."""
     left = len(text) - MOST
     return text if left <= 0 else f"{text[: MOST // 2]} [{left} characters left out] {text[-MOST // 2 :]}"
 
@@ -109,7 +115,9 @@ def configure_logging(settings: ServeSettings) -> None:
 
 
 class Lines(logging.Formatter):
-    """A line for each record, of ``key=value`` or of JSON: neither a message nor a traceback is longer than `MOST`."""
+    """`Lines` formats a line for each record, of ``key=value`` or of JSON; long messages and
+    tracebacks are cut at `MOST`.
+    """
 
     def __init__(self, kind: Literal["text", "json"]) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -139,6 +147,6 @@ class Lines(logging.Formatter):
 
 
 def _word(value: Any) -> str:
-    """A value as one word, quoted where it has blanks or anything that could end the line."""
+    """Format a value as one word, quoted where it has blanks or anything that could end the line."""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

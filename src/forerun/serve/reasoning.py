@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer, between marks."""
+"""This module reads the reasoning that a model writes before its answer, between marks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What encloses the reasoning."""
+    """`Marks` enclose the reasoning."""
 
     open: str
     close: str
@@ -27,7 +27,9 @@ PARSERS: dict[str, Marks] = {
 
 
 def marks_of(parser: str, template: str) -> Marks | None:
-    """The marks of a ``--reasoning-parser``: a name, two marks with a blank between them, ``none``, or ``auto``."""
+    """Return the marks of a ``--reasoning-parser``: a name, two marks with a blank between them,
+    ``none``, or ``auto``.
+    """
     if parser == "none":
         return None
     if parser == "auto":
@@ -44,14 +46,20 @@ def marks_of(parser: str, template: str) -> Marks | None:
 
 
 def begins_inside(marks: Marks, prompt: str) -> bool:
-    """Whether an answer to this prompt begins within the reasoning: the template has opened it at the prompt's end."""
+    """Return whether an answer to this prompt begins within the reasoning, which the template has
+    opened at its end.
+    """
     return marks.inside or prompt.rstrip().endswith(marks.open)
 
 
 def read_reasoning(text: Incoming, marks: Marks, calls: ToolFormat | None, *, inside: bool) -> Steps[bool]:
-    """Read the reasoning at the beginning of an answer, without its marks and the blanks around them; nothing where
-    there is none. Reasoning that is never closed goes on to the end of the text, or to a call, which is read, too;
-    returns whether one was. Which it is shows at the end: a call in reasoning that is closed was a thought."""
+    """Read the reasoning at the beginning of an answer, without its marks and the blanks around
+    them.
+
+    Nothing is read where there is none. Reasoning that is never closed goes on to the end of the
+    text, or to a call, which is read, too; returns whether one was. Whether it was a call shows at
+    the end: a call in reasoning that is closed was a thought.
+    """
     start = text.at
     opened = yield from text.opens(marks.open)
     if not opened and not inside:

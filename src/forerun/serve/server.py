@@ -1,7 +1,9 @@
-"""Runs the application under uvicorn, whose HTTP/1.1 connections get three limits that it does not have: how many there
-may be, how long a request may take to arrive, and how long an answer may lie unread.
+"""This module runs the application under uvicorn, and adds three limits to its HTTP/1.1
+connections.
 
-SIGTERM and Ctrl-C drain first, a second signal ends at once, and so does the end of the drain time.
+The limits are how many there may be, how long a request may take to arrive, and how long an answer
+may lie unread. SIGTERM and Ctrl-C drain first, a second signal ends at once, and so does the end of
+the drain time.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ OTHER_FILES = 256  # File descriptors besides one a connection: weights, librari
 
 
 def run(session: Session, *, host: str, port: int) -> int:
-    """Serve until told to stop or until the model turns out to be unusable. Returns the exit code: 0 where all that was
-    taken on has been answered, 1 where answers were cut off at the end of the drain time or something failed that
-    nobody expected, 2 where the model cannot be loaded."""
+    """Serve until told to stop or until the model turns out to be unusable.
+
+    Returns the exit code: 0 where all that was taken on has been answered, 1 where answers were cut
+    off at the end of the drain time or something unexpected failed, 2 where the model cannot be
+    loaded.
+    """
     allow_files(session.settings.max_connections + OTHER_FILES)
     serving, listener = server(session, host=host, port=port), listen(host, port)
     scheme = "http" if session.settings.ssl_certfile is None else "https"
@@ -55,7 +60,9 @@ def run(session: Session, *, host: str, port: int) -> int:
 
 
 def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
-    """A server that is ready to run. Loggers are the caller's: nothing is configured here."""
+    """Return a server that is ready to run; loggers are the caller's. Loggers are the caller's:
+    nothing is configured here.
+    """
     settings, count = session.settings, partial(session.metrics.count, "forerun:connections_refused", 1)
     config = uvicorn.Config(
         build_app(session),
@@ -92,7 +99,7 @@ async def _served(session: Session, serving: uvicorn.Server, listener: socket.so
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that a wrong address is known before anything is loaded."""
+    """Open a socket that listens, so that a wrong address is known before anything is loaded."""
     if not 0 <= port < 1 << 16:
         raise ArgumentError(f"--port is a number from 0 (any free one) to 65535, got {port}")
     try:
@@ -118,14 +125,16 @@ def allow_files(count: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Keeps answering while it drains, so that ``/health`` can say 503, and is gone when the drain time is over."""
+    """`_Server` keeps answering while it drains, so that ``/health`` can say 503, and is gone when
+    the drain time is over.
+    """
 
     def __init__(self, config: uvicorn.Config, session: Session) -> None:
         super().__init__(config)
         self._session = session
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; a second one ends the process at once, by the signal."""
+        """Drain at the first signal; end the process at once, by the signal, at a second one."""
         if self._session.state is State.DRAINING:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
@@ -149,8 +158,11 @@ class _Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A connection within the operator's `limits`; `count` is told the code of every refusal, and `arriving`, shared by
-    all connections of a server, holds the number of requests that have not arrived, by address."""
+    """A `Connection` stays within the operator's `limits`.
+
+    `count` is called with the code of every refusal, and `arriving`, shared by all connections of a
+    server, holds the number of requests that have not arrived, by address.
+    """
 
     def __init__(
         self, *, limits: ServeSettings, arriving: Counter[str], count: Callable[[str], None], **keywords: Any
@@ -208,7 +220,9 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _counted(self) -> Any:
-        """What h11 read next; RemoteProtocolError for a body in more pieces than any that is sent in earnest."""
+        """Return what h11 read next; RemoteProtocolError for a body in more pieces than any that is
+        sent in earnest.
+        """
         event = self._next_event()
         if isinstance(event, h11.Request):
             self._pieces = 0

@@ -1,4 +1,4 @@
-"""The engine behind the routes: loading, admission, limits, draining, metrics.
+"""A session is the engine behind the routes: loading, admission, limits, draining, metrics.
 
 Metrics have vLLM's names, so that its dashboards, ``vllm bench`` and AIPerf read this server; what vLLM has no name for
 begins with ``forerun:``.
@@ -41,7 +41,9 @@ GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a ch
 
 
 class Session:
-    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop."""
+    """A `Session` serves one model; `load` makes the engine, which takes long, so it runs beside
+    the event loop.
+    """
 
     def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
         self.settings, self._load = settings, load
@@ -57,7 +59,7 @@ class Session:
 
     @property
     def engine(self) -> AsyncLLM:
-        """The engine; an ApiError (503) while it is not there, or no longer."""
+        """Return the engine; an ApiError (503) while it is not there, or no longer."""
         health = self.health
         if self._engine is None or health is not State.READY:
             raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
@@ -65,30 +67,34 @@ class Session:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's."""
+        """Return the model's tokenizer."""
         tokenizer = self.engine.llm.tokenizer
         assert tokenizer is not None, "the server loads a model with its tokenizer"
         return tokenizer
 
     @property
     def in_flight(self) -> int:
-        """Answers that wait or run."""
+        """Return the number of answers that wait or run."""
         return self._held.total()
 
     @property
     def health(self) -> State:
-        """`state`, or that the engine has been at one step for longer than the operator allows."""
+        """Return `state`, or FROZEN where the engine has been at one step for longer than the
+        operator allows.
+        """
         frozen = self._engine is not None and self._engine.busy_s > self.settings.step_timeout_s
         return State.FROZEN if frozen and self.state is State.READY else self.state
 
     @property
     def drain_left_s(self) -> float:
-        """What is left of the drain time, seconds."""
+        """Return what is left of the drain time, seconds."""
         return max(0.0, self._drained_by - time.monotonic())
 
     @property
     def stuck(self) -> bool:
-        """Whether a thread still loads or computes after `drain`: nothing can end it but the end of the process."""
+        """Return whether a thread still loads or computes after `drain`; only the end of the
+        process can end it.
+        """
         if self._engine is None:
             return self.state is not State.FAILED
         return self._closing is None or not self._closing.done()
@@ -112,7 +118,7 @@ class Session:
             log.info("serving %s after %.1f s", self.settings.model_name, time.perf_counter() - began)
 
     def _opened(self) -> AsyncLLM:
-        """The engine; what would fail at the first request is tried here."""
+        """Return the engine, and try here what would fail at the first request."""
         engine = self._load()
         if engine.llm.tokenizer is not None and engine.llm.tokenizer.chat_template:
             try:
@@ -129,7 +135,9 @@ class Session:
         return engine
 
     def begin_drain(self) -> None:
-        """Take no more requests from now on; the drain time begins. A signal handler may call it."""
+        """Take no more requests from now on, and begin the drain time. A signal handler may call
+        it.
+        """
         if self.state not in (State.DRAINING, State.FAILED):
             self.state = State.DRAINING
             self._drained_by = time.monotonic() + self.settings.drain_s
@@ -149,8 +157,12 @@ class Session:
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
-        """Room for so many answers while the block runs; an ApiError (429) where the queue is full. Where there are
-        several API keys, one may hold no more answers than stay free: whoever comes next finds room."""
+        """Hold room for so many answers while the block runs; an ApiError (429) where the queue is
+        full.
+
+        Where there are several API keys, one may hold no more answers than stay free: whoever comes
+        next finds room.
+        """
         client, most = CLIENT.get().name, self.settings.queue_for(answers)
         held, free = self._held[client], most - self.in_flight - answers
         if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
@@ -164,7 +176,7 @@ class Session:
             self._held -= Counter({client: answers})  # which leaves out who holds none
 
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
-        """The chunks of one request; leaving early frees its rows."""
+        """Yield the chunks of one request; leaving early frees its rows."""
         stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
         record, begun = self._taken_on(job), False
         reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
@@ -200,7 +212,9 @@ class Session:
                     record.finish_reasons += [reason] * job.params.n
 
     def _taken_on(self, job: Job) -> logs.RequestRecord | None:
-        """Count the job's answers, and note in the request's record, which is returned, what drafts for them."""
+        """Count the job's answers, and note in the request's record, which is returned, what drafts
+        for them.
+        """
         self.metrics.count("forerun:answers_admitted", job.params.n)
         asked, own, record = job.options["speculative"], self.engine.llm.speculative, logs.RECORD.get()
         if record is not None:
@@ -210,14 +224,18 @@ class Session:
         return record
 
     def _told(self, chunk: StreamChunk) -> StreamChunk:
-        """The chunk with nothing in it that the operator keeps to himself."""
+        """Return the chunk without anything that the operator keeps private."""
         if chunk.output is None or self.settings.enable_prompt_tokens_details:
             return chunk
         return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
 
     def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
-        """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
-        `predicted`: it brings a prediction, which `prediction` copies unless the server's own can."""
+        """Return what drafts for a request: the server's drafter unless the client asks for another
+        one that it may have.
+
+        `predicted` says that it brings a prediction, which `prediction` copies unless the server's
+        own drafter can.
+        """
         if request is None and not predicted:
             return None
         request = request or Speculation()
@@ -255,14 +273,16 @@ class Session:
             raise bad_request(f"{message}or leave out the prediction", "speculative.drafter")
 
     def longest(self, name: str) -> int:
-        """Tokens that a request may have a drafter draft in a step: never more than it was built for."""
+        """Return the tokens that a request may have a drafter draft in a step: never more than it
+        was built for.
+        """
         most, own = self.settings.max_speculative_tokens, self.engine.llm.speculative
         if own is None or name != own.method:
             return most
         return min(most, own.num_speculative_tokens or default_length(name) or most)
 
     def drafters(self) -> list[str]:
-        """What a request may choose from, the server's own drafter first."""
+        """Return the drafters that a request may choose from, the server's own first."""
         own = self._engine.llm.speculative if self._engine is not None else None
         mine = [own.method] if own is not None else []
         return list(dict.fromkeys([*mine, *self.settings.client_drafters]))
@@ -286,7 +306,7 @@ class Session:
 
 
 def _copies_prediction(config: SpeculativeConfig) -> bool:
-    """Whether the drafter `prediction` is the configured one, or among its members."""
+    """Return whether the drafter `prediction` is the configured one, or among its members."""
     if config.method == AUTO:
         members: list[SpeculativeConfig | None] = [*arms_of(config)]
     else:
@@ -296,7 +316,7 @@ def _copies_prediction(config: SpeculativeConfig) -> bool:
 
 
 class State(StrEnum):
-    """Of a server."""
+    """A `State` is that of a server."""
 
     LOADING = "loading"
     READY = "ready"
@@ -307,7 +327,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One prompt to answer."""
+    """A `Job` is one prompt to answer."""
 
     prompt: dict[str, Any]
     params: SamplingParams
@@ -316,7 +336,7 @@ class Job:
 
     @property
     def copies_prediction(self) -> bool:
-        """Whether all that is drafted for it is the client's prediction."""
+        """Return whether everything drafted for it is the client's prediction."""
         asked = self.options["speculative"]
         return asked is False or (isinstance(asked, dict) and asked["method"] == PREDICTION)
 
@@ -337,7 +357,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "forerun:drafter_errors": ("Times that a drafter failed; the answer went on without it.",),
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by position in the draft.", "position"),
 }
-"""Name -> text and labels besides the model's."""
+"""Each counter's name maps to its text and its labels besides the model's."""
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": "From queueing to the first token.",
     "vllm:request_time_per_output_token_seconds": "Mean time per later token.",
@@ -378,7 +398,9 @@ ADAPTATION: Texts = {
 
 
 class Metrics(Collector):
-    """The metrics of one server: what it counts, and by prefix what is kept elsewhere and read when asked for."""
+    """`Metrics` are those of one server: its own counters, and by prefix figures that are read from
+    elsewhere when asked.
+    """
 
     def __init__(self, model_name: str, read: Mapping[str, tuple[Texts, Callable[[], Mapping[str, float]]]]) -> None:
         self.registry = CollectorRegistry()
@@ -425,7 +447,7 @@ class Metrics(Collector):
         self._histograms[name].labels(self._model).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """The figures that are kept elsewhere, as they are now."""
+        """Yield the figures that are kept elsewhere, as they are now."""
         for prefix, (texts, read) in self._read.items():
             figures = read()
             for kind, named in texts.items() if figures else ():
@@ -435,5 +457,5 @@ class Metrics(Collector):
                     yield family
 
     def text(self) -> bytes:
-        """In the exposition format."""
+        """Return the metrics in the exposition format."""
         return prometheus_client.generate_latest(self.registry)

@@ -1,4 +1,5 @@
-"""Settings of a server: keys, origins, limits and logs. Imports no web framework and no torch.
+"""These are the settings of a server: keys, origins, limits and logs. Imports no web framework and
+no torch.
 
 These are options of ``forerun serve``, too: a field here is a flag there, and its default is written nowhere else.
 """
@@ -19,11 +20,12 @@ from forerun.serve.tools import check_parser
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    """Of one server."""
+    """`ServeSettings` are those of one server."""
 
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", negative="")] = ()
-    """What clients call the model; may be repeated, and answers bear the first. It is always called by its path or hub
-    id as given, and by the name of its directory or GGUF file, too."""
+    """Name that clients call the model; may be repeated, and answers bear the first. It is always
+    called by its path or hub id as given, and by the name of its directory or GGUF file, too.
+    """
     api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key", negative="", env_var="FORERUN_API_KEY")] = ()
     """Key that clients must send, any of several; may be repeated. None: open to everybody who reaches the port."""
     share_unnamed: Annotated[bool, Parameter(negative="")] = False
@@ -44,7 +46,9 @@ class ServeSettings:
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, llama3_json, auto or none."""
     reasoning_parser: str = "auto"
-    """How it marks reasoning: qwen3, deepseek_r1, mistral, seed_oss, '<OPEN> <CLOSE>' marks, auto or none."""
+    """How the model marks reasoning: qwen3, deepseek_r1, mistral, seed_oss, '<OPEN> <CLOSE>' marks,
+    auto or none.
+    """
     max_speculative_tokens: int = 16
     """Tokens to draft per step that a request may ask for at most; of the server's own drafter no more than it has."""
     max_queue: int = 256
@@ -91,16 +95,21 @@ class ServeSettings:
 
     @property
     def model_name(self) -> str:
-        """What answers call the model."""
+        """Return the model's name in answers."""
         return self.model_names[0] if self.model_names else ""
 
     def queue_for(self, answers: int) -> int:
-        """Answers that may wait or run where a request asks for so many: a part is left to single ones."""
+        """Return how many answers may wait or run where a request asks for so many: a part is left
+        to single ones.
+        """
         return self.max_queue if answers == 1 else self.max_queue - self.max_queue // 4
 
     @property
     def most_answers(self) -> int:
-        """Of one request. Of several keys none may hold more of the queue than it leaves free."""
+        """Return the most answers of one request.
+
+        With several keys none may hold more of the queue than it leaves free.
+        """
         return max(1, self.queue_for(2) // (2 if len(self.api_keys) > 1 else 1))
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Request bodies of each API as pydantic models, and error envelopes."""
+"""This package has the request bodies of each API as pydantic models, and error envelopes."""

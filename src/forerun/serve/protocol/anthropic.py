@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: the body, as a chat request."""
+"""Anthropic's ``/v1/messages`` is read here and turned into a chat request."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from forerun.serve.protocol.requests import ChatRequest, Message, Name, Nothing,
 
 
 class CacheControl(Strict):
-    """A hint about prompts that begin alike, which are found without it."""
+    """A `CacheControl` is a hint about prompts that begin alike, which are found without it."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
 class Cached(Strict):
-    """What may bear the hint."""
+    """A `Cached` block may bear the hint."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Cached):
-    """Text of either side."""
+    """A `TextBlock` is text of either side."""
 
     type: Literal["text"]
     text: str
@@ -39,7 +39,7 @@ Texts = Annotated[list[TextBlock], Field(max_length=requests.MAX_PARTS, fail_fas
 
 
 class ThinkingBlock(Strict):
-    """Reasoning of an earlier answer."""
+    """A `ThinkingBlock` is reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -47,7 +47,7 @@ class ThinkingBlock(Strict):
 
 
 class ToolUseBlock(Cached):
-    """A call that the model made earlier in the conversation."""
+    """A `ToolUseBlock` is a call that the model made earlier in the conversation."""
 
     type: Literal["tool_use"]
     id: Name
@@ -56,7 +56,7 @@ class ToolUseBlock(Cached):
 
 
 class ToolResultBlock(Cached):
-    """What a call brought."""
+    """A `ToolResultBlock` is the result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -68,14 +68,14 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Fi
 
 
 class Turn(Strict):
-    """A message of the conversation."""
+    """A `Turn` is a message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=requests.MAX_PARTS, fail_fast=True)]
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The content as blocks, also where it is one text."""
+        """Return the content as blocks, also where it is one text."""
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
     @model_validator(mode="after")
@@ -88,7 +88,7 @@ class Turn(Strict):
 
 
 class InputTool(Cached):
-    """A function that the model may call."""
+    """An `InputTool` is a function that the model may call."""
 
     type: Literal["custom"] = "custom"
     name: requests.FunctionName
@@ -98,13 +98,13 @@ class InputTool(Cached):
     eager_input_streaming: bool | None = None  # Arguments are streamed as they come in any case
 
     def chat(self) -> dict[str, Any]:
-        """As chat requests have it."""
+        """Return the tool as chat requests have it."""
         function = {"name": self.name, "parameters": self.input_schema, "strict": self.strict}
         return {"type": "function", "function": {**function, "description": self.description}}
 
 
 class InputChoice(Strict):
-    """``tool_choice``."""
+    """An `InputChoice` is Anthropic's ``tool_choice``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None  # Of the tool to call, with the type ``tool``
@@ -117,34 +117,34 @@ class InputChoice(Strict):
         return self
 
     def chat(self) -> Any:
-        """As chat requests have it."""
+        """Return the choice as chat requests have it."""
         if self.name is not None:
             return requests.function_named(self.name)
         return {"any": "required"}.get(self.type, self.type)
 
 
 class OutputFormat(Strict):
-    """``output_config.format``."""
+    """An `OutputFormat` is Anthropic's ``output_config.format``."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Strict):
-    """How the answer is to be written."""
+    """An `OutputConfig` says how the answer is to be written."""
 
     effort: requests.ReasoningEffort | None = None
     format: OutputFormat | None = None
 
 
 class UserMetadata(Strict):
-    """Who asks."""
+    """`UserMetadata` names the end user who asks."""
 
     user_id: Name | None = None
 
 
 class CountRequest(Cached):
-    """``POST /v1/messages/count_tokens``: a conversation."""
+    """``POST /v1/messages/count_tokens`` takes a conversation."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=requests.MAX_MESSAGES, fail_fast=True)]
@@ -157,7 +157,7 @@ class CountRequest(Cached):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the answer continues the last message: it is an assistant's."""
+        """Return whether the answer continues the last message: it is an assistant's."""
         return self.messages[-1].role == "assistant"
 
     @model_validator(mode="after")
@@ -169,7 +169,7 @@ class CountRequest(Cached):
         return self
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request."""
+        """Return the same request as a chat request."""
         return ChatRequest.model_validate(self._chat())
 
     def _chat(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class CountRequest(Cached):
 
 
 class MessagesRequest(CountRequest):
-    """``POST /v1/messages``."""
+    """``POST /v1/messages`` takes this body."""
 
     max_tokens: Annotated[int, Field(ge=0)]  # 0 only reads the prompt
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -1,4 +1,6 @@
-"""`ApiError`: an HTTP status and the error envelope of OpenAI or Anthropic; whatever goes wrong becomes one."""
+"""An `ApiError` is an HTTP status and the error envelope of OpenAI or Anthropic; every error
+becomes one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("num_return_sequences", "num_completions"), "n"),
     **{"inputs": "prompt", "input": "prompt", "system": "messages", "repeat_penalty": "repetition_penalty"},
 }
-"""What other engines and endpoints call parameters of this one."""
+"""Other engines and endpoints use these names for parameters of this one."""
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 _CODES |= {413: "request_too_large", 415: "unsupported_media_type"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -24,14 +26,21 @@ _MOST, _QUOTED = 1000, 200  # Characters of a message, and of what it quotes
 _PATH = re.compile(
     r"(?<![\w/#.:~-])(?:file://|~|\.{1,2})?(?:/[\w.@+~-]+){2,}/?(?::\d+)*|\b[\w./\\-]+\.(?:rs|py|c|cc|cpp|h)(?::\d+)+"
 )
-"""A path from the root with two names at least, or a place in a source file. Not a JSON pointer (``#/a/b``), no URL."""
+"""This pattern matches a path from the root with two names at least, or a place in a source file.
+
+It does not match a JSON pointer (``#/a/b``), or a URL.
+"""
 _PANIC = re.compile(r"panicked at|PanicException")
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(ForerunError):
-    """What a client is told: an HTTP status and OpenAI's ``error`` object, without places in files of this machine.
-    The client's own words, `quoted`, stand before the message as they are, and behind it `listed`, what to send."""
+    """An `ApiError` is what a client is told: an HTTP status and OpenAI's ``error`` object, without
+    paths of this machine.
+
+    The client's own words, `quoted`, stand before the message as they are, and behind it `listed`,
+    what to send.
+    """
 
     def __init__(
         self,
@@ -55,7 +64,9 @@ class ApiError(ForerunError):
             self.headers["WWW-Authenticate"] = "Bearer"
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The envelope that clients of `path` know: OpenAI's, or Anthropic's, whose message names the parameter."""
+        """Return the envelope that clients of `path` know: OpenAI's, or Anthropic's, whose message
+        names the parameter.
+        """
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             named = self.param is None or self.param in str(self)
@@ -66,7 +77,9 @@ class ApiError(ForerunError):
 
 
 def presentable(message: str) -> str:
-    """A message for strangers: without paths and places in source code, a panic's words, or more than it takes."""
+    """Return a message for strangers: without paths, places in source code or a panic's words, and
+    not too long.
+    """
     if _PANIC.search(message):
         return "what the request asks for is more than a library here can take; simplify it"
     shown = _PATH.sub("(a file)", message[: 2 * _MOST])
@@ -74,8 +87,10 @@ def presentable(message: str) -> str:
 
 
 def refusal(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
-    """A 400 for what the engine does not take: our own words, but not those of a library. `names`: what the request
-    calls the engine's parameters, where that is something else."""
+    """Return a 400 for what the engine does not take: in our own words, but not those of a library.
+
+    `names` are the request's names for the engine's parameters, where they differ.
+    """
     if isinstance(error, ForerunError):
         param = error.param if isinstance(error, ArgumentError) else None
         return bad_request(str(error), (names or {}).get(param or "", param))
@@ -83,18 +98,21 @@ def refusal(error: Exception, names: Mapping[str, str] | None = None) -> ApiErro
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400."""
+    """Return a 400."""
     return ApiError(400, message, param=param, code=code)
 
 
 def mistake() -> ApiError:
-    """A 500: what nobody expected."""
+    """Return a 500 for an unexpected error."""
     return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known: Collection[str] = ()) -> ApiError:
-    """The first complaint of pydantic about a body, naming the parameter. `body` tells its names from those that
-    pydantic gives to the branches of a union; `known` are the body's parameters."""
+    """Return the first complaint of pydantic about a body, naming the parameter.
+
+    `body` tells its names from those that pydantic gives to the branches of a union; `known` are
+    the body's parameters.
+    """
     found = [_Complaint.of(error, body) for error in errors]
     [first, *others] = _of_fitting_branch(found)
     param, error = ".".join(map(str, first.path)) or None, first.error
@@ -117,7 +135,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known
 
 
 class _Complaint(NamedTuple):
-    """One of pydantic's errors; each branch of a union has its own."""
+    """A `_Complaint` is one of pydantic's errors; each branch of a union has its own."""
 
     error: Mapping[str, Any]
     path: tuple[int | str, ...]  # Names and places in the body
@@ -125,7 +143,9 @@ class _Complaint(NamedTuple):
 
     @classmethod
     def of(cls, error: Mapping[str, Any], body: Any) -> _Complaint:
-        """Told apart by what the body holds; without one all are names."""
+        """Split an error's location into names and branches by what the body holds; without a body
+        all parts are names.
+        """
         location = tuple(error["loc"])
         location, value = location[1:] if location[:1] == ("body",) else location, body
         path, branches, known = list[int | str](), list[tuple[int, str]](), body is not None
@@ -151,7 +171,9 @@ class _Complaint(NamedTuple):
         return bool(self.error["type"] == "literal_error")
 
     def of_another_type(self, depth: int) -> bool:
-        """Whether a branch, the union's number `depth` on the way, takes no value of the type that is given."""
+        """Return whether a branch, the union's number `depth` on the way, takes no value of the
+        type that is given.
+        """
         if len(self.branches) > depth + 1 or len(self.path) > self.branches[depth][0]:
             return False
         given = self.error["input"]
@@ -160,8 +182,11 @@ class _Complaint(NamedTuple):
 
 
 def _is_name(part: int | str, value: Any, more: int | str | None, *, missing: bool) -> bool:
-    """Whether a part of an error's location is in the body, or missing there, and no name of a branch; `more` is the
-    part behind it."""
+    """Return whether a part of an error's location is in the body, or missing there, and no name of
+    a branch.
+
+    `more` is the part behind it.
+    """
     if isinstance(value, list):
         return isinstance(part, int)
     if not isinstance(value, dict):
@@ -172,7 +197,9 @@ def _is_name(part: int | str, value: Any, more: int | str | None, *, missing: bo
 
 
 def _of_fitting_branch(found: Sequence[_Complaint], depth: int = 0) -> list[_Complaint]:
-    """The complaint of the branch that is meant; where the value has no branch's type, one of each."""
+    """Return the complaint of the branch that is meant; where the value has no branch's type, one
+    of each.
+    """
     first = found[0]
     if len(first.branches) <= depth:
         return [first]
@@ -189,8 +216,10 @@ def _of_fitting_branch(found: Sequence[_Complaint], depth: int = 0) -> list[_Com
 
 
 def _distance(branch: Sequence[_Complaint], at: int) -> tuple[bool, int, int]:
-    """How far a value is from a branch of a union that is `at` that place: of another kind, by how many complaints, and
-    how early in a list the first is."""
+    """Return how far a value is from a branch of a union, whose place in the path is `at`.
+
+    The parts are: of another kind, by how many complaints, and how early in a list the first is.
+    """
     other = any(one.is_literal and one.path[at:] == ("type",) for one in branch)
     places = [-place for one in branch for place in one.path[at : at + 1] if isinstance(place, int)]
     return other, len(branch), max(places, default=0)

@@ -1,4 +1,5 @@
-"""Bodies of OpenAI's completion endpoints, with vLLM's parameters, and of ``/tokenize`` and ``/detokenize``.
+"""These are the bodies of OpenAI's completion endpoints, with vLLM's parameters, and of
+``/tokenize`` and ``/detokenize``.
 
 Parameters that clients send by habit are taken as long as they say what this server does anyway (`Neutral`); any other
 value of theirs is refused by name.
@@ -32,8 +33,11 @@ Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]  # Searched for a
 
 
 class Strict(BaseModel):
-    """Refuses parameters that it does not know, and values of another type. ``null`` is a field that is left out: many
-    clients send all that they know of. Only what must be there must not be null."""
+    """A `Strict` body refuses parameters that it does not know, and values of another type.
+
+    ``null`` is a field that is left out: many clients send all that they know of. Only what must be
+    there must not be null.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -56,7 +60,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """OpenAI's ``stream_options``, with vLLM's `continuous_usage_stats`."""
+    """`StreamOptions` are OpenAI's ``stream_options``, with vLLM's `continuous_usage_stats`."""
 
     include_usage: bool = False  # A last chunk with the counts
     continuous_usage_stats: bool = False  # Counts so far in every chunk
@@ -64,21 +68,23 @@ class StreamOptions(Strict):
 
 
 class TextPart(Strict):
-    """A part of a message's content; this server reads text."""
+    """A `TextPart` is a part of a message's content; this server reads text."""
 
     type: Literal["text"]
     text: str
 
 
 class Prediction(Strict):
-    """OpenAI's Predicted Outputs: what the client expects the answer to be."""
+    """A `Prediction` is OpenAI's Predicted Outputs: what the client expects the answer to be."""
 
     type: Literal["content"] = "content"
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class Speculation(Strict):
-    """How this request is to be drafted, within the operator's limits. A drafter's other options are the operator's."""
+    """`Speculation` says how this request is to be drafted, within the operator's limits. A
+    drafter's other options are the operator's.
+    """
 
     enabled: bool = True
     drafter: str | None = None  # A drafter's name; None takes the server's own
@@ -87,7 +93,7 @@ class Speculation(Strict):
 
 
 class JsonSchema(Strict):
-    """OpenAI's ``json_schema`` of a response format."""
+    """`JsonSchema` is OpenAI's ``json_schema`` of a response format."""
 
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -96,7 +102,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's ``response_format``."""
+    """`ResponseFormat` is OpenAI's ``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -108,7 +114,7 @@ class ResponseFormat(Strict):
         return self
 
     def structured(self) -> StructuredOutputs | None:
-        """The same in the engine's words; None for text."""
+        """Return the same in the engine's words; None for text."""
         if self.json_schema is not None:
             return StructuredOutputs(json=self.json_schema.schema_)
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
@@ -119,7 +125,7 @@ ChoiceForm = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fa
 
 
 class Structured(Strict):
-    """vLLM's ``structured_outputs``."""
+    """`Structured` is vLLM's ``structured_outputs``."""
 
     json_: Annotated[JsonForm, Field(alias="json")] = None
     json_object: bool = False
@@ -128,7 +134,7 @@ class Structured(Strict):
     grammar: str | None = None
 
     def structured(self) -> StructuredOutputs:
-        """The same in the engine's words."""
+        """Return the same in the engine's words."""
         return StructuredOutputs(**self.model_dump(by_alias=True))
 
 
@@ -138,11 +144,11 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 class Neutral(Strict):
-    """Of all of OpenAI's endpoints."""
+    """`Neutral` has the parameters of all of OpenAI's endpoints that change nothing here."""
 
     store: Literal[False] = False  # Nothing is kept here
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
-    """For what is kept; ``/v1/responses`` gives it back."""
+    """Metadata for what is kept; ``/v1/responses`` gives it back."""
     service_tier: Literal["auto", "default"] = "auto"
     prompt_cache_key: Name | None = None  # A hint about prompts that begin alike, which are found without it
     prompt_cache_retention: Literal["in_memory", "in-memory"] = "in_memory"
@@ -150,7 +156,7 @@ class Neutral(Strict):
 
 
 class Sampling(Neutral):
-    """What `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
+    """`Sampling` has what `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
 
     # Clients of vLLM and llama-server send these by habit.
     use_beam_search: Literal[False] = False
@@ -245,17 +251,17 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(content: str | Sequence[Strict]) -> str:
-    """The text of a content as one string, whatever other parts it has."""
+    """Return the text of a content as one string, whatever other parts it has."""
     return content if isinstance(content, str) else "".join(getattr(part, "text", "") for part in content)
 
 
 def json_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """The `response_format` of JSON of that schema."""
+    """Return the `response_format` of JSON of that schema."""
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
 
 
 def function_named(name: str) -> dict[str, Any]:
-    """The `tool_choice` of that function."""
+    """Return the `tool_choice` of that function."""
     return {"type": "function", "function": {"name": name}}
 
 
@@ -280,7 +286,7 @@ Schema = Annotated[dict[str, Any], AfterValidator(_a_schema)]  # JSON schema of 
 
 
 class FunctionDefinition(Strict):
-    """A function that the model may call."""
+    """A `FunctionDefinition` is a function that the model may call."""
 
     name: FunctionName
     description: str | None = None
@@ -288,45 +294,49 @@ class FunctionDefinition(Strict):
     strict: bool | None = None
 
     def function(self) -> Function:
-        """The same without words for the model."""
+        """Return the function without the description for the model."""
         return Function(self.name, self.parameters or NO_PARAMETERS, bool(self.strict))
 
 
 class Tool(Strict):
-    """One of ``tools``."""
+    """A `Tool` is one of ``tools``."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates read it; whether it is strict is not the model's business."""
+        """Return the tool as chat templates read it, without `strict`, which the model need not
+        know.
+        """
         found = self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
         found["function"].setdefault("parameters", {"type": "object", "properties": {}})
         return found
 
 
 class NamedFunction(Strict):
-    """A function by its name."""
+    """A `NamedFunction` names a function."""
 
     name: Name
 
 
 class NamedChoice(Strict):
-    """A ``tool_choice`` that names the function to call."""
+    """A `NamedChoice` is a ``tool_choice`` that names the function to call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(Strict):
-    """Which of the tools may be called, and whether one must be."""
+    """`AllowedTools` say which of the tools may be called, and whether one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedChoice(Strict):
-    """A ``tool_choice`` that allows some of the tools; the model is shown all."""
+    """An `AllowedChoice` is a ``tool_choice`` that allows some of the tools; the model is shown
+    all.
+    """
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -336,7 +346,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
 class FunctionCall(Strict):
-    """What a call calls."""
+    """A `FunctionCall` holds a call's function and arguments."""
 
     name: Name
     arguments: str  # A JSON object as text
@@ -356,7 +366,7 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    """A call that the model made earlier in the conversation."""
+    """A `ToolCall` is a call that the model made earlier in the conversation."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -365,11 +375,13 @@ class ToolCall(Strict):
 
     @classmethod
     def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
-        """A call with those arguments, JSON text."""
+        """Return a call with those arguments, JSON text."""
         return cls(id=call_id, function=FunctionCall(name=name, arguments=arguments))
 
     def plain(self, *, text_arguments: bool) -> dict[str, Any]:
-        """As chat templates read it: most want the arguments as an object, some as text."""
+        """Return the call as chat templates read it: most want the arguments as an object, some as
+        text.
+        """
         arguments = self.function.arguments or "{}"
         called = {"name": self.function.name, "arguments": arguments if text_arguments else json.loads(arguments)}
         return {"id": self.id, "type": "function", "function": called}
@@ -384,7 +396,9 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class Thinking(Strict):
-    """Whether the model is to reason before it answers, in the words of Anthropic, DeepSeek and others."""
+    """`Thinking` says whether the model is to reason before it answers, in the words of Anthropic,
+    DeepSeek and others.
+    """
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None  # Anthropic's goal; here `max_tokens` alone bounds it
@@ -392,11 +406,11 @@ class Thinking(Strict):
 
 
 class Message(Strict):
-    """One turn of a conversation."""
+    """A `Message` is one turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    """Only an assistant's may be missing, where it has called tools."""
+    """Only an assistant's content may be missing, where it has called tools."""
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # An assistant's
     tool_call_id: Name | None = None  # Of the call that a tool's message answers
@@ -415,8 +429,12 @@ class Message(Strict):
         return self
 
     def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:
-        """As chat templates read it; templates know no developer, who is their system. `text_arguments`: arguments of
-        calls as JSON text, and no content as None; else an object and ""."""
+        """Return the message as chat templates read it; they know no developer, who is their
+        system.
+
+        `text_arguments` gives arguments of calls as JSON text, and no content as None; else they
+        are an object and "".
+        """
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = joined(self.content) if self.content is not None else None if text_arguments else ""
         if self.tool_calls:
@@ -427,7 +445,7 @@ class Message(Strict):
 
 
 class ChatRequest(Sampling):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions`` takes this body."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 only reads the prompt, here and in completions
@@ -451,18 +469,18 @@ class ChatRequest(Sampling):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model is shown: none where it must not call any."""
+        """Return the tools that the model is shown: none where it must not call any."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that it may call: those that `tool_choice` names, or all."""
+        """Return the tools that the model may call: those that `tool_choice` names, or all."""
         names = self.chosen
         return [tool for tool in self.offered if names is None or tool.function.name in names]
 
     @property
     def chosen(self) -> list[str] | None:
-        """The functions that `tool_choice` names; None where it names none."""
+        """Return the functions that `tool_choice` names; None where it names none."""
         if isinstance(self.tool_choice, NamedChoice):
             return [self.tool_choice.function.name]
         if isinstance(self.tool_choice, AllowedChoice):
@@ -471,14 +489,16 @@ class ChatRequest(Sampling):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Return whether the answer has to be a call."""
         if isinstance(self.tool_choice, AllowedChoice):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
 
     @property
     def many_calls(self) -> bool:
-        """Whether the answer may hold several calls: a function that is named is called once."""
+        """Return whether the answer may hold several calls; a function that is named is called
+        once.
+        """
         return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedChoice)
 
     @field_validator("top_logprobs")
@@ -497,7 +517,7 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    """``POST /v1/completions``."""
+    """``POST /v1/completions`` takes this body."""
 
     prompt: (
         str
@@ -514,14 +534,14 @@ class CompletionRequest(Sampling):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, each text or token ids."""
+        """Return one or several prompts, each text or token ids."""
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)
 
 
 class TokenizeRequest(Strict):
-    """``POST /tokenize``: of a text, or of a conversation as the model reads it."""
+    """``POST /tokenize`` takes a text, or a conversation as the model reads it."""
 
     model: str | None = None
     prompt: str | None = None
@@ -542,7 +562,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """``POST /detokenize``."""
+    """``POST /detokenize`` takes token ids."""
 
     model: str | None = None
     tokens: Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]

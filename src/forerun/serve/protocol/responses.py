@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``: the body, as a chat request; nothing is kept here."""
+"""OpenAI's ``/v1/responses`` is read here and turned into a chat request; nothing is kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral,
 
 
 class Text(Strict):
-    """A part of a message, or of the reasoning that came with an earlier response."""
+    """A `ResponseText` is a part of a message, or of the reasoning that came with an earlier
+    response.
+    """
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
@@ -24,14 +26,16 @@ Texts = Annotated[list[Text], Field(max_length=requests.MAX_PARTS, fail_fast=Tru
 
 
 class InputItem(Strict):
-    """An item of the conversation; those of an earlier response can be sent back as they are."""
+    """An `InputItem` is an item of the conversation; those of an earlier response can be sent back
+    as they are.
+    """
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class InputMessage(InputItem):
-    """A turn of the conversation."""
+    """An `InputMessage` is a turn of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -39,7 +43,7 @@ class InputMessage(InputItem):
 
 
 class InputCall(InputItem):
-    """A call of an earlier response."""
+    """An `InputCall` is a call of an earlier response."""
 
     type: Literal["function_call"]
     call_id: Name
@@ -48,7 +52,7 @@ class InputCall(InputItem):
 
 
 class InputCallOutput(InputItem):
-    """What a call brought."""
+    """An `InputCallOutput` is the result of a call."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -56,7 +60,7 @@ class InputCallOutput(InputItem):
 
 
 class InputReasoning(InputItem):
-    """Reasoning of an earlier response."""
+    """`InputReasoning` is reasoning of an earlier response."""
 
     type: Literal["reasoning"]
     summary: Texts | None = None
@@ -67,19 +71,19 @@ Item = InputMessage | InputCall | InputCallOutput | InputReasoning
 
 
 class ResponseTool(requests.FunctionDefinition):
-    """A function, flat."""
+    """A `ResponseTool` is a function, flat."""
 
     type: Literal["function"]
 
 
 class ResponseChoice(requests.NamedFunction):
-    """A ``tool_choice`` that names the function to call, flat."""
+    """A `ResponseChoice` is a ``tool_choice`` that names the function to call, flat."""
 
     type: Literal["function"]
 
 
 class ResponseAllowed(Strict):
-    """A ``tool_choice`` that allows some of the tools, flat."""
+    """`ResponseAllowed` is a ``tool_choice`` that allows some of the tools, flat."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -87,7 +91,7 @@ class ResponseAllowed(Strict):
 
 
 class TextFormat(Strict):
-    """``text.format``: a chat's `response_format`, flat."""
+    """`TextFormat` is ``text.format``: a chat's `response_format`, flat."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -105,25 +109,25 @@ class TextFormat(Strict):
         return self
 
     def chat(self) -> dict[str, Any]:
-        """As chat requests have it."""
+        """Return the format as chat requests have it."""
         return {"type": self.type} if self.schema_ is None else requests.json_of(self.schema_)
 
 
 class TextOptions(Strict):
-    """What the text must look like."""
+    """`TextOptions` say what the text must look like."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] = "medium"
 
 
 class Reasoning(Strict):
-    """How much the model is to think."""
+    """`Reasoning` says how much the model is to think."""
 
     effort: requests.ReasoningEffort | None = None
 
 
 class ResponsesRequest(Neutral):
-    """``POST /v1/responses``."""
+    """``POST /v1/responses`` takes this body."""
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1, max_length=requests.MAX_MESSAGES, fail_fast=True)]
@@ -146,7 +150,7 @@ class ResponsesRequest(Neutral):
     top_logprobs: Literal[0] = 0
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request."""
+        """Return the same request as a chat request."""
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseChoice):
             choice = requests.function_named(choice.name)

@@ -1,4 +1,5 @@
-"""How models write tool calls: the formats by name. Adding one is one file and one line here.
+"""Models write tool calls in these formats; adding one is one file and one line here. Adding one is
+one file and one line here.
 
 The most particular formats come first: the first whose signs a chat template shows is taken for its own.
 """
@@ -27,7 +28,9 @@ def check_parser(name: str) -> None:
 
 
 def format_of(parser: str, template: str) -> type[ToolFormat] | None:
-    """The format called `parser`; for ``auto`` the one that a chat template shows; None where there is none."""
+    """Return the format called `parser`; for ``auto`` the one that a chat template shows; None
+    where there is none.
+    """
     if parser != "auto":
         return FORMATS.get(parser)
     return next((one for one in FORMATS.values() if all(sign in template for sign in one.signs)), None)

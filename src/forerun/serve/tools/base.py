@@ -1,4 +1,5 @@
-"""What a format of tool calls is: how a model writes calls into its text, and the grammar of what it may write.
+"""A format of tool calls says how a model writes calls into its text, and the grammar of what it
+may write.
 
 Calls are JSON (`read_calls`) or have a mark around each argument (`FieldFormat`).
 """
@@ -18,12 +19,15 @@ from forerun.serve.tools.values import Schema
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Blanks in a grammar's JSON: one where models write one. A weak model would fill its answer with more."""
+"""These are the blanks in a grammar's JSON: one where models write one.
+
+A weak model would fill its answer with more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called."""
+    """A `Function` may be called."""
 
     name: str
     parameters: Mapping[str, Any]  # JSON schema of its arguments
@@ -31,52 +35,65 @@ class Function:
 
 
 class Lark:
-    """A grammar in the making, in Lark's notation as llguidance reads it; `mark` is `LLM.grammar_mark`."""
+    """A `Lark` collects the rules of a grammar, in Lark's notation as llguidance reads it; `mark`
+    is `LLM.grammar_mark`.
+    """
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self.mark = mark
         self._rules: list[str] = []
 
     def rule(self, body: str, *, lazy: bool = False) -> str:
-        """A new rule; its name."""
+        """Add a rule and return its name."""
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name
 
     def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
-        """A value of this schema; keywords that llguidance cannot enforce are left out unless `strict`."""
+        """Add a rule for a value of this schema; keywords that llguidance cannot enforce are left
+        out unless `strict`.
+        """
         options = _SPACING if strict else {**_SPACING, "lenient": True}
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
     def until(self, mark: str, text: str | None = None) -> str:
-        """Any text up to `mark`, and the mark; `text`: a terminal, what it may be."""
+        """Add a rule for any text up to `mark`, and the mark; `text` is a terminal that says what
+        the text may be.
+        """
         written = self.mark(mark)
         if written.startswith('"'):
             return self.rule(f"{text or 'TEXT'} {written}", lazy=True)
         return self.rule(f"{text or self.without(mark)} {written}")
 
     def without(self, mark: str, *, of: str = "TEXT") -> str:
-        """Any text (`of`: a terminal) in which `mark` is not spelled out, since a reader would take it for the mark."""
+        """Add a terminal for any text in which `mark` is not spelled out, since a reader would take
+        it for the mark.
+
+        `of` is the terminal that the text is taken from.
+        """
         return self.terminal(f"{of} & ~(TEXT {literal(mark)} TEXT)")
 
     def terminal(self, body: str) -> str:
-        """A new terminal; its name."""
+        """Add a terminal and return its name."""
         name = f"TEXT_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def text(self, start: str) -> str:
-        """The whole grammar."""
+        """Return the whole grammar."""
         return "\n".join([f"start: {start}", *self._rules, "TEXT: /(.|\\n)*/", "BLANKS: /\\s{0,8}/", ""])
 
 
 def literal(text: str) -> str:
-    """A string in Lark's notation."""
+    """Return a string in Lark's notation."""
     return json.dumps(text, ensure_ascii=False)
 
 
 class ToolFormat(ABC):
-    """How calls of `functions` are written; some formats come in several versions, which the chat `template` tells."""
+    """A `ToolFormat` says how calls of `functions` are written.
+
+    Some formats come in several versions, which the chat `template` tells apart.
+    """
 
     name: ClassVar[str]  # vLLM's name of the parser
     signs: ClassVar[tuple[str, ...]]  # Texts in a chat template, all of which together tell this format
@@ -88,8 +105,10 @@ class ToolFormat(ABC):
         self.template, self.functions = template, functions
 
     def read(self, text: Incoming, *, called: bool = False) -> Steps[None]:
-        """Read an answer, or the rest of one that has `called`: text, and calls behind each mark. What looks like a
-        call and is none stays text."""
+        """Read an answer, or the rest of one that has `called`: text, and calls behind each mark.
+
+        What looks like a call and is none stays text.
+        """
         called = called or (yield from self.read_opening(text))
         while (start := (yield from text.until(self.mark, Kind.CONTENT, drop_end=called))) is not None:
             behind = text.at
@@ -100,8 +119,11 @@ class ToolFormat(ABC):
                 yield Piece(Kind.CONTENT, text.text[start:behind])
 
     def grammar(self, lark: Lark, *, forced: bool, many: bool, content: str | None = None) -> str:
-        """What an answer may be, as a rule's name: it must be a call (`forced`), may be several (`many`), or may be
-        `content` (the body of a rule) instead of calls; None is any text, also around calls."""
+        """Add what an answer may be, and return the rule's name.
+
+        It must be a call (`forced`), may be several (`many`), or may be `content` (the body of a
+        rule) instead of calls; None is any text, also around calls.
+        """
         block = self.block(lark, many=many)
         if forced or content is not None:
             calls = lark.rule(f"{lark.mark(self.mark)} {block}")
@@ -121,17 +143,17 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def block(self, lark: Lark, *, many: bool) -> str:
-        """What stands behind the first mark: one call, or several."""
+        """Return the body of a rule for what stands behind the first mark: one call, or several."""
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return an id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
     def _one_of(self, write: Callable[[Function], str]) -> str:
         return " | ".join(map(write, self.functions))
 
     def _json_call(self, lark: Lark, arguments: str = "arguments") -> str:
-        """A rule for ``{"name": ..., "arguments": ...}``."""
+        """Add a rule for ``{"name": ..., "arguments": ...}``."""
 
         def write(function: Function) -> str:
             head = f'{{"name": {json.dumps(function.name)}, "{arguments}": '
@@ -140,7 +162,9 @@ class ToolFormat(ABC):
         return lark.rule(f'({self._one_of(write)}) "}}"')
 
     def _repeated(self, lark: Lark, one: str, *, many: bool) -> str:
-        """One call, or several with a line's end and the mark between them."""
+        """Return a rule's body for one call, or several with a line's end and the mark between
+        them.
+        """
         return f'{one} ("\\n" {lark.mark(self.mark)} {one})*' if many else one
 
 
@@ -150,8 +174,11 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 def read_calls(text: Incoming, names: Container[str] | None = None, *, between: str = "", end: str = "") -> Steps[bool]:
-    """Read as many calls as there are, with perhaps a mark `between` each two and at the `end`; whether there was one.
-    It is a call as soon as its arguments begin behind its name (one of `names`, if given)."""
+    """Read as many calls as there are, perhaps with a mark `between` each two and at the `end`;
+    return whether there was one.
+
+    It is a call as soon as its arguments begin behind its name (one of `names`, if given).
+    """
     called, start = False, text.at
     while (yield from _read_object(text, names)):
         yield from text.opens(between)
@@ -207,7 +234,9 @@ def _key(text: Incoming) -> Steps[str | None]:
 
 
 def _as_object(raw: str) -> str:
-    """The text of an object: as it is, out of a JSON string, or an empty one for null and nothing."""
+    """Return the text of an object: as it is, out of a JSON string, or an empty one for null and
+    nothing.
+    """
     if raw in ("", "null"):
         return "{}"
     if raw.startswith('"'):
@@ -225,7 +254,7 @@ _NO_STRING = {"type": ["null", "boolean", "number", "array", "object"]}
 
 
 class FieldFormat(ToolFormat):
-    """A call is a head with the name, its fields, and an end."""
+    """A `FieldFormat` writes a call as a head with the name, its fields, and an end."""
 
     head: ClassVar[str]  # What stands between the mark and the first field, with ``{}`` for the name
     key_marks: ClassVar[tuple[str, str]]
@@ -236,15 +265,15 @@ class FieldFormat(ToolFormat):
 
     @abstractmethod
     def read_head(self, text: Incoming) -> Steps[str]:
-        """Read up to the first field; the function's name, empty where this is no call."""
+        """Read up to the first field and return the function's name, empty where this is no call."""
 
     @abstractmethod
     def write_field(self, lark: Lark, key: str, value: str | None) -> str:
-        """One argument in Lark's notation; a `value` of None is any text."""
+        """Write one argument in Lark's notation; a `value` of None is any text."""
 
     @property
     def _goes_on(self) -> tuple[str, ...]:
-        """The marks that can stand behind the head and behind a value."""
+        """Return the marks that can stand behind the head and behind a value."""
         return tuple(mark for mark in (self.key_marks[0], self.closing.strip(), self.end) if mark)
 
     def read_calls(self, text: Incoming) -> Steps[bool]:
@@ -271,7 +300,7 @@ class FieldFormat(ToolFormat):
         return self._repeated(lark, one, many=many)
 
     def any_value(self, lark: Lark, end: str) -> str:
-        """Any text that is read as one value up to `end`, and the end."""
+        """Add a rule for any text that is read as one value up to `end`, and the end."""
         behind = " | ".join(map(literal, self._goes_on))
         text = lark.terminal(f"TEXT & ~(TEXT {literal(self.value_marks[1])} /\\s*/ ({behind}) TEXT)")
         return lark.until(end, text)
@@ -281,8 +310,10 @@ class FieldFormat(ToolFormat):
         return Schema(found, found)
 
     def _read_field(self, text: Incoming) -> Steps[tuple[str, str] | None]:
-        """Read one argument: its name and its text; None, with nothing read, where there is none. A value may hold the
-        mark that ends it: it ends where the call can go on behind it."""
+        """Read one argument, its name and its text; None, with nothing read, where there is none.
+
+        A value may hold the mark that ends it: it ends where the call can go on behind it.
+        """
         start, (opening, end) = text.at, self.value_marks
         if (yield from text.opens(self.key_marks[0])):
             key = yield from text.up_to(self.key_marks[1])
@@ -306,7 +337,9 @@ class FieldFormat(ToolFormat):
         return " ".join([literal(self.head.format(function.name)), *fields, *closing, lark.mark(self.end)])
 
     def _field_value(self, lark: Lark, function: Function, schema: Schema) -> str | None:
-        """A value in Lark's notation: strings as they are, all else as JSON; None where it may be any string."""
+        """Write a value in Lark's notation: strings as they are, all else as JSON; None where it
+        may be any string.
+        """
         if schema.text:
             unwritable = [keyword for part in schema.parts() for keyword in _UNWRITABLE if keyword in part]
             if function.strict and unwritable:

@@ -1,4 +1,4 @@
-"""DeepSeek's marks: V3 and R1 write the arguments into a fenced block, V3.1 right behind the name."""
+"""DeepSeek V3 and R1 write a call's arguments into a fenced block, V3.1 right behind the name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 
 def _mark(words: str) -> str:
-    """DeepSeek's marks have wide bars, and a block character between words."""
+    """Return DeepSeek's mark of these words, with wide bars, and a block character between words."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -17,7 +17,9 @@ FENCE, FENCE_END = "```json\n", "\n```"
 
 
 class DeepSeekV3(ToolFormat):
-    """A section of calls; the name stands before the separator (V3.1), or behind it and the word "function"."""
+    """`DeepSeekV3` is a section of calls; the name stands before the separator (V3.1), or behind it
+    and "function".
+    """
 
     name = "deepseek_v3"
     signs = (CALLS,)

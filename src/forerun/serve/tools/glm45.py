@@ -1,4 +1,6 @@
-"""``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``: GLM 4.5 and later."""
+"""GLM 4.5 and later write
+``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 
 
 class Glm45(FieldFormat):
-    """The name, then pairs of keys and values."""
+    """`Glm45` writes the name, then pairs of keys and values."""
 
     name = "glm45"
     signs = ("<tool_call>", KEY, VALUE)

@@ -1,4 +1,6 @@
-"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many others."""
+"""Hermes, Qwen 2.5 and 3, and many others write ``<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ END = "</tool_call>"
 
 
 class Hermes(ToolFormat):
-    """One JSON object between each two marks."""
+    """`Hermes` has one JSON object between each two marks."""
 
     name = "hermes"
     signs = ("<tool_call>",)

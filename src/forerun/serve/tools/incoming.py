@@ -1,4 +1,5 @@
-"""A streaming reader: text that arrives in pieces, read through a cursor, and the JSON in it.
+"""A streaming reader goes through text that arrives in pieces with a cursor, and reads the JSON in
+it.
 
 A reader is a generator that yields `Piece`s, and None where it needs more text. What it decides depends on the text and
 never on where the text was cut, so a streamed answer and a whole one are read by the same lines to the same pieces.
@@ -19,7 +20,7 @@ _SCALAR = re.compile(r"[^\s,:\[\]{}\"]*")
 
 
 class Kind(Enum):
-    """What a piece of an answer is."""
+    """A `Kind` says what a piece of an answer is."""
 
     CONTENT = "content"
     REASONING = "reasoning"
@@ -29,7 +30,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer."""
+    """A `Piece` is a part of an answer."""
 
     kind: Kind
     text: str
@@ -39,7 +40,7 @@ Steps = Generator[Piece | None, None, T]  # A reader in progress: pieces, None f
 
 
 class Incoming:
-    """The text so far and how far it has been read."""
+    """`Incoming` is the text so far and how far it has been read."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -48,9 +49,11 @@ class Incoming:
         self.reasoned = 0  # Characters of the reasoning, with its marks; 0 while it has not been read
 
     def until(self, mark: str, kind: Kind, *more: str, drop_end: bool = False) -> Steps[int | None]:
-        """Pass the text on up to `mark` or one of `more`, which is read too; blanks before it are held back, with
-        `drop_end` also where the text ends without it. Returns where what was held back begins; None where no mark
-        came."""
+        """Pass the text on up to `mark` or one of `more`, which is read too.
+
+        Blanks before it are held back, with `drop_end` also where the text ends without it. Returns
+        where what was held back begins; None where no mark came.
+        """
         marks = (mark, *more)
         while True:
             places = [(place, one) for one in marks if (place := self.text.find(one, self.at)) >= 0]
@@ -69,7 +72,7 @@ class Incoming:
             yield None
 
     def holds(self, mark: str) -> Steps[bool]:
-        """Whether `mark` is anywhere in what is left; nothing is read."""
+        """Return whether `mark` is anywhere in what is left; nothing is read."""
         while self.text.find(mark, self.at) < 0:
             if self.ended:
                 return False
@@ -77,7 +80,7 @@ class Incoming:
         return True
 
     def rest(self, kind: Kind) -> Steps[None]:
-        """Pass all that comes on."""
+        """Pass on all that comes."""
         while True:
             yield from self._pass(len(self.text), kind)
             if self.ended:
@@ -96,7 +99,7 @@ class Incoming:
             yield None
 
     def opens(self, mark: str) -> Steps[bool]:
-        """`starts` behind blanks."""
+        """Skip blanks and read `mark` if it comes next."""
         yield from self.skip_blanks()
         return (yield from self.starts(mark))
 
@@ -106,7 +109,7 @@ class Incoming:
             self.at += 1
 
     def next(self) -> Steps[str]:
-        """The next character, unread; empty at the end."""
+        """Return the next character, unread; empty at the end."""
         while self.at >= len(self.text) and not self.ended:
             yield None
         return self.text[self.at : self.at + 1]
@@ -126,8 +129,10 @@ class Incoming:
         return (yield from self.matching(_NAME))
 
     def up_to(self, mark: str, before: Sequence[str] = ()) -> Steps[str | None]:
-        """Read the text up to `mark`, and the mark: the first one that, behind blanks, one of `before` or nothing
-        follows, if given; None, with nothing read, where it never comes."""
+        """Read the text up to `mark`, and the mark; None, with nothing read, where it never comes.
+
+        With `before` the mark counts only where, behind blanks, one of these or nothing follows.
+        """
         start = place = self.at
         while True:
             found = self.text.find(mark, place)
@@ -143,8 +148,10 @@ class Incoming:
                 yield None
 
     def comes(self, marks: Sequence[str], *, ended: bool = False) -> Steps[bool]:
-        """Whether one of the marks comes next behind blanks, all unread; `ended`: the answer where the text ends before
-        that is known."""
+        """Return whether one of the marks comes next behind blanks, all unread.
+
+        `ended` is the result where the text ends before that is known.
+        """
         start = self.at
         yield from self.skip_blanks()
         place, self.at = self.at, start
@@ -159,8 +166,12 @@ class Incoming:
             yield None
 
     def json_value(self) -> Steps[None]:
-        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, or the text's end; what models
-        forget to escape within strings, such as line breaks, is escaped, all else unchecked."""
+        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, or up to the
+        text's end.
+
+        What models forget to escape within strings, such as line breaks, is escaped, all else is
+        unchecked.
+        """
         first = yield from self.next()
         if first not in ('"', "{", "["):
             if scalar := (yield from self.matching(_SCALAR)):
@@ -210,23 +221,25 @@ class Incoming:
 
 
 class PieceReader:
-    """Runs a reader, which must read to the end, over a text that arrives in pieces."""
+    """A `PieceReader` runs a reader, which must read to the end, over a text that arrives in
+    pieces.
+    """
 
     def __init__(self, read: Callable[[Incoming], Steps[None]]) -> None:
         self.incoming = Incoming()
         self._steps = read(self.incoming)
 
     def whole(self, text: str) -> list[Piece]:
-        """The pieces of a complete text."""
+        """Return the pieces of a complete text."""
         return [*self.feed(text), *self.close()]
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain now that `text` has come."""
+        """Return the pieces that are certain now that `text` has come."""
         self.incoming.text += text
         return self._run()
 
     def close(self) -> list[Piece]:
-        """What is left now that nothing will come."""
+        """Return the pieces that are left now that nothing will come."""
         self.incoming.ended = True
         return self._run()
 
@@ -243,7 +256,7 @@ class PieceReader:
 
 
 def collected(steps: Steps[None]) -> Steps[str]:
-    """The text of all pieces, none of which is passed on."""
+    """Collect the text of all pieces, none of which is passed on."""
     text = ""
     for piece in steps:
         if piece is None:
@@ -254,13 +267,15 @@ def collected(steps: Steps[None]) -> Steps[str]:
 
 
 def _mended(character: str, *, escaped: bool) -> str:
-    """A character of a JSON string as JSON wants it; `escaped`: it stands behind a backslash."""
+    """Escape a character of a JSON string as JSON wants it; `escaped` says that it stands behind a
+    backslash.
+    """
     if character < " ":
         return json.dumps(character)[1:-1]
     return f"\\{character}" if escaped and character not in '"\\/bfnrtu' else character
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `mark`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
     lengths = range(min(len(text), len(mark) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(mark[:length])), 0)

@@ -1,4 +1,6 @@
-"""``{"name": ..., "parameters": {...}}`` and nothing else, or behind ``<|python_tag|>``: Llama 3.1 and 3.2."""
+"""Llama 3.1 and 3.2 write ``{"name": ..., "parameters": {...}}`` and nothing else, or behind
+``<|python_tag|>``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from forerun.serve.tools.incoming import Incoming, Steps
 
 
 class Llama3Json(ToolFormat):
-    """An answer that begins with the name of a function that there is; several calls are separated by semicolons."""
+    """`Llama3Json` answers begin with the name of a function that exists; several calls are
+    separated by semicolons.
+    """
 
     name = "llama3_json"
     signs = ('{"name": function name, "parameters":',)

@@ -1,4 +1,6 @@
-"""``[TOOL_CALLS]``: Mistral's, with a JSON list of calls behind it, or since version 11 with ``name[ARGS]{...}``."""
+"""Mistral writes ``[TOOL_CALLS]`` with a JSON list of calls behind it, or since version 11 with
+``name[ARGS]{...}``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 class Mistral(ToolFormat):
-    """A list behind one mark, or a mark before each call."""
+    """`Mistral` has a list behind one mark, or a mark before each call."""
 
     name = "mistral"
     signs = ("[TOOL_CALLS]",)
@@ -37,7 +39,7 @@ class Mistral(ToolFormat):
         return f'"[" {one} (", " {one})* "]"' if many else f'"[" {one} "]"'
 
     def new_id(self) -> str:
-        """Nine letters or digits: Mistral's templates refuse anything else."""
+        """Return an id of nine letters or digits, because Mistral's templates refuse anything else."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     def _read_named(self, text: Incoming) -> Steps[bool]:

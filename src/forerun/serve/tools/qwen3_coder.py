@@ -1,4 +1,6 @@
-"""``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder, Qwen 3.5."""
+"""Qwen3-Coder and Qwen 3.5 write
+``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ LINE = "\n"
 
 
 class Qwen3Coder(FieldFormat):
-    """Every mark and every value on lines of their own."""
+    """`Qwen3Coder` has every mark and every value on lines of their own."""
 
     name = "qwen3_coder"
     signs = ("<tool_call>", "<function=", "<parameter=")

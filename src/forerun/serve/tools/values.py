@@ -1,4 +1,4 @@
-"""Arguments that a model wrote as text: what they are is what their JSON schema says, and never a guess."""
+"""A JSON schema decides what the arguments are that a model wrote as text; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _COMBINED = ("allOf", "anyOf", "oneOf")
 
 
 class Schema:
-    """The JSON schema of one value: its types, options, combinations and references, but not what is in objects.
+    """A `Schema` is that of one value: its types, options, combinations and references, but not
+    what is in objects.
 
     Args:
         root: the document that references such as ``#/$defs/T`` are looked up in.
@@ -57,27 +58,27 @@ class Schema:
 
     @property
     def fields(self) -> list[str]:
-        """The keys of an object that the schema names."""
+        """Return the keys of an object that the schema names."""
         return list(dict.fromkeys(key for fields in self._properties for key in fields))
 
     @property
     def required(self) -> set[str]:
-        """The keys that an object must have."""
+        """Return the keys that an object must have."""
         return {key for one in self.parts("allOf") for key in _list(one.get("required")) if isinstance(key, str)}
 
     @cached_property
     def text(self) -> bool:
-        """Whether the value may be any string."""
+        """Return whether the value may be any string."""
         return self.fits(_SOME_TEXT)
 
     @cached_property
     def strings(self) -> list[str]:
-        """The strings that it may be where it may not be any."""
+        """Return the strings that the value may be where it may not be any string."""
         return [one for one in self._options if isinstance(one, str)] if not self.text else []
 
     @cached_property
     def only_strings(self) -> bool:
-        """Whether it may be nothing but a string."""
+        """Return whether the value may be nothing but a string."""
         return not any(self.fits(probe) for probe in _PROBES) and all(isinstance(one, str) for one in self._options)
 
     def parts(self, *words: str) -> Iterator[Mapping[str, Any]]:
@@ -105,7 +106,11 @@ class Schema:
         return [one for one in listed if self.fits(one)]
 
     def _fits(self, schema: Any, value: Any, exact: bool, known: dict[str, bool]) -> bool:
-        """`known`: what references came to, each of which is followed once; False while it is being followed."""
+        """Return whether a part of the schema allows a value.
+
+        `known` holds what references came to, each of which is followed once; False while it is
+        being followed.
+        """
         if not isinstance(schema, Mapping):
             return schema is not False
         if schema.get("nullable") is True and value is None:
