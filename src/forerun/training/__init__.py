@@ -1,1 +1,1 @@
-"""Training of draft heads: recipes, data, features, objectives, the loop."""
+"""This package trains draft heads: recipes, data, features, objectives, the loop."""

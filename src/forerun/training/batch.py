@@ -1,4 +1,4 @@
-"""What a training step reads and gives: batches, hidden states, losses; and the interfaces of data and objectives."""
+"""This module has what a training step reads and gives, and the interfaces of data and objectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from forerun.types import Boundary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
-    """Packed windows: B rows of S tokens. A row may hold several documents and end in padding."""
+    """A `TokenBatch` holds packed windows: B rows of S tokens.
+
+    A row may hold several documents and end in padding.
+    """
 
     tokens: Tensor  # (B, S) int64
     loss_mask: Tensor  # (B, S) bool: the assistant wrote the token, so predicting it counts; False for padding
@@ -27,7 +30,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureBatch:
-    """A `TokenBatch` and the target's hidden states."""
+    """A `FeatureBatch` is a `TokenBatch` with the target's hidden states."""
 
     batch: TokenBatch
     features: Mapping[Boundary, Tensor]  # boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm
@@ -35,49 +38,71 @@ class FeatureBatch:
     done: float = 0.0  # Share of the run that lies before its step, in [0, 1); the training loop says it
 
     def to(self, device: torch.device | str) -> FeatureBatch:
-        """The same on another device."""
+        """Return the same on another device."""
         features = {boundary: states.to(device) for boundary, states in self.features.items()}
         return replace(self, batch=self.batch.to(device), features=features)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossReport:
-    """The losses of one micro-batch, as sums: sums can be added over micro-batches and processes, means cannot."""
+    """A `LossReport` holds the losses of one micro-batch, as sums.
+
+    Sums can be added over micro-batches and processes, means cannot.
+    """
 
     loss: Tensor
-    """() float32, nats, with graph: the sum over the counted predictions. Must reach every trainable parameter, also
-    when nothing counts: other processes wait for the gradient."""
+    """The sum over the counted predictions, () float32, nats, with graph.
+
+    It must reach every trainable parameter, also when nothing counts: other processes wait for the
+    gradient.
+    """
     weight: Tensor  # () float32: counted predictions. A step's loss is (sum of losses) / (sum of weights) of all ranks
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """name -> (sum, count), both () without graph; the same names on every process and in every micro-batch."""
 
 
 class Objective(Protocol):
-    """A loss over a batch. Those that a recipe names are made from ``(head, target, settings)`` and have `Settings`."""
+    """An `Objective` is a loss over a batch.
+
+    Those that a recipe names are made from ``(head, target, settings)`` and have `Settings`.
+    """
 
     def parameters_module(self) -> nn.Module:
-        """What is trained, saved, and spread over processes. Frozen parts that others own (the target) stay outside."""
+        """Return the module that is trained, saved, and distributed over processes.
+
+        Frozen parts that others own (the target) stay outside.
+        """
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The loss of a micro-batch; must read parameters from the module each time, never from a stored tensor."""
+        """Return the loss of a micro-batch; read parameters from the module each time, never from a
+        stored tensor.
+        """
 
     def rates(self, done: float) -> Mapping[str, float]:
-        """How names of parameters begin -> factor on the learning rate of these in a step before which the share `done`
-        of the run lies; others have the factor 1. The beginnings are always the same, and none is another's."""
+        """Map prefixes of parameter names to factors on their learning rate in one step.
+
+        `done` is the share of the run that lies before the step. Other parameters have the factor
+        1. The prefixes are always the same, and none is a prefix of another.
+        """
         return {}
 
 
 class Batches(Protocol):
-    """Data addressed by position, so that resuming needs nothing but a number."""
+    """`Batches` are data addressed by position, so that resuming needs nothing but a number."""
 
     steps_per_epoch: int  # Batches in one pass over the data; `batch` goes on beyond it (next epoch, another order)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
-        """The share of process `rank` of `world` in batch number `step`, from 0: a function of its arguments, and of
-        the learning model's weights by then where that one writes. The shares of all ranks together are the same batch
-        for every `world`, and so is what is trained."""
+        """Return the share of process `rank` of `world` in batch number `step`, from 0.
+
+        It is a function of its arguments, and of the learning model's weights by then where that
+        one writes. The shares of all ranks together are the same batch for every `world`, and so is
+        what is trained.
+        """
 
 
 def working_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of matrix products on `device`: autocast's where one is open, `otherwise` where not."""
+    """Return the dtype of matrix products on `device`: autocast's where one is open, else
+    `otherwise`.
+    """
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else otherwise

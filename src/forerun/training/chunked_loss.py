@@ -1,9 +1,11 @@
-"""The loss over a vocabulary, in chunks of rows: logits are never alive for more than one chunk, forward or backward.
+"""This module computes the loss over a vocabulary in chunks of rows, so that only one chunk's
+logits are ever alive.
 
-A plain ``cross_entropy(hidden @ weight.T, probs)`` keeps several (R, V) tensors for the backward pass, and on a CPU
-moving them costs more than all matrix products. Here gradients are formed in the forward pass, in the memory of the
-logits and block by block, so that what lies between two products stays in the cache; rows that follow the same state
-of the teacher share its probabilities. What it gives to tokens that the student does not know is lost, and counts so.
+A plain ``cross_entropy(hidden @ weight.T, probs)`` keeps several (R, V) tensors for the backward
+pass, and on a CPU moving them costs more than all matrix products. Here gradients are formed in the
+forward pass, in the memory of the logits and block by block, so that intermediate results stay in
+the cache; rows that follow the same state of the teacher share its probabilities. The teacher's
+probability of tokens that the student does not know is lost, and counts so.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ BLOCK_ELEMENTS = 1 << 18  # Of these, what a core turns into gradients at a time
 
 
 class Divergence(StrEnum):
-    """How far the student's probabilities q are from the target's p. KL and cross-entropy are infinite where q is 0 and
-    p is not: they are taken against p renormalised over the student's tokens. The acceptance a is of p as it is."""
+    """A `Divergence` measures how far the student's probabilities q are from the target's p.
+
+    KL and cross-entropy are infinite where q is 0 and p is not: they are taken against p
+    renormalised over the student's tokens. The acceptance a is of p as it is.
+    """
 
     CROSS_ENTROPY = "cross_entropy"  # ``-sum_v p log q``: forward KL up to a constant
     LK = "lk"  # ``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)``, without gradient
@@ -39,7 +44,7 @@ class Divergence(StrEnum):
 
 
 def chunk_elements(device: torch.device) -> int:
-    """Logits that are alive at once."""
+    """Return the number of logits that are alive at once."""
     return CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNKS * CHUNK_ELEMENTS
 
 
@@ -55,7 +60,8 @@ def soft_loss(
     skip_unknown: bool = False,
     paths: Paths | None = None,
 ) -> VocabularyLoss:
-    """``sum_r row_weights[r] * divergence(teacher probs of row r, student probs of row r)`` in nats.
+    """Return ``sum_r row_weights[r] * divergence(teacher probs of row r, student probs of row r)``
+    in nats.
 
     Args:
         hidden: (R, H), the student's states as its head reads them.
@@ -82,8 +88,11 @@ def soft_loss(
 def hard_loss(
     hidden: Tensor, weight: Tensor, row_weights: Tensor, ids: Tensor, *, temperature: float = 1.0
 ) -> VocabularyLoss:
-    """``sum_r row_weights[r] * -log student(ids[r])`` in nats, of the true tokens `ids` (R,) int64; as `soft_loss`.
-    `temperature`: of the student's distribution."""
+    """Return ``sum_r row_weights[r] * -log student(ids[r])`` in nats, for the true tokens `ids`
+    (R,) int64.
+
+    Other arguments are those of `soft_loss`. `temperature` is that of the student's distribution.
+    """
     return _loss(hidden, weight, _Target(weights=row_weights, ids=ids), temperature)
 
 
@@ -94,14 +103,20 @@ def _loss(hidden: Tensor, weight: Tensor, target: _Target, temperature: float) -
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Rows are the depths of drafts, `length` of each behind each other, and weigh what they bring (D-PACE, arXiv
-    2605.18810): depth j the sum over m >= j of the chance that a draft gets beyond depth m."""
+    """`Paths` are rows that follow each other as the depths of drafts of `length`, and weigh what
+    they bring.
+
+    Depth j weighs the sum over m >= j of the chance that a draft gets beyond depth m (D-PACE, arXiv
+    2605.18810).
+    """
 
     length: int
     smoothing: float = 0.5  # a: of an acceptance q counts (1 - a) q + a, so that late depths are not lost at first
 
     def weights(self, overlap: Tensor, counted: Tensor) -> Tensor:
-        """(n,) of rows with this overlap; of those that are not `counted` 0, and a draft ends there."""
+        """Return the weights (n,) of rows with this overlap; a row that is not `counted` weighs 0,
+        and a draft ends there.
+        """
         alive = torch.where(counted, (1 - self.smoothing) * overlap + self.smoothing, 0.0)
         reached = alive.view(-1, self.length).cumprod(-1)
         return reached.flip(-1).cumsum(-1).flip(-1).flatten()
@@ -109,7 +124,9 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyLoss:
-    """The loss, and how well student and target agree, row by row; 0 for rows of weight 0."""
+    """A `VocabularyLoss` holds the loss, and row by row how well student and target agree; 0 for
+    rows of weight 0.
+    """
 
     loss: Tensor
     weights: Tensor  # (R,) float32: the given weights, 0 for rows that were left out
@@ -120,7 +137,9 @@ class VocabularyLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher:
-    """The teacher's states and output head: its logits are formed chunk by chunk, like the student's."""
+    """A `Teacher` has the states and the output head whose logits are formed chunk by chunk, like
+    the student's.
+    """
 
     hidden: Tensor  # (R / G, Ht): states after the final norm; G consecutive rows of the student follow the same one
     weight: Tensor  # (Vt, Ht): its whole head
@@ -131,18 +150,21 @@ class Teacher:
     temperature: float = 1.0  # Of both distributions that are compared, the teacher's and the student's
 
     def logits(self, states: Tensor) -> Tensor:
-        """(r, Vt), in the dtype of the head, for `states` (r,), row numbers of `hidden`; neither scaled nor
-        capped nor divided by the temperature."""
+        """Return the logits (r, Vt) of `states` (r,), row numbers of `hidden`, in the dtype of the
+        head.
+
+        They are neither scaled nor capped nor divided by the temperature.
+        """
         return functional.linear(self.hidden[states].to(self.weight.dtype), self.weight, self.bias)
 
     def unknown(self) -> Tensor | None:
-        """(Vt,) bool: the tokens that the student does not know; None if it knows all."""
+        """Return a mask (Vt,) of the tokens that the student does not know; None if it knows all."""
         if self.tokens is None:
             return None
         return torch.ones(len(self.weight), dtype=torch.bool, device=self.weight.device).index_fill(0, self.tokens, 0)
 
     def probs(self, logits: Tensor) -> _Probs:
-        """Probabilities of (.., Vt) logits at the student's tokens."""
+        """Return the probabilities of (.., Vt) logits at the student's tokens."""
         logits = logits.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -159,7 +181,7 @@ class Teacher:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probs:
-    """The teacher's probabilities of the student's tokens."""
+    """`_Probs` are the teacher's probabilities of the student's tokens."""
 
     best: Tensor  # (..) int64: the likeliest token of all, by the teacher's number
     full: Tensor  # (.., V) float32, as they are: they sum to less than 1 where the student does not know all tokens
@@ -168,7 +190,9 @@ class _Probs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """The targets of the rows, a teacher's probabilities or `ids`, and how the distance to them is measured."""
+    """A `_Target` holds the targets of the rows, a teacher's probabilities or `ids`, and the
+    measure of the distance.
+    """
 
     weights: Tensor
     teacher: Teacher | None = None
@@ -181,7 +205,9 @@ class _Target:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss of a linear head; the gradients are ready when the forward pass is."""
+    """`_ChunkedLoss` is the loss of a linear head whose gradients are ready when the forward pass
+    is.
+    """
 
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, target: _Target) -> tuple[Tensor, ...]:
@@ -224,13 +250,18 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _width(following: int, target: _Target) -> int:
-    """Logits of one state: those of all rows that follow it, or the teacher's, whichever are more."""
+    """Return the logits of one state: those of all rows that follow it, or the teacher's, whichever
+    are more.
+    """
     return max(following, len(target.teacher.weight) if target.teacher is not None else 0)
 
 
 def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor:
-    """`logits` (n, G, V) of the groups `chosen` (n,) become the gradients of unweighted losses, block by block. Returns
-    (4, n, G) float32: losses, agreement, overlap, and 1 for what enters the loss."""
+    """Turn `logits` (n, G, V) of the groups `chosen` (n,) into the gradients of unweighted losses,
+    block by block.
+
+    Returns (4, n, G) float32: losses, agreement, overlap, and 1 for rows that enter the loss.
+    """
     size, group, vocabulary = logits.shape
     followed = target.teacher.logits(chosen) if target.teacher is not None else None
     ids = target.ids.view(-1, group)[chosen] if target.ids is not None else None
@@ -247,8 +278,11 @@ def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor
 
 
 def _loss_and_gradient(logits: Tensor, probs: _Probs | None, ids: Tensor | None, target: _Target) -> Tensor:
-    """(4, n, G): losses, agreement, overlap, entering, of `logits` (n, G, V) float32, which become their gradient.
-    `probs` of the teacher (n, 1, V); `ids` (n, G), the true tokens."""
+    """Turn `logits` (n, G, V) float32 into their gradient and return (4, n, G): losses, agreement,
+    overlap, entering.
+
+    `probs` are the teacher's (n, 1, V); `ids` (n, G) are the true tokens.
+    """
     best = logits.argmax(-1, keepdim=True)
     losses = logits.gather(-1, best).squeeze(-1)
     if probs is not None:
@@ -273,7 +307,9 @@ def _loss_and_gradient(logits: Tensor, probs: _Probs | None, ids: Tensor | None,
 def _agreement(
     student: Tensor, best: Tensor, probs: _Probs | None, ids: Tensor | None, target: _Target
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, G) each: whether the student's likeliest tokens `best` are the wanted ones, overlap, and what enters."""
+    """Return, (n, G) each, whether the student's likeliest tokens `best` are the wanted ones, the
+    overlap, and what enters.
+    """
     entered = torch.ones_like(best, dtype=torch.float32)
     if ids is not None:
         return best.eq(ids).float(), torch.zeros_like(entered), entered
@@ -286,7 +322,9 @@ def _agreement(
 
 
 def _acceptance(student: Tensor, probs: _Probs, cross: Tensor, overlap: Tensor, target: _Target) -> Tensor:
-    """The losses with an acceptance in them (n, G); `student` (n, G, V) is overwritten with the logits' gradient."""
+    """Return the losses that contain the acceptance (n, G); `student` (n, G, V) is overwritten with
+    the logits' gradient.
+    """
     pull = torch.where(student < probs.full, student, 0.0)
     towards = pull - student * pull.sum(-1, keepdim=True)  # the gradient of the overlap
     if target.divergence is Divergence.LK_LOG:
@@ -302,7 +340,9 @@ def _acceptance(student: Tensor, probs: _Probs, cross: Tensor, overlap: Tensor, 
 
 
 def _from_student(student: Tensor, probs: _Probs, divergence: Divergence) -> Tensor:
-    """Reverse KL or Jensen-Shannon (n, G); `student` (n, G, V) is overwritten with the logits' gradient."""
+    """Return reverse KL or Jensen-Shannon (n, G); `student` (n, G, V) is overwritten with the
+    logits' gradient.
+    """
     jensen = divergence is Divergence.JENSEN_SHANNON
     other = (student + probs.full) / 2 if jensen else probs.full
     smallest = torch.finfo(student.dtype).tiny  # What is below it counts as this

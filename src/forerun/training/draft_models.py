@@ -1,4 +1,6 @@
-"""Training of a draft model: a small causal LM, one that exists or the target with fewer layers and less width."""
+"""This module trains a draft model: a small causal LM, one that exists or the target with fewer
+layers and less width.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from forerun.writing import written_folder
 
 
 class TrainedModel(Trained):
-    """A draft model with the target's tokenizer; a transformers causal LM of any architecture that forerun serves."""
+    """A `TrainedModel` is a draft model with the target's tokenizer: a causal LM of any
+    architecture that forerun serves.
+    """
 
     folder: ClassVar[str] = "draft"
     writes: ClassVar[bool] = True
@@ -81,7 +85,7 @@ class TrainedModel(Trained):
         return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
 
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
-        """As ``{"method": "draft_model", "model": folder}`` takes it, or ``pard``."""
+        """Write the model as ``{"method": "draft_model", "model": folder}`` takes it, or ``pard``."""
         write_model(module, self.module.generation_config, self.tokenizer, folder)
 
     def contents(self) -> dict[str, str]:
@@ -90,14 +94,14 @@ class TrainedModel(Trained):
 
 
 def load_trainable(name: str) -> Any:
-    """The causal LM of a directory or hub id in float32 on the CPU, every weight trainable."""
+    """Load the causal LM of a directory or hub id in float32 on the CPU, every weight trainable."""
     options = LoadOptions(dtype="float32", device="cpu")
     path = resolve(name, options.dtype)
     return open_model(path, options, read_config(path, options), quiet=True).requires_grad_(True)
 
 
 def blank_model(model: Any) -> nn.Module:
-    """A model of the same shape, for other weights."""
+    """Return a model of the same shape, for other weights."""
     with torch.random.fork_rng(devices=[]):
         made: nn.Module = type(model)(copy.deepcopy(model.config))
     return made

@@ -1,8 +1,9 @@
-"""Attention of unrolled steps by PyTorch's FlexAttention (arXiv 2412.05496), for CUDA devices.
+"""This module computes the attention of unrolled steps with PyTorch's FlexAttention (arXiv
+2412.05496) on CUDA devices.
 
-A function says what sees what, blocks of which no query sees a key are left out, and no mask of queries times keys is
-ever made. The keys of step 0 and those of the steps after it stand side by side, so one call does what
-`eagle3.ttt_attention` does query block by query block.
+A function says what sees what, blocks of which no query sees a key are left out, and no mask of
+queries times keys is ever made. The keys of step 0 and those of the steps after it stand side by
+side, so one call does what `eagle3.ttt_attention` does query block by query block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ BLOCK = 128  # Queries, and keys, of a block
 
 
 class FlexMask:
-    """Who sees whom in rows of packed documents; as `eagle3.blocks_of`, which says what `reach` is.
+    """A `FlexMask` says which positions see each other in rows of packed documents, as
+    `eagle3.blocks_of` does.
 
     Args:
         documents: (B, S) int64, rising from left to right within a row, -1 for padding at its end.
@@ -37,7 +39,7 @@ class FlexMask:
         self._masks: dict[int, flex.BlockMask] = {}
 
     def of(self, steps: int) -> flex.BlockMask:
-        """For keys of step 0 and of so many `steps` after it."""
+        """Return the mask for keys of step 0 and of so many `steps` after it."""
         if steps not in self._masks:
             self._masks[steps] = self._made(steps)
         return self._masks[steps]
@@ -68,7 +70,9 @@ class FlexMask:
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], mask: FlexMask
 ) -> Tensor:
-    """(B, S, heads, D): attention of one unrolled step; arguments as of `eagle3.ttt_attention`."""
+    """Return the attention of one unrolled step, (B, S, heads, D); arguments are those of
+    `eagle3.ttt_attention`.
+    """
     missing = (0, 0, 0, -mask.length % BLOCK)
     lines = [(key, value), *own]
     keys, values = (torch.cat([pad(line[part].to(value.dtype), missing) for line in lines], 2) for part in (0, 1))
@@ -86,7 +90,7 @@ def check_device(device: torch.device) -> None:
 
 
 def kernel(device: torch.device) -> Callable[..., Any]:
-    """PyTorch's function, compiled where there is a kernel for its backward pass."""
+    """Return PyTorch's function, compiled where there is a kernel for its backward pass."""
     if device.type == "cuda":
         return _compiled()
     return flex.flex_attention
@@ -99,6 +103,8 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, Q, K) bool -> how many key blocks each query block has (B, 1, Q), and these first of all (B, 1, Q, K)."""
+    """Return how many key blocks each query block has, (B, 1, Q), and these first of all, (B, 1, Q,
+    K), from (B, Q, K) bool.
+    """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int().unsqueeze(1), order.int().unsqueeze(1)

@@ -1,4 +1,6 @@
-"""Training recipes: a YAML file, ``key=value`` words, or both; later words win over earlier ones and over the file."""
+"""A training recipe is a YAML file, ``key=value`` words, or both; later words win over earlier ones
+and over the file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSettings:
-    """How documents become batches."""
+    """`WindowSettings` say how documents become batches."""
 
     length: Annotated[int, Field(ge=2)] = 2048  # Tokens per window; shorter documents share one, longer ones are cut
     rows: Natural = 1  # Windows per process and step
@@ -33,7 +35,7 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
-    """What training starts from, and its size and shape."""
+    """`DraftSettings` say what training starts from, and its size and shape."""
 
     vocab_size: Natural | None = None  # Tokens that the head can propose, the most frequent of the data; None: all
     start: str | None = None  # Directory or hub id of a head to go on from, instead of a fresh one, or a draft model
@@ -43,7 +45,7 @@ class DraftSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSettings:
-    """How evaluation decodes."""
+    """`EvaluationSettings` say how evaluation decodes."""
 
     max_tokens: Annotated[int, Field(ge=2)] = 64  # The first one comes without a draft
     num_speculative_tokens: Natural = 5  # Length of the chain, and depth of the tree; no more than the head drafts
@@ -55,7 +57,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecipe:
-    """What is decoded while training, and from which prompts."""
+    """An `EvaluationRecipe` says what is decoded while training, and from which prompts."""
 
     prompts: str | None = None  # Prepared data, held out; None: no evaluation
     count: Natural = 8  # Of the first documents that give a prompt, see `prompts_of`
@@ -65,7 +67,7 @@ class EvaluationRecipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRecipe(Generic[Settings]):
-    """One run of ``forerun train KIND``."""
+    """A `TrainRecipe` is one run of ``forerun train KIND``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", **STRICT)
     kind: str
@@ -96,8 +98,11 @@ class TrainRecipe(Generic[Settings]):
 def read_recipe(
     kind: str, path: str | Path | None, words: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainRecipe[Any]:
-    """A recipe for a kind from a YAML file, then from flags (by key), then from ``key.sub=value`` words; ArgumentError
-    for whatever is not understood, unknown keys with the nearest."""
+    """Read a recipe for a kind from a YAML file, then from flags (by key), then from
+    ``key.sub=value`` words.
+
+    ArgumentError for whatever is not understood; unknown keys are reported with the nearest.
+    """
     values: Any = {}
     if path is not None:
         try:
@@ -118,7 +123,7 @@ def read_recipe(
 
 
 def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
-    """A recipe for a kind of head from plain mappings; errors as `read_recipe`."""
+    """Make a recipe for a kind of head from plain mappings; errors as in `read_recipe`."""
     settings, stated = objective_for(kind_named(kind)).Settings, values.get("kind", kind)
     if stated != kind:
         raise ArgumentError(f"the recipe is one for {stated}: forerun train {stated}")
@@ -132,17 +137,17 @@ def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
 
 
 def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
-    """Every value, defaults included, as JSON and YAML know them."""
+    """Return every value, defaults included, as JSON and YAML know them."""
     return json.loads(json.dumps(dataclasses.asdict(recipe)))  # type: ignore[no-any-return]
 
 
 HOW = ("objective.gradient_checkpointing", "objective.flex_attention")  # the figures are computed, not what they are
 MAY_CHANGE = ("output", "trackers", "target_parallel", "evaluation.settings.rows", *HOW)
-"""What a resumed run may set anew, besides what `TrainSettings` allows."""
+"""A resumed run may set these anew, besides what `TrainSettings` allows."""
 
 
 def flat(recipe: Any, where: str = "") -> dict[str, Any]:
-    """Every value of a recipe under its whole key: ``objective.steps``."""
+    """Return every value of a recipe under its whole key, such as ``objective.steps``."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(recipe):
         value, key = getattr(recipe, item.name), where + item.name
@@ -151,7 +156,7 @@ def flat(recipe: Any, where: str = "") -> dict[str, Any]:
 
 
 def _complaint(found: Mapping[str, Any], settings: type) -> str:
-    """One of pydantic's errors in words; `settings` are those of the objective."""
+    """Put one of pydantic's errors into words; `settings` are those of the objective."""
     if found["type"] == "value_error":
         return str(found["ctx"]["error"])
     path: list[str] = [part for part in found["loc"] if isinstance(part, str)]
@@ -175,7 +180,7 @@ def _type_at(path: Sequence[str], settings: type) -> Any:
 
 
 class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads 1e-3 as a number, as YAML 1.2 does; PyYAML follows 1.1, for which it is text."""
+    """`_Yaml` reads 1e-3 as a number, as YAML 1.2 does; PyYAML follows 1.1, for which it is text."""
 
 
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"])
@@ -191,7 +196,7 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _merged(before: Any, value: Any) -> Any:
-    """What is said later wins; of a mapping the keys that it names, the others stay."""
+    """Let the later value win; of a mapping only the keys that it names, the others stay."""
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     return {**before, **{key: _merged(before.get(key), one) for key, one in value.items()}}

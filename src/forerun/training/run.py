@@ -1,4 +1,6 @@
-"""A recipe turned into a run: target, data, features, what is trained, objective, evaluation, and what comes of it."""
+"""A run is a recipe with its target, data, features, trained module, objective, evaluation, and
+results.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,14 @@ log = logging.getLogger(__name__)
 
 
 class Run:
-    """A recipe, loaded and checked on the device of this process. Every process makes one and calls its methods."""
+    """A `Run` is a recipe, loaded and checked on the device of this process. Every process makes
+    one and calls its methods.
+    """
 
     def __init__(self, recipe: TrainRecipe[Any], parallel: Parallel) -> None:
-        """Nothing is trained yet; raises what loading does, and ArgumentError for a recipe that contradicts itself."""
+        """Load everything without training; raises what loading does, and ArgumentError for a
+        recipe that contradicts itself.
+        """
         kind = kind_named(recipe.kind)
         make_objective = objective_for(kind)
         self.trained = trained_by(kind)(recipe)
@@ -73,8 +79,11 @@ class Run:
         self.batches = RunBatches(self, tokenizer)
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
-        """Train, take the best weights, write what is finished. The outcome, for a report. ArgumentError: another
-        process trains into the same output."""
+        """Train, take the best weights, write what is finished, and return the outcome for a
+        report.
+
+        ArgumentError: another process trains into the same output.
+        """
         output, parallel = Path(self.recipe.output), self.parallel
         with ExitStack() as stack:
             if not parallel.on_first(lambda: stack.enter_context(alone(output))):
@@ -106,12 +115,12 @@ class Run:
         }
 
     def evaluate(self, _step: int) -> dict[str, float]:
-        """`evaluate` of what is trained, as it is, on `prompts`."""
+        """Evaluate what is trained, as it is, on `prompts`."""
         settings, target = self.recipe.evaluation.settings, self.trained.target(self.model)
         return evaluate(self.trained.shapes(self.model, settings), target, self.prompts, settings)
 
     def plan(self) -> dict[str, Any]:
-        """Parameters, bytes, steps, and the time of a step, measured; trains nothing."""
+        """Return parameters, bytes, steps, and the measured time of a step; nothing is trained."""
         settings, windows = self.recipe.training, self.recipe.windows
         weights = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
         steps = settings.total_steps(self.batches.steps_per_epoch)
@@ -140,7 +149,9 @@ class Run:
         }
 
     def fixed(self) -> dict[str, Any]:
-        """What a resumed run must keep besides the settings of the loop, by key; directories by what they hold."""
+        """Return what a resumed run must keep besides the settings of the loop, by key; directories
+        by what they hold.
+        """
         values = flat(self.recipe).items()
         found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
         contents = {**hashes({"target": self.recipe.target}), "data": self.data.hash, **self.trained.contents()}
@@ -155,8 +166,11 @@ class Run:
         return found
 
     def export(self, weights: Path) -> tuple[str, ...]:
-        """Write the weights of a checkpoint to folders of ``output`` as what drafts, which most engines read; their
-        names."""
+        """Write the weights of a checkpoint to folders of ``output`` as what drafts, and return the
+        folders' names.
+
+        Most engines read them.
+        """
         module = self.trained.blank()
         checkpoint.load_weights(weights, module)
         module.to(self.model.dtype)
@@ -166,7 +180,9 @@ class Run:
 
 
 class RunBatches(Batches):
-    """Packed windows with features: computed when they are wanted, or read from disk."""
+    """`RunBatches` are packed windows with features, which are computed when they are wanted, or
+    read from disk.
+    """
 
     def __init__(self, run: Run, tokenizer: Any) -> None:
         recipe, trained = run.recipe, run.trained
@@ -187,7 +203,10 @@ class RunBatches(Batches):
             self.source = FeatureStore(recipe.features, wanted)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
-        """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
+        """Return the rank's share of a step.
+
+        With `together`, all shares run one after the other, and the rank keeps its own.
+        """
         if isinstance(self.source, FeatureStore):
             wanted, following = (step, rank, world), (step + 1, rank, world)
             read = self.ahead.pop(wanted, None) or self.reader.submit(self.source.features, self.windows, *wanted)
@@ -207,8 +226,11 @@ class RunBatches(Batches):
 
 
 def writer_for(run: Run) -> Writer | None:
-    """Who writes what is trained on; None where the data stay. The target is drafted for by a copy of what is trained,
-    as evaluation's chain is; one that learns, too, writes plainly, as it was."""
+    """Return what writes the text that is trained on; None where the data stay as they are.
+
+    The target is drafted for by a copy of what is trained, as evaluation's chain is; a target that
+    learns, too, writes plainly, as it was.
+    """
     recipe, settings, trained, drafting = run.recipe, run.recipe.objective, run.trained, None
     if settings.writer == "data":
         run.data.check_written("objective.writer=data")
@@ -250,9 +272,11 @@ def writer_for(run: Run) -> Writer | None:
 
 
 def prompts_of(data: PreparedData, wanted: EvaluationRecipe) -> list[list[int]]:
-    """The prompts of the first documents of `data` that give one: what stands before the first counted token, whole, if
-    it is no longer than is `wanted`; the beginning of a text that counts from its first token on. DataError if none
-    does."""
+    """Return the prompts of the first documents of `data` that give one; DataError if none does.
+
+    A prompt is what stands before the first counted token, whole, if it is no longer than `wanted`
+    says; for a text that counts from its first token on, it is the beginning.
+    """
     found, shortest = list[list[int]](), 0
     for index in range(len(data)):
         tokens, mask = data.document(index)
@@ -281,10 +305,13 @@ def prompts_of(data: PreparedData, wanted: EvaluationRecipe) -> list[list[int]]:
 def evaluate(
     shapes: Mapping[str, Mapping[str, Any]], model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings
 ) -> dict[str, float]:
-    """Acceptance in speculative decoding of held-out `prompts` (token ids) by the target `model`, drafted by the
-    configurations of `Trained.shapes`. ``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1`` are mean acceptance
-    lengths, bonus included; ``acceptance_0`` ... say how often the chain at temperature 0 got that far, and
-    ``acceptance_tree_t1_0`` ... how often the others did."""
+    """Measure acceptance in speculative decoding of held-out `prompts` (token ids) by the target
+    `model`.
+
+    The configurations of `Trained.shapes` draft. ``chain_t0``, ``tree_t0``, ``chain_t1``,
+    ``tree_t1`` are mean acceptance lengths, bonus included; ``acceptance_0`` ... say how often the
+    chain at temperature 0 got that far, and ``acceptance_tree_t1_0`` ... how often the others did.
+    """
     from forerun import LLM
 
     longest = max(map(len, prompts)) + settings.max_tokens
@@ -312,8 +339,11 @@ def _stats(
 
 
 def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
-    """Raise OutOfMemoryError, before anything is loaded, if the models that a recipe names do not fit together beside
-    each other on this process's device. Activations, and a fresh head, come on top and are not counted."""
+    """Raise OutOfMemoryError, before anything is loaded, if the models of a recipe do not fit on
+    this process's device.
+
+    Activations, and a fresh head, come on top and are not counted.
+    """
     trained: dict[str, str | None] = {"target": recipe.target} if kind_named(recipe.kind).trains == "target" else {}
     if kind_named(recipe.kind).trains == "draft_model":
         trained = {"draft.start": recipe.draft.start}
@@ -338,16 +368,19 @@ def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
 
 
 def _bytes_of(name: str, dtype: str, device: torch.device) -> int:
-    """Of a checkpoint's weights, were they loaded in `dtype` on `device`."""
+    """Return the bytes of a checkpoint's weights, were they loaded in `dtype` on `device`."""
     path, options = resolve(name, dtype), LoadOptions(dtype=dtype, device=str(device), repack=False)
     return stored_bytes(path, options, read_config(path, options))
 
 
 def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
-    """The frozen causal LM and its tokenizer; every process must call it. `spread`: ``fsdp`` shards the decoder layers
-    and gathers one when it runs; ``tp`` computes a part of each layer on every process, by transformers' ``tp_plan``,
-    or ArgumentError. Embedding and output head stay whole: the head that is trained reads both. A target that could not
-    be served is refused as there, where it is whole in a process."""
+    """Load the frozen causal LM and its tokenizer; every process must call it.
+
+    `spread`: ``fsdp`` shards the decoder layers and gathers one when it runs; ``tp`` computes a
+    part of each layer on every process, by transformers' ``tp_plan``, or ArgumentError. Embedding
+    and output head stay whole: the head that is trained reads both. A target that could not be
+    served is refused as there, where it is whole in a process.
+    """
     path = resolve(name, dtype)
     if parallel.world == 1 or spread == "none":
         model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device), repack=False))
@@ -364,7 +397,9 @@ def _open(name: str | Path, options: LoadOptions) -> Any:
 
 
 def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
-    """Shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
+    """Shard on the CPU, one process of a machine after the other, so that host and device hold one
+    copy at most.
+    """
     mesh = init_device_mesh(parallel.device.type, (parallel.world,))
     mine = int(os.environ.get("LOCAL_RANK", parallel.rank))
     model = None

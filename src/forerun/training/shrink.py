@@ -1,4 +1,5 @@
-"""A target shrunk into a draft model: some of its layers, and of what is left the strongest part, as initialisation.
+"""This module shrinks a target into a draft model: some of its layers, and of what is left the
+strongest part.
 
 What goes of neurons, of key-value heads with their queries, and of the residual stream's dimensions is what the
 smallest weights write; what writes nothing goes without a trace.
@@ -17,16 +18,20 @@ from forerun.errors import ArgumentError, UnsupportedModelError, choices
 from forerun.model.layers import is_quantised
 
 STYLES = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of decoders of which each layer is ``self_attn`` and a gated ``mlp`` behind RMS norms."""
+"""These ``model_type`` decoders have layers of ``self_attn`` and a gated ``mlp`` behind RMS norms.
+"""
 WIDTHS = ("hidden_size", "intermediate_size", "num_key_value_heads")
-"""Keys of their configurations that may become smaller, besides layers."""
+"""These keys of their configurations may become smaller, besides layers."""
 
 
 @torch.no_grad()
 def shrunk(model: Any, options: Mapping[str, Any]) -> Any:
-    """A causal LM in float32 on the CPU with a part of `model`'s weights. `options`: ``layers``, how many (evenly
-    spaced, first and last included) or which, from 0; and of `WIDTHS`. ArgumentError for other options or sizes,
-    UnsupportedModelError for other architectures than `STYLES`, and quantised ones."""
+    """Return a causal LM in float32 on the CPU with a part of `model`'s weights.
+
+    `options`: ``layers``, how many (evenly spaced, first and last included) or which, from 0; and
+    keys of `WIDTHS`. ArgumentError for other options or sizes, UnsupportedModelError for other
+    architectures than `STYLES`, and quantised ones.
+    """
     former = model.config
     if former.model_type not in STYLES:
         raise UnsupportedModelError(
@@ -60,12 +65,14 @@ def shrunk(model: Any, options: Mapping[str, Any]) -> Any:
 
 
 def spaced(count: int, layers: int) -> list[int]:
-    """`count` of so many layers, from 0, evenly spaced; the last one too, where there are two."""
+    """Return `count` of so many layers, from 0, evenly spaced; the last one too, where there are
+    two.
+    """
     return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
 
 
 def _checked(options: Mapping[str, Any], config: Any) -> list[int]:
-    """The layers; ArgumentError, with what is allowed, for options that do not fit."""
+    """Return the layers; ArgumentError, with what is allowed, for options that do not fit."""
     known = ("layers", *WIDTHS)
     for name in options:
         if name not in known:
@@ -91,7 +98,7 @@ State = dict[str, Tensor]
 
 
 def _of_layers(state: State, layers: Sequence[int]) -> State:
-    """The weights of some layers, numbered anew, and all that belong to none."""
+    """Return the weights of some layers, numbered anew, and all that belong to none."""
     prefix, found = "model.layers.", State()
     for name, value in state.items():
         number, _, rest = name.removeprefix(prefix).partition(".")
@@ -103,12 +110,12 @@ def _of_layers(state: State, layers: Sequence[int]) -> State:
 
 
 def _strongest(scores: Tensor, count: int) -> Tensor:
-    """(count,) indices of the largest scores (n,), rising; of equals the first."""
+    """Return the indices (count,) of the largest scores (n,), rising; of equals the first."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _keep_neurons(state: State, mlp: str, count: int) -> None:
-    """Of one MLP: by the lengths of what a neuron reads and writes, multiplied."""
+    """Keep the neurons of one MLP whose input and output weights are longest, multiplied."""
     gate, up, down = (state[f"{mlp}{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj"))
     kept = _strongest(gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0), count)
     for name in ("gate_proj", "up_proj"):
@@ -117,7 +124,9 @@ def _keep_neurons(state: State, mlp: str, count: int) -> None:
 
 
 def _keep_heads(state: State, attention: str, count: int, queries: int, size: int) -> None:
-    """Of one attention: key-value heads with their queries, by the lengths of values and outputs, multiplied."""
+    """Keep the key-value heads of one attention, with their queries, whose values and outputs are
+    longest, multiplied.
+    """
     value, output = (state[f"{attention}{name}.weight"] for name in ("v_proj", "o_proj"))
     written = output.view(len(output), -1, queries * size).norm(dim=(0, 2))
     kept = _strongest(value.view(-1, size, value.shape[1]).norm(dim=(1, 2)) * written, count)
@@ -130,12 +139,14 @@ def _keep_heads(state: State, attention: str, count: int, queries: int, size: in
 
 
 WRITERS, READERS = ("o_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Matrices that write into the residual stream, and that read from it."""
+"""These matrices write into the residual stream, and read from it."""
 
 
 def _keep_dimensions(state: State, count: int) -> None:
-    """Of the residual stream: by what embedding and layers write there. A norm divides by the mean square of what is
-    left, for which its weights make up."""
+    """Keep the dimensions of the residual stream into which embedding and layers write most.
+
+    A norm divides by the mean square of what is left, for which its weights make up.
+    """
     parts = {name: name.split(".")[-2] for name in state}
     embedding = state["model.embed_tokens.weight"]
     scores = embedding.square().mean(0)

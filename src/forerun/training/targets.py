@@ -1,4 +1,6 @@
-"""Training of the target itself: alone, so that its first layers draft better, or together with a head."""
+"""This module trains the target itself: alone, so that its first layers draft better, or together
+with a head.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from forerun.types import Boundary
 
 
 class TrainedTarget(Trained):
-    """A copy of the target, which learns; the target as it was stands beside it."""
+    """A `TrainedTarget` is a copy of the target, which learns; the target as it was stands beside
+    it.
+    """
 
     folder: ClassVar[str] = "model"
     drafts_by: ClassVar[tuple[str, ...]] = ("chain", "chain_half", "chain_three_quarters", "tree")
@@ -46,8 +50,9 @@ class TrainedTarget(Trained):
         return drafting_copy(self.module, model)
 
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
-        """Chains of exits after a quarter, half and three quarters of the layers: ``chain``, ``chain_half``, ...; and a
-        ``tree`` of the first."""
+        """Return chains of exits after a quarter, half and three quarters of the layers, and a
+        ``tree`` of the first.
+        """
         layers, chain = self.module.config.get_text_config().num_hidden_layers, (1,) * settings.num_speculative_tokens
         names = {"chain": 1, "chain_half": 2, "chain_three_quarters": 3}
         exits = {name: max(1, min(layers - 1, layers * quarters // 4)) for name, quarters in names.items()}
@@ -55,12 +60,12 @@ class TrainedTarget(Trained):
         return shapes | {"tree": {**shapes["chain"], "shape": (branches(settings), *chain[1:])}}
 
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
-        """As transformers writes it; ``{"method": "early_exit"}`` drafts with it."""
+        """Write the model as transformers does; ``{"method": "early_exit"}`` drafts with it."""
         write_model(module, self.module.generation_config, self.tokenizer, folder)
 
 
 class TrainedTargetAndHead(Trained):
-    """A copy of the target and a head for it, which learn together; the target as it was stands beside them."""
+    """A `TrainedTargetAndHead` is a copy of the target and a head for it, which learn together."""
 
     folder: ClassVar[str] = "model"
     beside: ClassVar[tuple[str, ...]] = ("head",)
@@ -87,12 +92,12 @@ class TrainedTargetAndHead(Trained):
         return self.head.shapes(model, settings)
 
     def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
-        """The target as transformers writes it, and beside it the head, which drafts for that one."""
+        """Write the target as transformers does, and beside it the head, which drafts for that one."""
         write_model(module.model, self.module.model.generation_config, self.tokenizer, folder)
         self.head.write(module.head, folder.parent / self.beside[0], replace(facts, name_or_path=str(folder)))
 
 
 def check_whole(recipe: TrainRecipe[Any]) -> None:
-    """Raise ArgumentError where the target, which is trained, would be spread over processes."""
+    """Raise ArgumentError where the target, which is trained, would be distributed over processes."""
     if recipe.target_parallel != "none":
         raise ArgumentError("the target is trained from its whole weights: target_parallel=none")

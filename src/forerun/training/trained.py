@@ -1,4 +1,6 @@
-"""What a run trains, by the role of its kind: how it starts, how it drafts in evaluation, and how it is written."""
+"""This module defines what a run trains, by the role of its kind: how it starts, drafts in
+evaluation, and is written.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,17 @@ TRAINED: dict[Role, str] = {
     "target": "forerun.training.targets:TrainedTarget",
     "target_and_head": "forerun.training.targets:TrainedTargetAndHead",
 }
-"""Role of a kind -> ``module:Class``, a `Trained`."""
+"""Each role of a kind maps to ``module:Class``, a `Trained`."""
 
 
 def trained_by(kind: HeadKind) -> type[Trained]:
-    """The class of a kind's role."""
+    """Return the class of a kind's role."""
     found: type[Trained] = named(TRAINED[kind.trains])
     return found
 
 
 class Trained(ABC):
-    """Something that drafts for a target, before and after it was trained."""
+    """A `Trained` drafts for a target, before and after it was trained."""
 
     folder: ClassVar[str]  # Of the finished thing, in the output of the recipe
     beside: ClassVar[tuple[str, ...]] = ()  # What else is written there
@@ -46,7 +48,7 @@ class Trained(ABC):
     boundaries: tuple[Boundary, ...]  # Where the target is read, besides its last state
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
-        """ArgumentError for what cannot be; nothing is loaded yet."""
+        """Check the recipe; ArgumentError for what cannot be; nothing is loaded yet."""
         self.recipe, writer = recipe, recipe.objective.writer
         if writer != "data" and recipe.mode == "offline":
             raise ArgumentError(
@@ -71,28 +73,33 @@ class Trained(ABC):
 
     @abstractmethod
     def blank(self) -> nn.Module:
-        """A module of the same shape, for other weights: ours may be spread over several processes."""
+        """Return a module of the same shape, for other weights; ours may be distributed over
+        several processes.
+        """
 
     def target(self, model: Any) -> Any:
-        """What is drafted for in evaluation: the target `model`, unless it is what is trained."""
+        """Return the model that is drafted for in evaluation: the target `model`, unless it is what
+        is trained.
+        """
         return model
 
     @abstractmethod
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
-        """Each of `drafts_by` -> how a copy of the module drafts for the target `model`, a speculative
-        configuration."""
+        """Map each of `drafts_by` to a speculative configuration: how a copy of the module drafts
+        for the target `model`.
+        """
 
     @abstractmethod
     def write(self, module: nn.Module, folder: Path, facts: TargetFacts) -> None:
         """Write a trained module as a checkpoint that drafts."""
 
     def contents(self) -> dict[str, str]:
-        """Key of the recipe -> hash of what the directory holds that it names."""
+        """Map keys of the recipe to the hash of what their directory holds."""
         return {}
 
 
 class TrainedHead(Trained):
-    """A head on a frozen target."""
+    """A `TrainedHead` is a head on a frozen target."""
 
     folder: ClassVar[str] = "head"
     module: Head
@@ -141,7 +148,9 @@ class TrainedHead(Trained):
 
 
 def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
-    """How a copy of a head drafts for the target `model` in evaluation; as `Trained.shapes`."""
+    """Return how a copy of a head drafts for the target `model` in evaluation, as `Trained.shapes`
+    does.
+    """
     depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
     base = {"method": head.config.kind, "model": drafting_copy(head, model), "num_speculative_tokens": depth}
     if kind_named(head.config.kind).drafts == "adapter":
@@ -153,28 +162,32 @@ def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[st
 
 
 def rate_name(shape: str, temperature: int, depth: int) -> str:
-    """What evaluation calls the share of steps in which a shape of `Trained.shapes` got beyond a depth, from 0."""
+    """Return evaluation's name for the share of steps in which a shape got beyond a depth, from 0."""
     of = "" if (shape, temperature) == ("chain", 0) else f"{shape}_t{temperature}_"
     return f"acceptance_{of}{depth}"
 
 
 def metric_names(shapes: Sequence[str], depths: int) -> list[str]:
-    """The values of an evaluation of these shapes: mean acceptance lengths, and the shares of so many depths."""
+    """Return the names of an evaluation's values: mean acceptance lengths, and the shares of so
+    many depths.
+    """
     pairs = [(shape, temperature) for temperature in (0, 1) for shape in shapes]
     lengths = [f"{shape}_t{temperature}" for shape, temperature in pairs]
     return [*lengths, *(rate_name(*pair, depth) for pair in pairs for depth in range(depths))]
 
 
 def branches(settings: EvaluationSettings) -> int:
-    """Chains below the root of a tree of fixed shape that has no more nodes than evaluation allows."""
+    """Return the chains below the root of a tree of fixed shape that has no more nodes than
+    evaluation allows.
+    """
     return max(1, min(settings.top_k, settings.nodes // settings.num_speculative_tokens))
 
 
 def drafting_copy(module: nn.Module, model: Any) -> nn.Module:
-    """A copy that drafts beside the target `model`."""
+    """Return a copy that drafts beside the target `model`."""
     return copy.deepcopy(module).to(model.device, model.dtype).eval()
 
 
 def hashes(names: Mapping[str, str | None]) -> dict[str, str]:
-    """Key -> hash of the checkpoint that it names, of those that name one."""
+    """Map keys to the hash of the checkpoint that they name, where they name one."""
     return {key: target_hash(loaded_from(name)) for key, name in names.items() if name is not None}

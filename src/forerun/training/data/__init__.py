@@ -1,1 +1,3 @@
-"""Data to train drafters on: read it, mask it, store it, count it, pack it, and let the target write it anew."""
+"""This package reads, masks, stores, counts and packs data to train drafters on, and lets the
+target write it anew.
+"""

@@ -1,4 +1,6 @@
-"""Data files to a datastore: tokenize, sort, write under a temporary name, rename."""
+"""This module turns data files into a datastore: tokenize, sort, write under a temporary name,
+rename.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,12 @@ def build(
     bad: BadRecords | None = None,
     tell: Tell = lambda words: None,
 ) -> layout.Manifest:
-    """A datastore directory from data files, as `prepare.read_records` takes them, with the target's `tokenizer`; the
-    manifest calls it `name`. `bad` None stops at the first record that cannot be used; `tell` hears what is being done.
-    DataError for unusable input or nothing to draft from; ArgumentError if `output` holds something, or for too much.
+    """Build a datastore directory from data files, as `prepare.read_records` takes them, with the
+    target's `tokenizer`.
+
+    The manifest calls it `name`. `bad` None stops at the first record that cannot be used; `tell`
+    is called with what is being done. DataError for unusable input or nothing to draft from;
+    ArgumentError if `output` holds something, or for too much.
     """
     files = [Path(path) for path in paths]
     if not files:
@@ -57,8 +62,11 @@ def write(
     sources: Sequence[Mapping[str, Any]] = (),
     tell: Tell = lambda words: None,
 ) -> layout.Manifest:
-    """A datastore directory from token ids; errors as `build`. It appears when it is complete, or not at all. Sorting
-    takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins."""
+    """Write a datastore directory from token ids; errors as in `build`.
+
+    It appears when it is complete, or not at all. Sorting takes `SORTING_BYTES` bytes of memory per
+    token; `tell` is called with the sum before it begins.
+    """
     final = Path(output).expanduser().absolute()
     check_new(final)
     with written_folder(final) as folder:
@@ -84,7 +92,9 @@ def write(
 
 
 def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> NDArray[np.uint32]:
-    """(places,) uint32: the contents of ``suffixes.bin`` for the contents (N,) of ``tokens.bin``."""
+    """Return the contents of ``suffixes.bin``, (places,) uint32, for the contents (N,) of
+    ``tokens.bin``.
+    """
     order = suffix_order(text[::-1], layout.SORTED_TOKENS, tell)
     # Suffix s of the reversed text begins with the token before place N - s.
     places = len(text) - order[order > 0]
@@ -94,9 +104,12 @@ def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> 
 
 
 def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words: None) -> NDArray[np.int64]:
-    """(N,) int64: beginnings of the text's suffixes, sorted by at least their first `depth` tokens, ties by place.
-    Prefix doubling (Manber and Myers 1993): ranks by w tokens, paired, give ranks by 2 w. Stopping at `depth` bounds
-    the rounds, however long the text repeats itself."""
+    """Return the beginnings of the text's suffixes, (N,) int64, sorted by at least their first
+    `depth` tokens, ties by place.
+
+    Prefix doubling (Manber and Myers 1993): ranks by w tokens, paired, give ranks by 2 w. Stopping
+    at `depth` bounds the rounds, however long the text repeats itself.
+    """
     rank, width = text.astype(np.uint64), 1
     order = np.arange(len(text))
     while width < depth:
@@ -132,7 +145,7 @@ def _write_tokens(documents: Iterable[Sequence[int]], path: Path, tell: Tell) ->
 
 
 def _ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    """The record as the target would see it: conversations in its chat template."""
+    """Return the record's token ids as the target would see it: conversations in its chat template."""
     text = record.text
     if record.messages and tokenizer.chat_template:
         text = str(apply_template(tokenizer, record.messages, record.tools, tokenize=False))

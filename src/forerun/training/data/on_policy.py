@@ -1,4 +1,5 @@
-"""Train with decode: answers in packed windows, written anew while training goes on, by the engine.
+"""Training can run with decoding: the engine writes answers in packed windows anew while training
+goes on.
 
 The target writes with what is trained drafting for it: the text is the target's own at the temperature that is asked
 for, and it is known where drafts were rejected. Or a draft model writes alone (on-policy, DistillSpec, arXiv
@@ -32,8 +33,10 @@ _WRITTEN = 2  # Stream of the seed; 0 and 1 pack and order the windows
 
 
 class Writer:
-    """Writes the answers of windows: of each document, or with a chance, from its first counted token to where it
-    ended; of one that has none yet always.
+    """An `AnswerWriter` writes the answers of windows anew: of each document, or with a chance.
+
+    An answer goes from the first counted token to where it ended; a document that has none yet
+    always gets one.
 
     Args:
         model: a transformers causal LM, what writes; its weights may change between calls.
@@ -72,8 +75,12 @@ class Writer:
         self._llm: Any = None
 
     def batch(self, windows: Callable[[int], TokenBatch], step: int, first_row: int) -> TokenBatch:
-        """What step number `step` is trained on, of the rows from `first_row` on of all processes'. `windows` gives the
-        data's by number: the next `together` ones are written anew, then each is seen `reuse` times, in turn."""
+        """Return the batch of step number `step`, for the rows from `first_row` on of all
+        processes'.
+
+        `windows` gives the data's by number: the next `together` ones are written anew, then each
+        is seen `reuse` times, in turn.
+        """
         turn = self.together * self.settings.reuse  # Steps until others are written
         round_, place = divmod(step, turn)
         number = round_ * self.together + place % self.together
@@ -91,9 +98,12 @@ class Writer:
         return made[0]
 
     def __call__(self, batches: Sequence[TokenBatch], number: int, first_row: int) -> list[TokenBatch]:
-        """Batches from `number` on of those that are written, whose first row is `first_row` of all processes'; as
-        before where a document is no longer than its prompt. Padding, which answers leave that end early, goes to the
-        row's end."""
+        """Write the answers of these batches, the first of which has the `number` among those
+        written.
+
+        `first_row` is their first row of all processes'. A document that is no longer than its
+        prompt stays as it is. Padding, which answers leave that end early, goes to the row's end.
+        """
         names, rows = [f.name for f in dataclasses.fields(TokenBatch)], len(batches[0].tokens)
         batch = TokenBatch(**{name: torch.cat([getattr(one, name) for one in batches]) for name in names})
         spans: list[tuple[int, int, int, int]] = []  # Row, begin, first written, end
@@ -130,8 +140,9 @@ class Writer:
     def _write(
         self, prompts: list[list[int]], lengths: list[int], seeds: list[int]
     ) -> list[tuple[list[int], npt.NDArray[np.bool_]]]:
-        """What follows each prompt, at most so many tokens, the one that ends an answer included; and where a draft was
-        rejected."""
+        """Return what follows each prompt, at most so many tokens, the end token included, and
+        where a draft was rejected.
+        """
         from forerun import LLM
 
         self._refresh()
@@ -158,7 +169,7 @@ class Writer:
         ]
 
     def _read(self, folder: Path, number: int, windows: Callable[[int], TokenBatch], first_row: int) -> TokenBatch:
-        """Rows of a batch that was written before, by however many processes."""
+        """Read rows of a batch that was written before, by however many processes."""
         like = windows(number)
         found: dict[int, dict[str, Tensor]] = {}
         for path in folder.glob(f"{number}-*.npz"):

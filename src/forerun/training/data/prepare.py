@@ -1,4 +1,6 @@
-"""From records to prepared data: encode them, mark what the assistant wrote, cut, store."""
+"""This module turns records into prepared data: encode them, mark what the assistant wrote, cut,
+store.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The prepared data, and why records were left out."""
+    """`Prepared` holds the prepared data, and why records were left out."""
 
     data: PreparedData
     complaints: list[str]
 
     def summary(self) -> dict[str, Any]:
-        """Counts and provenance for people and for JSON."""
+        """Return counts and provenance for people and for JSON."""
         manifest = self.data.manifest
         return {
             "output": str(self.data.folder),
@@ -51,12 +53,16 @@ def prepare(
     name: str | None = None,
     on_record: Callable[[int], None] = lambda count: None,
 ) -> Prepared:
-    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the target's `tokenizer`;
-    the manifest calls it `name`. What is beyond `max_length` tokens is cut off, or split into further documents. A
-    conversation that ends with its user gets room for an answer of `answer_tokens`, written while a head trains.
-    `chat_template_kwargs`: variables of the chat template, such as ``enable_thinking``. `on_record` is told the number
-    of records so far, after each. DataError for unusable input, or nothing left to learn from; ArgumentError if
-    `output` holds something."""
+    """Turn data files (JSONL, JSON, parquet or plain text) into a prepared directory, with the
+    target's `tokenizer`.
+
+    The manifest calls it `name`. What is beyond `max_length` tokens is cut off, or split into
+    further documents. A conversation that ends with its user gets room for an answer of
+    `answer_tokens`, written while a head trains. `chat_template_kwargs`: variables of the chat
+    template, such as ``enable_thinking``. `on_record` is called with the number of records so far,
+    after each. DataError for unusable input, or nothing left to learn from; ArgumentError if
+    `output` holds something.
+    """
     if max_length < 2:
         raise ArgumentError(f"max_length must be at least 2 tokens, got {max_length}")
     if answer_tokens < 0:
@@ -123,18 +129,22 @@ _END = "\ue000end\ue000"  # Stands behind the last piece of a rendered answer, w
 
 
 class Encoded(NamedTuple):
-    """One document before it is cut: its token ids, and of each whether the assistant wrote it."""
+    """`Encoded` is one document before it is cut: its token ids, and for each whether the assistant
+    wrote it.
+    """
 
     tokens: list[int]
     mask: list[bool]
 
 
 class Encoder:
-    """Encodes records with one tokenizer: token ids and the mask of what the assistant wrote, or only the last answers.
+    """A `RecordEncoder` encodes records with one tokenizer: token ids and the mask of what the
+    assistant wrote.
 
-    Where the chat template marks the assistant's words (``{% generation %}``), transformers says which tokens those
-    are; where it does not, the conversation is rendered prefix by prefix, and that is refused where prefixes do not fit
-    into one another. `variables` are the chat template's; ArgumentError for what cannot be one.
+    The mask can be limited to the last answers. Where the chat template marks the assistant's words
+    (``{% generation %}``), transformers says which tokens those are; where it does not, the
+    conversation is rendered prefix by prefix, and that is refused where prefixes do not fit into
+    one another. `variables` are the chat template's; ArgumentError for what cannot be one.
     """
 
     def __init__(
@@ -151,7 +161,9 @@ class Encoder:
         self._special = frozenset(int(token) for token in tokenizer.added_tokens_decoder)
 
     def encode(self, record: Record) -> Encoded:
-        """Token ids and mask of a record; DataError without an assistant turn, a chat template, or a usable mask."""
+        """Return token ids and mask of a record; DataError without an assistant turn, a chat
+        template, or a usable mask.
+        """
         if not record.messages:
             tokens, given = self._ids(record.text), record.prompt_tokens
             # A tokenizer may close a text, but what a limit cut off has no end.
@@ -185,8 +197,11 @@ class Encoder:
         return self._masked(messages, turns[-1:] if self.last_turn_only else turns, record)
 
     def _check_calls(self, messages: Sequence[Message], turns: Sequence[int], record: Record) -> None:
-        """Refuse a call of a tool that the chat template leaves out: the conversation is rendered without it to the
-        same text. It would be learned as an answer that ends early."""
+        """Refuse a tool call that the chat template leaves out: without it the conversation is
+        rendered to the same text.
+
+        It would be learned as an answer that ends early.
+        """
         whole = None
         for turn in turns:
             calls = messages[turn].get("tool_calls") or []
@@ -209,7 +224,9 @@ class Encoder:
                     )
 
     def _encode_cut(self, messages: Sequence[Message], turns: Sequence[int], record: Record) -> Encoded:
-        """Of a last answer that a limit cut off there is what was written behind its prompt, and no end of its turn."""
+        """Encode a last answer that a limit cut off: what was written behind its prompt, without an
+        end of its turn.
+        """
         if len(messages) == 1:
             raise DataError(NO_PROMPT)
         earlier = () if self.last_turn_only else turns[:-1]
@@ -218,8 +235,11 @@ class Encoder:
         return Encoded(prompt.tokens + written, prompt.mask + [True] * len(written))
 
     def _written(self, messages: Sequence[Message], record: Record) -> str:
-        """The text of the last answer; where its thinking was told apart, as the template shows both, up to the end of
-        what came last."""
+        """Return the text of the last answer.
+
+        Where its thinking was told apart, it is what the template shows of both, up to the end of
+        what came last.
+        """
         *before, answer = messages
         if not answer.get("reasoning_content"):
             return str(answer["content"])
@@ -235,7 +255,9 @@ class Encoder:
         return str(whole[len(prompt) :])
 
     def _masked(self, messages: Sequence[Message], turns: Sequence[int], record: Record, **ending: Any) -> Encoded:
-        """Messages of which the `turns` count; `ending`: how the rendering ends, where not with the last of them."""
+        """Encode messages of which the `turns` count; `ending` says how the rendering ends, where
+        not with the last of them.
+        """
         template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
         marked = MARKER.search(template) and not self._writes_marks(messages, record)
         if self.last_turn_only or not turns or not marked:
@@ -250,7 +272,9 @@ class Encoder:
         return Encoded(list(rendered["input_ids"]), mask)
 
     def _writes_marks(self, messages: Sequence[Message], record: Record) -> bool:
-        """Whether text of the conversation looks like a control token: no template tells which is which then."""
+        """Return whether text of the conversation looks like a control token; then no template
+        tells which is which.
+        """
         try:
             return written_mark(self.tokenizer, [messages, record.tools, self.variables]) is not None
         except ArgumentError as error:
@@ -274,7 +298,7 @@ class Encoder:
         return Encoded(tokens, mask)
 
     def _check_prefix(self, shorter: list[int], longer: list[int], which: str, whole: str) -> None:
-        """Refuse a template by which an earlier part of the text depends on what comes later."""
+        """Refuse a template in which an earlier part of the text depends on what comes later."""
         if longer[: len(shorter)] == shorter:
             return
         if self.tokenizer.decode(longer).startswith(self.tokenizer.decode(shorter)):
@@ -289,7 +313,9 @@ class Encoder:
         )
 
     def _stop(self, tokens: list[int], start: int, end: int) -> int:
-        """Where the answer in ``tokens[start:end]`` ends: white space after its end-of-turn token is not its own."""
+        """Return where the answer in ``tokens[start:end]`` ends; white space after its end-of-turn
+        token is not its own.
+        """
         last = next((index for index in range(end - 1, start - 1, -1) if tokens[index] in self._special), None)
         if last is None or last == end - 1 or self.tokenizer.decode(tokens[last + 1 : end]).strip():
             return end
@@ -306,7 +332,7 @@ class Encoder:
 def apply_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], **options: Any
 ) -> Any:
-    """What the chat template makes of a conversation; DataError if it refuses it."""
+    """Render a conversation with the chat template; DataError if the template refuses it."""
     try:
         return rendered(tokenizer, messages, tools, **options)
     except ArgumentError as error:

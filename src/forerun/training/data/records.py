@@ -1,4 +1,6 @@
-"""Records of conversations and texts, read from files in the layouts that people have. Imports no torch."""
+"""This module reads records of conversations and texts from files in the layouts that people have.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,18 @@ SPEAKERS = {
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
     **dict.fromkeys(("system", "developer"), "system"),
 }
-"""Who is meant by ShareGPT's ``from``, and by ``role``; chat templates know no developer, who is their system."""
+"""These names are ShareGPT's ``from`` and ``role`` of each speaker; chat templates know no
+developer, who is their system.
+"""
 NAMES = ("id", "conversation_id", "uuid", "question_id", "task_id")
-"""Keys that an entry may be named by."""
+"""An entry may be named by one of these keys."""
 EXAMPLES_KEPT = 5
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One entry of an input file. Exactly one of `messages` and `text` is filled."""
+    """A `Record` is one entry of an input file. Exactly one of `messages` and `text` is filled."""
 
     where: str
     id: str  # The entry's own, else the file's name and the line
@@ -43,7 +47,9 @@ class Record:
 
 @dataclass(kw_only=True, slots=True)
 class BadRecords:
-    """What to do with entries that cannot be used: stop at the first, or keep the rest and count."""
+    """`BadRecords` says what to do with entries that cannot be used: stop at the first, or keep the
+    rest and count.
+    """
 
     skip: bool
     remedy: str = " (--skip-bad leaves such entries out and keeps the rest)"
@@ -51,7 +57,7 @@ class BadRecords:
     examples: list[str] = field(default_factory=list)
 
     def report(self, complaint: str) -> None:
-        """Take note of a bad entry; DataError if those are not to be skipped."""
+        """Record a bad entry; DataError if those are not to be skipped."""
         if not self.skip:
             raise DataError(f"{complaint}{self.remedy}")
         self.count += 1
@@ -60,20 +66,28 @@ class BadRecords:
 
 
 def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
-    """Every record of one file, in order; DataError if the file, or an entry that `bad` does not skip, is not usable.
-    ``.jsonl``/``.ndjson``: one JSON object per line. ``.json``: an array of objects, one object, or lines after all.
-    ``.parquet``: one record per row. Anything else is plain text, one record for the whole file."""
+    """Read every record of one file, in order.
+
+    DataError if the file, or an entry that `bad` does not skip, is not usable.
+    ``.jsonl``/``.ndjson``: one JSON object per line. ``.json``: an array of objects, one object, or
+    lines after all. ``.parquet``: one record per row. Anything else is plain text, one record for
+    the whole file.
+    """
     return (record for record, _ in usable_records(path, bad, lambda record: None))
 
 
 def read_entries(rows: Iterable[Any], name: str, bad: BadRecords) -> Iterator[Record]:
-    """The records of rows that are no file's, such as a data set's; errors as `read_records`."""
+    """Read the records of rows that are no file's, such as a data set's; errors as in
+    `read_records`.
+    """
     entries = ((f"row {number}", number, row) for number, row in enumerate(rows, start=1))
     return (record for record, _ in _usable(entries, name, bad, lambda record: None))
 
 
 def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) -> Iterator[tuple[Record, Made]]:
-    """`read_records`, each with what `make` makes of it; one that it refuses with a `DataError` is bad."""
+    """Read records, each with what `make` makes of it; one that it refuses with a `DataError` is
+    bad.
+    """
     if not path.is_file():
         what = "is a directory; name the files in it" if path.is_dir() else "does not exist"
         raise DataError(f"data file {path} {what}")
@@ -189,7 +203,9 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
 
 
 def _check_characters(record: Record) -> None:
-    """DataError for halves of surrogate pairs, which JSON can say (``\\ud800``) and which are no characters."""
+    """Raise DataError for halves of surrogate pairs, which JSON can say (``\\ud800``) and which are
+    no characters.
+    """
     for text in (record.text, *(message["content"] for message in record.messages)):
         try:
             str(text).encode()
@@ -201,7 +217,9 @@ def _check_characters(record: Record) -> None:
 
 
 def _conversation(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:
-    """The messages of an entry, none where it is no conversation; and prompt and completion, where it was that."""
+    """Return the messages of an entry, none where it is no conversation, with prompt and
+    completion, where it was that.
+    """
     for key in ("messages", "conversations"):
         if key in entry:
             return _messages(entry[key], key), None
@@ -214,7 +232,7 @@ def _conversation(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[
 
 
 def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """A list of JSON schemas, or the text of one; nothing is none."""
+    """Return the list of JSON schemas, also from its text; nothing is an empty list."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value else value or []
     except (ValueError, RecursionError) as error:
@@ -231,14 +249,14 @@ def _messages(value: Any, key: str) -> tuple[Message, ...]:
 
 
 def _turns(value: Any) -> tuple[Message, ...]:
-    """What a user asks one after the other, as in MT-Bench, Spec-Bench and SPEED-Bench."""
+    """Return what a user asks one after the other, as in MT-Bench, Spec-Bench and SPEED-Bench."""
     if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
         raise DataError("'turns' must be a list of at least one string, none of them empty")
     return tuple({"role": "user", "content": turn} for turn in value)
 
 
 def _asked(question: Any, answer: Any) -> list[Message]:
-    """A question and, where there is one, its answer, as in GSM8K and OpenOrca."""
+    """Return a question and, where there is one, its answer, as in GSM8K and OpenOrca."""
     answered = [] if answer is None else [{"role": "assistant", "content": answer}]
     return [{"role": "user", "content": question}, *answered]
 
@@ -259,7 +277,7 @@ def _message(value: Any, number: int) -> Message:
 
 
 def _joined(content: Any, number: int) -> str:
-    """The text of a message: a string, or the parts of one, as OpenAI has them."""
+    """Return the text of a message: a string, or the parts of one, as OpenAI has them."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -274,7 +292,9 @@ def _joined(content: Any, number: int) -> str:
 
 
 def _calls(value: Any, number: int) -> list[dict[str, Any]]:
-    """Calls of tools as chat templates read them: their arguments, which OpenAI has as JSON text, are objects."""
+    """Return tool calls as chat templates read them: their arguments, which OpenAI has as JSON
+    text, are objects.
+    """
     calls = list[dict[str, Any]]()
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -298,7 +318,9 @@ def _arguments(text: str, number: int) -> dict[str, Any]:
 
 
 def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:
-    """Prompt and completion, each a string or a list of messages; a prompt alone is a conversation to be answered."""
+    """Return prompt and completion, each a string or a list of messages; a prompt alone is a
+    conversation to be answered.
+    """
     prompt, completion = entry["prompt"], entry.get("completion", entry.get("response"))
     plain, answered = isinstance(prompt, str), isinstance(completion, str)
     messages: tuple[Message, ...] = ({"role": "user", "content": prompt},) if plain else _messages(prompt, "prompt")

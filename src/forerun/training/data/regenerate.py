@@ -1,6 +1,9 @@
-"""Training answers written by the target itself, through the local engine or an OpenAI-compatible endpoint. A record is
-a script of questions, whoever answers them. Every finished record is one line, safe at once; a run that was stopped
-goes on where it was."""
+"""The target itself writes training answers here, through the local engine or an OpenAI-compatible
+endpoint.
+
+A record is a script of questions, whoever answers them. Every finished record is one line, safe at
+once; a run that was stopped goes on where it was.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ Write = Callable[[dict[str, Any]], None]
 
 
 class Plan:
-    """The records that are left to answer, and counts: progress while it runs, then the outcome."""
+    """An `AnswerRun` holds the records that are left to answer, and counts: progress while it runs,
+    then the outcome.
+    """
 
     def __init__(
         self,
@@ -46,10 +51,13 @@ class Plan:
         skip_bad: bool = False,
         tell: Callable[[Plan], None] = lambda _: None,
     ) -> None:
-        """Read the input, data of any kind that `forerun data prepare` reads, and see what an earlier run has finished.
-        `limit` takes only the first records; `output` is JSONL to append to; `tell` is called after each record.
-        DataError if the input cannot be used, or the output is no earlier run's; ArgumentError if they are one file, or
-        if a record was answered under other settings."""
+        """Read the input, data of any kind that `forerun data prepare` reads, and see what an
+        earlier run has finished.
+
+        `limit` takes only the first records; `output` is JSONL to append to; `tell` is called after
+        each record. DataError if the input cannot be used, or the output is no earlier run's;
+        ArgumentError if they are one file, or if a record was answered under other settings.
+        """
         if limit is not None and limit < 1:
             raise ArgumentError(f"limit must be at least 1, got {limit}")
         if path.resolve() == output.resolve():
@@ -78,12 +86,14 @@ class Plan:
         return self.resumed + self.written + self.failed
 
     def summary(self) -> dict[str, Any]:
-        """The counts for JSON."""
+        """Return the counts for JSON."""
         counts = ("total", "resumed", "written", "answers", "failed", "skipped")
         return {"output": str(self.output), **{name: getattr(self, name) for name in counts}}
 
     def _answered(self, record: Record, lines: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether one of the earlier lines with the record's id is its own: not that of another prompt."""
+        """Return whether one of the earlier lines with the record's id is its own: not that of
+        another prompt.
+        """
         now = self.director.asked(record)
         own = [asked for asked in lines if asked.get("prompt", now["prompt"]) == now["prompt"]]
         # An older forerun did not write down what was asked.
@@ -147,14 +157,19 @@ _HIDDEN = (
 
 
 def _hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | None:
-    """The first of the special tokens `marks` in an answer, whose text does not show it; those at its end end it."""
+    """Return the first of the special tokens `marks` within an answer, which its text does not
+    show; at the end they end it.
+    """
     end = max((place for place, token in enumerate(token_ids) if token not in marks), default=0)
     return next((marks[token] for token in token_ids[:end] if token in marks), None)
 
 
 def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int, transport: Any = None) -> Plan:
-    """Answer everything with an endpoint, `concurrency` records at a time; `transport` replaces httpx's, for tests.
-    EndpointError if it refuses everything, or cannot be reached any more; what is written stays."""
+    """Answer everything with an endpoint, `concurrency` records at a time.
+
+    `transport` replaces httpx's, for tests. EndpointError if it refuses everything, or cannot be
+    reached any more; what is written stays.
+    """
 
     async def ask_all() -> None:
         async with endpoint.client(transport, concurrency) as client:
@@ -210,7 +225,9 @@ def _next(script: Script, answer: Answer | None) -> Question | dict[str, Any]:
 
 @contextmanager
 def _appended(path: Path) -> Iterator[Write]:
-    """A function that appends a whole JSON line at once, or OSError; one cut short by a crash is removed first."""
+    """Yield a function that appends a whole JSON line at once, or OSError; a line cut short by a
+    crash is removed first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         with path.open("r+b") as lines:
@@ -226,8 +243,10 @@ def _appended(path: Path) -> Iterator[Write]:
 
 
 def _finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
-    """Of the whole lines of an earlier run's output, if any: id -> what was asked, an empty mapping where that is not
-    written down; DataError if the file is something else."""
+    """Return what was asked, by id, from the whole lines of an earlier run's output, if any.
+
+    It is an empty mapping where that is not written down. DataError if the file is something else.
+    """
     found, alike = dict[str, list[Mapping[str, Any]]](), dict[str, Mapping[str, Any]]()
     if not path.exists():
         return found
@@ -248,7 +267,7 @@ def _finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Where the target answers and how patient to be with it."""
+    """An `Endpoint` says where the target answers and how patient to be with it."""
 
     url: str  # Base, with or without ``/v1``
     model: str
@@ -258,7 +277,9 @@ class Endpoint:
     api_key: str | None = None  # Bearer token; None takes ``OPENAI_API_KEY`` if it is set
 
     def client(self, transport: Any = None, connections: int = 100) -> Any:
-        """An `httpx.AsyncClient` for this endpoint, to be closed by the caller; `transport` replaces the network."""
+        """Return an `httpx.AsyncClient` for this endpoint, to be closed by the caller; `transport`
+        replaces the network.
+        """
         try:
             import httpx
         except ImportError as error:
@@ -318,7 +339,9 @@ class Endpoint:
             await asyncio.sleep(self._pause(attempt, response))
 
     def _pause(self, attempt: int, response: Any) -> float:
-        """Seconds to wait: what the server asks for, else twice as long each time, not all clients at once."""
+        """Return the seconds to wait: what the server asks for, else twice as long each time, not
+        all clients at once.
+        """
         asked = response.headers.get("Retry-After", "") if response is not None else ""
         try:
             wanted = float(asked)
@@ -337,7 +360,7 @@ class EndpointError(ForerunError, ConnectionError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Director:
-    """Makes the scripts of records."""
+    """A `Director` makes the scripts of records."""
 
     tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
     prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
@@ -353,7 +376,9 @@ class Director:
             check_variables(self.tokenizer, self.variables)
 
     def asked(self, record: Record) -> dict[str, Any]:
-        """What decides the answers to a record, for its line: a digest of what it says, and the settings."""
+        """Return what decides the answers to a record, for its line: a digest of what it says, and
+        the settings.
+        """
         said = json.dumps([record.messages, record.tools, record.text], sort_keys=True, default=str)
         found: dict[str, Any] = {"prompt": hashlib.sha256(said.encode()).hexdigest()[:16], "by": self.by}
         found |= {name: getattr(self.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
@@ -364,13 +389,18 @@ class Director:
         return {name: value for name, value in found.items() if value not in (None, "", {})}
 
     def script(self, record: Record) -> Script:
-        """The questions of one record; advancing it raises DataError where nothing can be answered."""
+        """Return the questions of one record; advancing it raises DataError where nothing can be
+        answered.
+        """
         return self._conversation(record) if record.messages else self._text(record)
 
     def _conversation(self, record: Record) -> Script:
-        """Keep what others said, write every turn of the assistant anew, and answer what was left unanswered. A
-        conversation ends early where an answer is cut off, and before the first call of a tool: the tool's recorded
-        reply would not fit another call."""
+        """Keep what others said, write every turn of the assistant anew, and answer what was left
+        unanswered.
+
+        A conversation ends early where an answer is cut off, and before the first call of a tool:
+        the tool's recorded reply would not fit another call.
+        """
         history: list[Message] = []
         line: dict[str, Any] = {"id": record.id, "messages": history}
         line |= {"tools": [dict(tool) for tool in record.tools]} if record.tools else {}
@@ -420,7 +450,7 @@ class Director:
 
 
 def _askable(messages: Sequence[Message]) -> list[Message]:
-    """The messages before the first that calls a tool or reports from one."""
+    """Return the messages before the first that calls a tool or reports from one."""
     found = list[Message]()
     for message in messages:
         reports = message["role"] == "tool"
@@ -437,7 +467,9 @@ def _askable(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One thing to generate: the next turn of a conversation, or what follows a text."""
+    """A `TargetPrompt` is one thing to generate: the next turn of a conversation, or what follows a
+    text.
+    """
 
     messages: tuple[Message, ...]  # The conversation so far; empty for plain text
     tools: tuple[Mapping[str, Any], ...]
@@ -447,7 +479,7 @@ class Question:
 
 
 class Answer(NamedTuple):
-    """What the target wrote."""
+    """A `TargetAnswer` is what the target wrote."""
 
     text: str
     truncated: bool  # A limit on tokens ended it, not the target

@@ -1,7 +1,9 @@
-"""Prepared data: token ids and masks of documents in a directory; from there the draft vocabulary and packed windows.
+"""Prepared data are token ids and masks of documents in a directory, from which draft vocabulary
+and windows are made.
 
-``tokens.bin`` (int32), ``mask.bin`` (uint8), ``offsets.bin`` (int64, one more than documents), and ``manifest.json``
-with the sha256 of each, compared whenever the directory is opened: five bytes a token, at more than 1 GB a second.
+``tokens.bin`` (int32), ``mask.bin`` (uint8), ``offsets.bin`` (int64, one more than documents), and
+``manifest.json`` with the sha256 of each, compared whenever the directory is opened: five bytes a
+token, at more than 1 GB a second.
 """
 
 from __future__ import annotations
@@ -36,12 +38,18 @@ UNWRITTEN = -1  # In the place of each token of an answer that is yet to be writ
 
 
 class PreparedData:
-    """A prepared directory: documents are views into memory-mapped files; ``len(data)`` is their number."""
+    """`PreparedData` is a prepared directory: documents are views into memory-mapped files;
+    ``len(data)`` is their number.
+    """
 
     def __init__(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Open a directory that `forerun data prepare` wrote, and read all of it once to compare the checksums.
+        """Open a directory that `forerun data prepare` wrote, and read all of it once to compare
+        the checksums.
+
         DataError for no prepared data, another version, or a file that was cut short or changed;
-        VocabularyMismatchError if another `tokenizer` made it, or conversations were written with another template."""
+        VocabularyMismatchError if another `tokenizer` made it, or conversations were written with
+        another template.
+        """
         self.folder = Path(folder)
         self.manifest = KIND.read(self.folder)
         documents, tokens = self.manifest["counts"]["documents"], self.manifest["counts"]["tokens"]
@@ -62,16 +70,20 @@ class PreparedData:
 
     @property
     def hash(self) -> str:
-        """sha256 of what was written; the data's name in every record of provenance."""
+        """Return the sha256 of what was written; it is the data's name in every record of
+        provenance.
+        """
         return str(self.manifest["hash"])
 
     @property
     def unwritten(self) -> int:
-        """Documents that are a prompt and room for an answer, `UNWRITTEN` in the place of each of its tokens."""
+        """Return the number of documents that are a prompt and room for an answer, `UNWRITTEN` in
+        the place of each token.
+        """
         return int(self.manifest["counts"].get("unwritten", 0))
 
     def check_written(self, what: str) -> None:
-        """DataError where `what` needs answers and some are yet to be written."""
+        """Raise DataError where `what` needs answers and some are yet to be written."""
         if self.unwritten:
             raise DataError(
                 f"{self.folder}: {self.unwritten:,} documents are prompts whose answers are yet to be written "
@@ -80,7 +92,9 @@ class PreparedData:
             )
 
     def check_ids(self, vocab_size: int, what: str) -> None:
-        """ArgumentError where `what`, which knows so many tokens, has no embedding for one of these."""
+        """Raise ArgumentError where `what`, which knows so many tokens, has no embedding for one of
+        these.
+        """
         largest = int(self.tokens.max(initial=0))
         if largest >= vocab_size:
             raise ArgumentError(
@@ -94,18 +108,22 @@ class PreparedData:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """(documents,) int64: tokens of each document."""
+        """Return the tokens of each document, (documents,) int64."""
         return np.diff(self.offsets)
 
     def document(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Tokens (length,) int32 and mask (length,) uint8 of one document, read-only views; or IndexError."""
+        """Return tokens (length,) int32 and mask (length,) uint8 of one document, read-only views;
+        or IndexError.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         return self.tokens[start:end], self.mask[start:end]
 
     def check_tokenizer(self, given: TokenizerIdentity) -> None:
-        """VocabularyMismatchError for another vocabulary; for another template where there are conversations."""
+        """Raise VocabularyMismatchError for another vocabulary; for another template where there
+        are conversations.
+        """
         own, again = self.tokenizer, "prepare the data with the target's own tokenizer"
         if own.vocabulary != given.vocabulary:
             raise VocabularyMismatchError(
@@ -137,9 +155,12 @@ def write_prepared(
     tokenizer: TokenizerIdentity,
     about: Mapping[str, Any] | None = None,
 ) -> PreparedData:
-    """Write documents (token ids and mask) as a prepared directory, which appears whole or not at all, and open it.
-    `about` has further entries of the manifest, read when all documents were; ``counts`` are completed here.
-    ArgumentError if there is something in `folder` already."""
+    """Write documents (token ids and mask) as a prepared directory, which appears whole or not at
+    all, and open it.
+
+    `about` has further entries of the manifest, read when all documents were; ``counts`` are
+    completed here. ArgumentError if there is something in `folder` already.
+    """
     check_new(folder)
     about = about or {}
     counts = {"documents": 0, "tokens": 0, "counted_tokens": 0}
@@ -167,7 +188,7 @@ def write_prepared(
 
 
 def check_new(folder: Path) -> None:
-    """ArgumentError if there is something where an output folder shall be."""
+    """Raise ArgumentError if there is something where an output folder shall be."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ArgumentError(f"{folder} exists and is not empty; choose another --output or remove it first")
 
@@ -176,8 +197,11 @@ _BLOCK = 1 << 22
 
 
 def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
-    """(V,) int64: how often each token counts, prompts and templates left out; V, `vocab_size`, is the target's.
-    ArgumentError if the data holds a token id of V or more."""
+    """Return how often each token counts, (V,) int64, prompts and templates left out; V,
+    `vocab_size`, is the target's.
+
+    ArgumentError if the data holds a token id of V or more.
+    """
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, data.num_tokens, _BLOCK):
         tokens = data.tokens[start : start + _BLOCK]
@@ -192,8 +216,11 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """(size,) int64, ascending: the ids of the most frequent tokens by `counts` (V,), those of `token_counts`. Of
-    equally frequent tokens the lower id comes first. ArgumentError if `size` is below 1 or above V."""
+    """Return the ids of the most frequent tokens by `counts` (V,), (size,) int64, ascending.
+
+    `counts` are those of `token_counts`. Of equally frequent tokens the lower id comes first.
+    ArgumentError if `size` is below 1 or above V.
+    """
     if not 1 <= size <= len(counts):
         raise ArgumentError(f"the draft vocabulary must have 1 to {len(counts)} tokens (the target's), got {size}")
     # A stable sort keeps equals in ascending order of id, and tokens that never occur are equals, too.
@@ -202,7 +229,9 @@ def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
 
 
 def coverage(counts: Tensor, ids: Tensor) -> float:
-    """The share of counted tokens, in [0, 1], that a draft vocabulary can say; 1 where nothing was counted."""
+    """Return the share of counted tokens, in [0, 1], that a draft vocabulary can say; 1 where
+    nothing was counted.
+    """
     total = int(counts.sum())
     return int(counts[ids].sum()) / total if total else 1.0
 
@@ -212,7 +241,7 @@ BUCKET = 2048  # Segments that are sorted and packed together: large enough to f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Where a stretch of a document stands: in the batch, and in the document."""
+    """A `Segment` says where a stretch of a document stands: in the batch, and in the document."""
 
     row: int
     column: int
@@ -222,10 +251,13 @@ class Segment:
 
 
 class PackedWindows:
-    """Batches of B = `rows` packed windows of S = `length` tokens, a function of the arguments and the step alone. Rank
-    r takes rows ``r * rows`` to ``(r + 1) * rows`` of ``rows * world``: 1 process with 8 rows and 4 with 2 rows see the
-    same windows in the same order. Segments with fewer than `min_tokens` tokens to learn are left out; DataError if
-    none has enough."""
+    """`PackedWindows` are batches of B = `rows` packed windows of S = `length` tokens, a function
+    of arguments and step alone.
+
+    Rank r takes rows ``r * rows`` to ``(r + 1) * rows`` of ``rows * world``: 1 process with 8 rows
+    and 4 with 2 rows see the same windows in the same order. Segments with fewer than `min_tokens`
+    tokens to learn are left out; DataError if none has enough.
+    """
 
     def __init__(self, data: PreparedData, *, length: int, rows: int, seed: int, min_tokens: int = 1) -> None:
         if length < 2 or rows < 1 or min_tokens < 1 or seed < 0:
@@ -244,15 +276,19 @@ class PackedWindows:
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:
-        """Number of different windows."""
+        """Return the number of different windows."""
         return len(self._windows)
 
     def steps_per_epoch(self, world: int = 1) -> int:
-        """Steps in which every window is seen at least once; the last is filled up with the epoch's first windows."""
+        """Return the steps in which every window is seen at least once; the last is filled up with
+        the epoch's first windows.
+        """
         return -(-len(self) // (self.rows * world))
 
     def segments(self, step: int, rank: int = 0, world: int = 1) -> list[Segment]:
-        """What the rows of ``batch(step, rank, world)`` are made of, row by row, left to right; errors as there."""
+        """Return the segments in the rows of ``batch(step, rank, world)``, row by row, left to
+        right; errors as there.
+        """
         if step < 0 or not 0 <= rank < world:
             raise ArgumentError(f"step must be at least 0 and rank below world, got {step}, {rank} of {world}")
         found = []
@@ -269,8 +305,11 @@ class PackedWindows:
         return found
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        """One process's rows of a step, B = `rows`, S = `length`; ArgumentError for a negative step, or no such rank. A
-        segment's first token never counts: nothing before it may predict it."""
+        """Return one process's rows of a step, B = `rows`, S = `length`; ArgumentError for a
+        negative step, or no such rank.
+
+        A segment's first token never counts: nothing before it may predict it.
+        """
         shape = (self.rows, self.length)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         mask, documents = np.zeros(shape, bool), np.full(shape, -1, np.int64)
@@ -290,7 +329,9 @@ class PackedWindows:
 
 
 def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
-    """(segments, 3) int64: document, offset, length. Only what is longer than the window is split."""
+    """Return document, offset and length of each segment, (segments, 3) int64; only what is longer
+    than the window is split. Only what is longer than the window is split.
+    """
     segments = []
     for document, tokens in enumerate(data.lengths.tolist()):
         whole = data.tokens[data.offsets[document + 1] - 1] != UNWRITTEN  # else no prompt stands before a further piece
@@ -302,7 +343,9 @@ def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
 
 
 def _pack(lengths: NDArray[np.int64], capacity: int, random: np.random.Generator) -> list[list[int]]:
-    """Windows as lists of segment numbers: within shuffled buckets the longest first, each where least room is left."""
+    """Pack windows as lists of segment numbers: in shuffled buckets the longest first, each where
+    least room is left.
+    """
     windows: list[list[int]] = []
     order = random.permutation(len(lengths))
     for start in range(0, len(order), BUCKET):

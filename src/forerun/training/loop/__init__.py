@@ -1,1 +1,3 @@
-"""The training loop: `trainer.train` takes an objective, data and settings, and knows nothing of drafting."""
+"""The training loop takes an objective, data and settings (`trainer.train`), and knows nothing of
+drafting.
+"""

@@ -1,6 +1,10 @@
-"""Training checkpoints. ``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32),
-``optimizer.safetensors`` (one tensor per parameter and kind, ``<parameter>|<kind>``), ``random.json`` (per process) and
-``state.json``. Everything is stored whole, so that any number of processes can read it."""
+"""This module writes and reads training checkpoints.
+
+``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32),
+``optimizer.safetensors`` (one tensor per parameter and kind, ``<parameter>|<kind>``),
+``random.json`` (per process) and ``state.json``. Everything is stored whole, so that any number of
+processes can read it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ Optimizers = Iterable[torch.optim.Optimizer]
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """How far training has come. Changes with every step."""
+    """`Progress` says how far training has come. Changes with every step."""
 
     step: int = 0
     position: int = 0  # Batches read, which is where the data go on
@@ -44,10 +48,10 @@ class Progress:
 
 
 class Saved:
-    """What a checkpoint says about itself; its tensors are left alone."""
+    """A `Saved` checkpoint is what it says about itself; its tensors are left alone."""
 
     def __init__(self, path: Path) -> None:
-        """CheckpointError if it is incomplete or in another format."""
+        """Read the record; CheckpointError if it is incomplete or in another format."""
         try:
             record, states = (json.loads((path / name).read_text(encoding="utf-8")) for name in (STATE, RANDOM))
         except (OSError, ValueError) as error:
@@ -83,8 +87,9 @@ def save(
 
 
 def save_progress(folder: Path, progress: Progress) -> None:
-    """Let the checkpoint in `folder` say what an evaluation since then has found; CheckpointError if the disk
-    refuses."""
+    """Write what an evaluation since then has found into the checkpoint in `folder`;
+    CheckpointError if the disk refuses.
+    """
     path = folder / STATE
     try:
         record = json.loads(path.read_text(encoding="utf-8")) | {"progress": asdict(progress)}
@@ -97,7 +102,7 @@ def save_progress(folder: Path, progress: Progress) -> None:
 
 
 def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:
-    """Write the weights alone to ``output/best``, with ``best.json``; as `save`."""
+    """Write the weights alone to ``output/best``, with ``best.json``; all processes must call it."""
     weights, record = weights_of(module, parallel), {"step": step, "values": dict(values)}
     return parallel.on_first(lambda: _write(output / "best", {MODEL: weights}, {"best.json": record}))
 
@@ -112,7 +117,9 @@ def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapp
 
 
 def whole(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
-    """Full copies on the CPU of the first process, none on the others, by name. All processes must call it."""
+    """Return full copies on the CPU of the first process, none on the others, by name. All
+    processes must call it.
+    """
     found = {}
     for name, tensor in tensors.items():
         full = tensor.detach()
@@ -125,7 +132,7 @@ def whole(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor
 
 
 def weights_of(module: nn.Module, parallel: Parallel) -> dict[str, Tensor]:
-    """`whole` of parameters and persistent buffers; tied ones once, by their first name."""
+    """Return `whole` of parameters and persistent buffers; tied ones once, by their first name."""
     state = module.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(state.items())}
     return whole({name: state[name] for name in first_names.values()}, parallel)
@@ -145,8 +152,11 @@ def load_weights(path: Path, module: nn.Module) -> None:
 
 
 def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, parallel: Parallel) -> None:
-    """Fill the optimizers of `module`, already sharded; all processes must call it, the first one reads.
-    CheckpointError for a checkpoint of another optimizer or other parameters."""
+    """Fill the optimizers of `module`, already sharded; all processes must call it, the first one
+    reads.
+
+    CheckpointError for a checkpoint of another optimizer or other parameters.
+    """
     parameters = dict(module.named_parameters())
     by_parameter: dict[int, dict[str, Tensor]] = {}
     for name, value in _shared(path, parallel).items():
@@ -174,7 +184,7 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
 
 
 def _shared(path: Path, parallel: Parallel) -> dict[str, Tensor]:
-    """The first process's tensors on all, so that only its disk needs the file."""
+    """Send the first process's tensors to all, so that only its disk needs the file."""
     stored: dict[str, Tensor] = {}
 
     def describe() -> dict[str, Tensor]:
@@ -198,7 +208,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def checkpoints(output: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of the complete checkpoints in `output`, oldest first."""
+    """Return (step, directory) of the complete checkpoints in `output`, oldest first."""
     found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in output.glob("*/")]
     return sorted((int(match[1]), path) for match, path in found if match)
 
@@ -209,7 +219,9 @@ def latest(output: Path) -> Path | None:
 
 @contextmanager
 def new_directory(folder: Path) -> Iterator[Path]:
-    """A fresh directory that takes the place of `folder` when the block ends; CheckpointError if the disk refuses."""
+    """Yield a fresh directory that takes the place of `folder` when the block ends; CheckpointError
+    if the disk refuses.
+    """
     try:
         with written_folder(folder) as fresh:
             yield fresh
@@ -241,7 +253,9 @@ def begin_random(states: Sequence[str], seed: int, rank: int, step: int) -> None
 
 
 def capture_random() -> str:
-    """All states as JSON; torch's CUDA state is that of the current device, if CUDA is in use."""
+    """Return all random states as JSON; torch's CUDA state is that of the current device, if CUDA
+    is in use.
+    """
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     states = {

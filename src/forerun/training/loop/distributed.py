@@ -1,4 +1,6 @@
-"""The processes that torchrun started: rank and world, DDP and FSDP2 of the objective's module, and collectives."""
+"""This module knows the processes that torchrun started: rank and world, DDP and FSDP2 of the
+module, and collectives.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """Rank and device of this process, and how many there are."""
+    """`Parallel` holds rank and device of this process, and how many there are."""
 
     rank: int = 0
     world: int = 1  # Processes in all
@@ -35,8 +37,11 @@ class Parallel:
 
     @classmethod
     def from_environment(cls, mode: Mode = "ddp", device: torch.device | str | None = None) -> Parallel:
-        """Join the processes that torchrun started, if any. `device` None is the local rank's CUDA device, else
-        CPU. ArgumentError for an unknown mode, or "single" with several processes."""
+        """Join the processes that torchrun started, if any.
+
+        `device` None is the local rank's CUDA device, else CPU. ArgumentError for an unknown mode,
+        or "single" with several processes.
+        """
         if mode not in ("single", "ddp", "fsdp"):
             raise ArgumentError(f"mode={mode!r} is unknown; expected single, ddp or fsdp.")
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -54,7 +59,7 @@ class Parallel:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes files and logs."""
+        """Return whether this process writes files and logs."""
         return self.rank == 0
 
     def wait(self) -> None:
@@ -67,14 +72,14 @@ class Parallel:
             dist.destroy_process_group()
 
     def sums(self, values: Tensor) -> list[float]:
-        """(n,) -> its n sums over all processes, in float64."""
+        """Return the n sums of (n,) over all processes, in float64."""
         values = values.to(self.device, torch.float64)
         if self.world > 1:
             dist.all_reduce(values)
         return [float(value) for value in values.tolist()]
 
     def share(self, value: Result) -> Result:
-        """The first process's value, on all."""
+        """Return the first process's value, on all."""
         if self.world == 1:
             return value
         box = [value]
@@ -82,7 +87,7 @@ class Parallel:
         return box[0]
 
     def collect(self, value: str) -> list[str]:
-        """Every process's text, by rank, on all."""
+        """Return every process's text, by rank, on all."""
         if self.world == 1:
             return [value]
         box: list[Any] = [None] * self.world
@@ -112,7 +117,7 @@ class Parallel:
 
 
 class Forward(nn.Module):
-    """An objective as a module whose forward pass is the loss: DDP and FSDP act around exactly one forward."""
+    """`Forward` wraps an objective as a module whose forward pass is the loss, for DDP and FSDP."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
@@ -121,14 +126,17 @@ class Forward(nn.Module):
         self._loss = objective.__call__
 
     def forward(self, batch: FeatureBatch) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """(sum of losses, weight, metrics) of a micro-batch."""
+        """Return (sum of losses, weight, metrics) of a micro-batch."""
         report = self._loss(batch)
         return report.loss, report.weight, dict(report.metrics)
 
 
 def spread(objective: Objective, parallel: Parallel) -> nn.Module:
-    """The objective's forward pass, spread as `parallel` says; all start from the first one's weights, and gradients
-    come out averaged. FSDP2 shards the trainable parameters as one group, gathered once: a drafter is a few layers."""
+    """Return the objective's forward pass, distributed as `parallel` says.
+
+    All start from the first one's weights, and gradients come out averaged. FSDP2 shards the
+    trainable parameters as one group, gathered once: a drafter is a few layers.
+    """
     forward = Forward(objective)
     if parallel.mode == "single":
         return forward
@@ -147,7 +155,9 @@ def spread(objective: Objective, parallel: Parallel) -> nn.Module:
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a tensor that every process holds, laid out as `like` where that is sharded."""
+    """Return this process's part of a tensor that every process holds, laid out as `like` where
+    that is sharded.
+    """
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

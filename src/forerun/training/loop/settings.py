@@ -1,4 +1,6 @@
-"""Settings of the training loop, their units and their limits; checked by pydantic, refused as `ArgumentError`."""
+"""These are the settings of the training loop, with units and limits; pydantic checks them, and an
+`ArgumentError` refuses.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ MAY_CHANGE = frozenset({
     "max_seconds", "gradient_checkpointing", "save_every_s", "save_every_steps", "eval_every_steps", "keep_checkpoints",
     "log_every_steps",
 })  # fmt: skip
-"""What a resumed run may set anew; the rest decides what is trained."""
+"""A resumed run may set these anew; the rest decides what is trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
-    """How long, how fast and how carefully to train; ArgumentError names the field whose value is not allowed."""
+    """`TrainSettings` say how long, how fast and how carefully to train; ArgumentError names a
+    field that is not allowed.
+    """
 
     steps: Natural | None = None  # Optimizer steps in all, those of resumed runs included; none: what `epochs` comes to
     epochs: Positive = 1.0  # Passes over the data; read only where `steps` and `seconds` are none
@@ -72,12 +76,15 @@ class TrainSettings:
             raise ArgumentError("steps and seconds both say when training ends: leave one of them away")
 
     def halves(self, device: torch.device) -> bool:
-        """Whether activations on `device` are in bfloat16."""
+        """Return whether activations on `device` are in bfloat16."""
         return multiplies(device, torch.bfloat16) if self.dtype == "auto" else self.dtype == "bfloat16"
 
     def total_steps(self, batches_per_epoch: int, step: int = 0, spent: float = 0.0) -> int:
-        """Optimizer steps in all, at least 1, for data of so many batches per pass. Of a run that `seconds` end it is
-        what its pace comes to, that of `step` steps in `spent` seconds, and what `epochs` come to before the first."""
+        """Return the optimizer steps in all, at least 1, for data of so many batches per pass.
+
+        For a run that `seconds` end it is what its pace comes to, that of `step` steps in `spent`
+        seconds, and what `epochs` come to before the first.
+        """
         if self.seconds is not None and step and spent:
             return step if spent >= self.seconds else max(step + 1, round(step * self.seconds / spent))
         if self.steps is not None:
@@ -88,12 +95,14 @@ class TrainSettings:
         return self.warmup_steps if self.warmup_steps is not None else round(self.warmup_share * total)
 
     def fixed(self) -> dict[str, Any]:
-        """``training.<field>`` -> value, of what a resumed run must keep."""
+        """Return the settings that a resumed run must keep, as ``training.<field>`` -> value."""
         return {f"training.{name}": value for name, value in asdict(self).items() if name not in MAY_CHANGE}
 
 
 def complaint(found: Mapping[str, Any], key: str, hint: Any) -> str:
-    """One of pydantic's errors (``ValidationError.errors()``) about the value `key` of type `hint`, in words."""
+    """Put one of pydantic's errors (``ValidationError.errors()``) about the value `key` of type
+    `hint` into words.
+    """
     value, choices = found["input"], found.get("ctx", {}).get("expected", "").split("'")[1::2]
     wanted = found["msg"].replace("Input should be", "must be").replace("Field required", "lacks a value")
     none = ", or none" if type(None) in typing.get_args(hint) else ""

@@ -1,5 +1,9 @@
-"""Trackers of training: a JSONL file and the console always; TensorBoard, W&B and trackio by name. Not accelerate's:
-their global `PartialState` sets threads and device of the process that logs, and so the bits of what it computes."""
+"""Trackers record training: a JSONL file and the console always; TensorBoard, W&B and trackio by
+name.
+
+They are not accelerate's: their global `PartialState` sets threads and device of the process that
+logs, and so the bits of what it computes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from forerun.writing import written
 
 
 class Tracker(Protocol):
-    """Records values by step."""
+    """A `Tracker` records values by step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` after optimizer step number `step` (from 1); names with "eval/" come from evaluation."""
@@ -29,7 +33,9 @@ class Tracker(Protocol):
 
 
 class JsonLines(Tracker):
-    """One JSON object per call in a file; values that are not finite become null."""
+    """`JsonLines` writes one JSON object per call to a file; values that are not finite become
+    null.
+    """
 
     def __init__(self, path: Path, step: int = 0) -> None:
         """Continue `path` after `step`: lines of later steps, which a killed run left, are dropped."""
@@ -63,10 +69,15 @@ def _upto(line: str, step: int) -> bool:
 
 
 class Bar(Tracker):
-    """A progress bar on stderr: loss, learning rate, tokens per second, time left; plain lines if no terminal."""
+    """A `Bar` is a progress bar on stderr: loss, learning rate, tokens per second, time left; plain
+    lines if no terminal.
+    """
 
     def __init__(self, total: Callable[[], int], step: int = 0, console: Console | None = None) -> None:
-        """Of `total` optimizer steps, as far as can be said by now, `step` are done; `console`: none is stderr."""
+        """Show that `step` of `total` optimizer steps are done.
+
+        `total` may change while training; `console` None is stderr.
+        """
         self._console = console or Console(stderr=True)
         self._total, self._spoken = total, -math.inf
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -93,7 +104,7 @@ class Bar(Tracker):
 
 
 class Remote(Tracker):
-    """Hands everything to a package's own functions."""
+    """A `Remote` tracker calls a package's own functions."""
 
     def __init__(self, log: Callable[[int, Mapping[str, float]], None], close: Callable[[], None]) -> None:
         self._log, self._close = log, close
@@ -109,7 +120,9 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio
 
 
 def tracker(name: str, output: Path, config: Mapping[str, Any]) -> Tracker:
-    """A tracker by name, told the `config`; ArgumentError for an unknown one, or if its package is not installed."""
+    """Return a tracker by name, told the `config`; ArgumentError for an unknown one, or if its
+    package is not installed.
+    """
     if name not in PACKAGES:
         hint = nearest(name, PACKAGES)
         raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(PACKAGES)}.{hint}")

@@ -1,4 +1,4 @@
-"""The training loop: where a run begins, steps, evaluation, checkpoints, and every way to end."""
+"""The training loop decides where a run begins, steps, evaluates, writes checkpoints, and ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Reason = Literal["finished", "already_finished", "interrupted", "time"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """How training ended."""
+    """A `TrainResult` says how training ended."""
 
     reason: Reason  # "already_finished": an earlier run had done all steps; "time": `max_seconds` have passed
     steps: int
@@ -53,7 +53,8 @@ class TrainResult:
 
 
 class Training:
-    """Trains an objective's module in place, on from the newest checkpoint in `output`; on all processes.
+    """`Training` trains an objective's module in place, on from the newest checkpoint in `output`;
+    on all processes.
 
     The first SIGINT or SIGTERM lets the step finish, saves and returns; the second raises `KeyboardInterrupt`.
 
@@ -149,11 +150,15 @@ class Training:
 
     @property
     def total(self) -> int:
-        """Steps in all, as far as can be said by now; the same on all processes between `_consult` and the step."""
+        """Return the steps in all, as far as can be said by now; the same on all processes between
+        `_consult` and the step.
+        """
         return self.settings.total_steps(self.batches.steps_per_epoch, self.progress.step, self.progress.seconds)
 
     def _consult(self) -> tuple[Reason | None, bool]:
-        """Whether to stop and whether to save: the same on all processes, whoever was signalled and whatever clocks."""
+        """Return whether to stop and whether to save: the same on all processes, whoever was
+        signalled and whatever clocks.
+        """
         now, step, settings = time.monotonic(), self.progress.step, self.settings
         late = settings.max_seconds is not None and now - self.began >= settings.max_seconds
         old = bool(settings.save_every_s) and now - self.saved_at >= settings.save_every_s
@@ -187,13 +192,16 @@ class Training:
             self._log_window()
 
     def _log_window(self) -> None:
-        """A line about the steps since the last one."""
+        """Log a line about the steps since the last one."""
         self._log({**self.window.means(), **self.last, "tokens": self.progress.tokens})
         self.window = Sums()
 
     def _move(self, sums: Sums, factor: float, done: float) -> float:
-        """Move the weights by `factor` of their peak rates, before which the share `done` of the run lies; the norm of
-        the gradient before clipping."""
+        """Move the weights by `factor` of their peak rates, and return the norm of the gradient
+        before clipping.
+
+        `done` is the share of the run that lies before the step.
+        """
         norm = 0.0
         if sums.weight:  # else no prediction counted, and there is nothing to follow
             # Gradients are means over processes: undone here, together with the division by the weight.
@@ -295,8 +303,12 @@ def _due(step: int, every: int) -> bool:
 
 
 def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
-    """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`. Linear warm-up; then from 1
-    at its end to `min_rate_share` at step `total`, one after the last."""
+    """Return the factor on the peak learning rate at a step from 0, in (0, 1] for steps below
+    `total`.
+
+    It warms up linearly; then it goes from 1 at the end of warm-up to `min_rate_share` at step
+    `total`, one after the last.
+    """
     warmup = settings.warmup(total)
     if step < warmup:
         return (step + 1) / warmup
@@ -308,9 +320,12 @@ def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
 
 
 def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
-    """The newest checkpoint, to go on from; None: begin anew. What was left half-written is removed; where evaluation
-    measures something else than before, the best value so far is forgotten, and where the caller allows changes also if
-    ``best/`` is lost. Errors as `Training`."""
+    """Return the newest checkpoint, to go on from; None to begin anew.
+
+    What was left half-written is removed; where evaluation measures something else than before, the
+    best value so far is forgotten, and where the caller allows changes also if ``best/`` is lost.
+    Errors as in `Training`.
+    """
     tidy(output)
     path = checkpoint.latest(output)
     if path is None:
@@ -335,7 +350,7 @@ def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) 
 
 
 def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of the recipe that differ -> the former and the new value, in words."""
+    """Map keys of the recipe that differ to the former and the new value, in words."""
     if former is None:
         return {"": "an older forerun wrote it and did not record its recipe"}
 

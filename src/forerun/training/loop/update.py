@@ -1,5 +1,8 @@
-"""One optimizer step: its gradient, of (sum of losses) / (sum of weights) over all micro-batches and processes, so that
-their numbers change nothing but rounding; and the optimizers that apply it."""
+"""One optimizer step has the gradient of (sum of losses) / (sum of weights) over all micro-batches
+and processes.
+
+So their numbers change nothing but rounding. The optimizers that apply it are here, too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from forerun.training.loop.settings import TrainSettings
 
 @dataclass(kw_only=True, slots=True)
 class Sums:
-    """Sums of losses, weights, tokens and metrics over micro-batches, processes and steps."""
+    """`Sums` add up losses, weights, tokens and metrics over micro-batches, processes and steps."""
 
     loss: float = 0.0  # Nats, over all counted predictions
     weight: float = 0.0
@@ -42,7 +45,7 @@ class Sums:
             self.metrics[name] = (former[0] + value, former[1] + count)
 
     def means(self) -> dict[str, float]:
-        """Values by name; what was never counted is left out."""
+        """Return means by name; what was never counted is left out."""
         found = {"loss": self.loss / self.weight} if self.weight else {}
         found |= {name: value / count for name, (value, count) in self.metrics.items() if count}
         return found | {"tokens_per_second": self.tokens / max(self.seconds, 1e-9)}
@@ -51,9 +54,12 @@ class Sums:
 def backward(
     model: nn.Module, batches: Batches, position: int, done: float, settings: TrainSettings, parallel: Parallel
 ) -> Sums:
-    """Add the gradient of the summed losses of one step to the parameters, as a mean over processes. `model` is what
-    `spread` returned, `position` that of the step's first batch, `done` the share of the run that lies before it; the
-    sums are over all processes."""
+    """Add the gradient of the summed losses of one step to the parameters, as a mean over
+    processes.
+
+    `model` is what `distribute` returned, `position` that of the step's first batch, `done` the
+    share of the run that lies before it; the sums are over all processes.
+    """
     count, device = settings.accumulation, parallel.device
     broken = torch.zeros(parallel.world, count, dtype=torch.float64, device=device)
     sums: list[Tensor] = []
@@ -94,18 +100,20 @@ def scale(module: nn.Module, factor: float, clip: float) -> float:
 
 
 MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-"""Arguments of `torch.optim.Muon`; a group that was loaded holds more."""
+"""These are the arguments of `torch.optim.Muon`; a group that was loaded holds more."""
 
 
 def embeddings(module: nn.Module) -> set[str]:
-    """Names of the parameters of embeddings, of tokens or positions."""
+    """Return the names of the parameters of embeddings, of tokens or positions."""
     own = {id(one) for part in module.modules() if isinstance(part, nn.Embedding) for one in part.parameters()}
     return {name for name, parameter in module.named_parameters() if id(parameter) in own}
 
 
 def moved_by_muon(module: nn.Module) -> set[str]:
-    """Names of the two-dimensional matrices of layers: neither embeddings nor what has a row for each token, as an
-    output head does."""
+    """Return the names of the two-dimensional matrices of layers, which Muon moves.
+
+    They are neither embeddings nor what has a row for each token, as an output head does.
+    """
     configs = [getattr(part, "config", None) for part in module.modules()]
     sizes = {getattr(config, key, None) for config in configs for key in ("vocab_size", "draft_vocab_size")}
     embedded = embeddings(module)
@@ -120,9 +128,12 @@ def moved_by_muon(module: nn.Module) -> set[str]:
 def build_optimizers(
     module: nn.Module, settings: TrainSettings, parts: Iterable[str] = ()
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of the trainable parameters of `module`; each group keeps its peak rate under "peak", and under
-    "part" which of the `parts` the names of its parameters begin with. Sharded parameters (FSDP2) are taken as they
-    are, so call this after sharding."""
+    """Build the optimizers of the trainable parameters of `module`.
+
+    Each group keeps its peak rate under "peak", and under "part" which of the `parts` the names of
+    its parameters begin with. Sharded parameters (FSDP2) are taken as they are, so call this after
+    sharding.
+    """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon":
@@ -146,7 +157,7 @@ def build_optimizers(
 
 
 def _by_part(named: Sequence[tuple[str, Tensor]], parts: Iterable[str]) -> list[dict[str, Any]]:
-    """A group for each part that there is, and one of the others."""
+    """Return a group of parameters for each part that there is, and one of the others."""
     groups: dict[str | None, list[Tensor]] = {}
     for name, parameter in named:
         groups.setdefault(next((part for part in parts if name.startswith(part)), None), []).append(parameter)
@@ -161,12 +172,12 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float, rates: 
 
 
 def _orthogonalising(device: torch.device) -> AbstractContextManager[object]:
-    """What is open while torch's Muon takes a step, which asks for bfloat16."""
+    """Return the context for a step of torch's Muon, which asks for bfloat16."""
     return nullcontext() if multiplies(device, torch.bfloat16) else _InFloat32()
 
 
 class _InFloat32(TorchFunctionMode):
-    """While open, `Tensor.bfloat16` makes a copy in float32."""
+    """`_InFloat32` lets `Tensor.bfloat16` make a copy in float32 while open."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.bfloat16:
@@ -175,10 +186,13 @@ class _InFloat32(TorchFunctionMode):
 
 
 class Muon(torch.optim.Muon):
-    """Muon (https://kellerjordan.github.io/posts/muon/) as torch has it, but for two things. A sharded matrix is
-    gathered, moved on every process, and its shard kept: in sharded arithmetic the bfloat16 sums of orthogonalising
-    would round elsewhere, and two processes would train another model than one. And a CPU that only emulates bfloat16
-    orthogonalises in float32, which at the demo's size takes 2 s a step instead of 60."""
+    """`Muon` (https://kellerjordan.github.io/posts/muon/) is torch's, but for two things.
+
+    A sharded matrix is gathered, moved on every process, and its shard kept: in sharded arithmetic
+    the bfloat16 sums of orthogonalising would round elsewhere, and two processes would train
+    another model than one. And a CPU that only emulates bfloat16 orthogonalises in float32, which
+    at the demo's size takes 2 s a step instead of 60.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
