@@ -1,1 +1,3 @@
-"""A loaded transformers model becomes one that trains its own draft head: the API that ModelOpt users know."""
+"""This package turns a loaded transformers model into one that trains its own draft head, by the
+API of ModelOpt.
+"""

@@ -1,5 +1,9 @@
-"""`convert`: a loaded transformers model becomes one that trains, saves and exports its own draft head, by the
-interface of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of nvidia-modelopt 0.47."""
+"""`convert` turns a loaded transformers model into one that trains, saves and exports its own draft
+head.
+
+The interface is that of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of
+nvidia-modelopt 0.47.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,9 @@ def convert(model: Any, mode: Any) -> Any:
 
 
 def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
-    """`model` with the head that was saved in `directory`, if any; CheckpointError if it is incomplete or another's."""
+    """Return `model` with the head that was saved in `directory`, if any; CheckpointError if it is
+    incomplete or another's.
+    """
     loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
     if not isinstance(directory, str | Path):
         return model
@@ -97,8 +103,11 @@ def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
 
 
 def enable_huggingface_checkpointing() -> None:
-    """From now on ``from_pretrained`` of every transformers class gives a converted model back converted. Only
-    directories on this machine are looked at. Calling it again changes nothing."""
+    """Let ``from_pretrained`` of every transformers class give a converted model back converted,
+    from now on.
+
+    Only directories on this machine are looked at. Calling it again changes nothing.
+    """
     plain = PreTrainedModel.__dict__["from_pretrained"].__func__
     if hasattr(plain, _RESTORES):
         return
@@ -126,7 +135,9 @@ def _attach(model: Any, head: Head, mode: Mode, source: OnlineFeatures) -> None:
 
 @dataclass
 class ConvertedOutput(ModelOutput):  # type: ignore[misc]
-    """What a converted model returns while it trains, or when it is given labels."""
+    """A `ConvertedOutput` is what a converted model returns while it trains, or when it is given
+    labels.
+    """
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
     logits: Tensor | None = None  # Always None: they are never formed. Ask for them without labels, in eval mode
@@ -134,7 +145,9 @@ class ConvertedOutput(ModelOutput):  # type: ignore[misc]
 
 
 class ConvertedModel:
-    """Mixed into the class of a converted model; not to be made by hand, see `forerun.convert`."""
+    """`ConvertedModel` is mixed into the class of a converted model; it is not made by hand, see
+    `forerun.convert`.
+    """
 
     accepts_loss_kwargs = False  # For the Trainer: the loss is a mean, to be averaged over accumulated batches
     _convert_mode: Mode
@@ -145,7 +158,7 @@ class ConvertedModel:
 
     @property
     def _convert_head(self) -> Any:
-        """The head, under whatever name."""
+        """Return the head, under whatever name."""
         return getattr(self, self._convert_mode.child)
 
     def set_draft_vocabulary(self, token_ids: Sequence[int] | Tensor) -> None:
@@ -211,10 +224,13 @@ class ConvertedModel:
     def export_head(
         self, directory: str | os.PathLike[str], to: str = "vllm", *, target: str | None = None, force: bool = False
     ) -> Exported:
-        """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture, or the
-        base model's where there is none. `target`
-        is the path or hub id under which the engine finds the base model; None: where it was loaded from. For the rest,
-        and the errors, see `checkpoints.engines.export_head`; ArgumentError, too, without a draft vocabulary."""
+        """Write the head alone, as a serving engine reads it.
+
+        Its dtype is `torch_dtype` of the architecture, or the base model's where there is none.
+        `target` is the path or hub id under which the engine finds the base model; None: where it
+        was loaded from. For the rest, and the errors, see `checkpoints.engines.export_head`;
+        ArgumentError, too, without a draft vocabulary.
+        """
         self._check_ready()
         mode = self._convert_mode
         head = mode.finished(HeadCheckpoint.of(self._convert_head), self)
@@ -229,7 +245,10 @@ class ConvertedModel:
             return export_head(stored, facts, to, Path(directory), force=force)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module. Weights without the head are refused if they would leave a trained head as it is."""
+        """Load weights as every module does, but refuse weights without the head if they would
+        leave a trained head as it is. Weights without the head are refused if they would leave a
+        trained head as it is.
+        """
         if (
             not strict
             and not self._convert_fresh
@@ -252,12 +271,14 @@ class ConvertedModel:
             )
 
     def _facts(self, name: str) -> TargetFacts:
-        """What a head's file says of its base model, found under `name`."""
+        """Return what a head's file says of its base model, found under `name`."""
         facts = TargetFacts.of(cast(Any, self).config, name)
         return facts if facts.architectures else dataclasses.replace(facts, architectures=(type(self).__name__,))
 
     def _convert_wants(self, given: Mapping[str, Any]) -> bool:
-        """Whether a call asks for the loss. One with a cache comes from ``generate``, also in train mode."""
+        """Return whether a call asks for the loss; one with a cache comes from ``generate``, also
+        in train mode. One with a cache comes from ``generate``, also in train mode.
+        """
         if self._convert_reading:
             return False
         if given.get("labels") is not None or given.get("loss_mask") is not None:
@@ -295,8 +316,11 @@ class ConvertedModel:
 
 @functools.cache
 def converted_class(base: type) -> type:
-    """`base` with `ConvertedModel` above it, under the same name: transformers writes it as the architecture.
-    ``forward`` takes what the base's takes, and ``loss_mask``."""
+    """Return `base` with `ConvertedModel` above it, under the same name, because transformers
+    writes it as the architecture.
+
+    ``forward`` takes what the base's takes, and ``loss_mask``.
+    """
     plain = cast(Any, base).forward
     own = inspect.signature(plain)
     mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
@@ -338,7 +362,8 @@ def token_batch(
     loss_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> TokenBatch:
-    """A batch whose padding is at the end of each row, wherever it was; each argument (B, S), or ArgumentError.
+    """Return a batch whose padding is at the end of each row, wherever it was; each argument is (B,
+    S), or ArgumentError.
 
     Args:
         attention_mask: 0 for padding.

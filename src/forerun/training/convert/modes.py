@@ -1,4 +1,5 @@
-"""The modes of `convert`, one class each: which head a configuration means, and what it is trained to do.
+"""These are the modes of `convert`, one class each: which head a configuration means, and what it
+is trained to do.
 
 Keys of ``medusa`` and ``dflash`` are those of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``). It has no
 mode for the MTP layers that a checkpoint brings, so the keys of ``mtp`` are ours, named like its others.
@@ -37,43 +38,51 @@ from forerun.training.objectives.base import FrozenTarget
 
 
 class Mode:
-    """A configuration, checked key by key, and the head that it means."""
+    """A `Mode` is a configuration, checked key by key, and the head that it means."""
 
     algorithm: ClassVar[str]
     child: ClassVar[str]  # The head's name among the model's children, ModelOpt's
     KEYS: ClassVar[Mapping[str, Key]]
 
     def __init__(self, config: Any) -> None:
-        """ArgumentError for an unknown key (naming the nearest), a value of the wrong type, or an unsupported one."""
+        """Check the keys; ArgumentError for an unknown key (naming the nearest), a value of the
+        wrong type, or an unsupported one.
+        """
         self.values = checked(config, self.KEYS, "")
         self.given: dict[str, Any] = json.loads(json.dumps(dict(config)))  # As the user wrote it: saved with the head
 
     @property
     def folder(self) -> str:
-        """Where the head lies beside a saved base model."""
+        """Return the folder of the head beside a saved base model."""
         return f"{self.algorithm}_head"
 
     @property
     def report_accuracy(self) -> bool:
-        """Whether the output has `train_acc`; reading it waits for the device."""
+        """Return whether the output has `train_acc`; reading it waits for the device."""
         return bool(self.values.get(f"{self.algorithm}_report_acc", True))
 
     @property
     def export_dtype(self) -> torch.dtype | None:
-        """Of an exported head; None: the base model's."""
+        """Return the dtype of an exported head; None: the base model's."""
         return None
 
     @property
     def token_ids(self) -> Sequence[int] | None:
-        """(Vd,) of a reduced draft vocabulary, where the configuration names them."""
+        """Return the token ids (Vd,) of a reduced draft vocabulary, where the configuration names
+        them.
+        """
         return None
 
     def shape(self, model: Any) -> HeadConfig:
-        """The head for a transformers causal LM; ArgumentError if it does not fit the model."""
+        """Return the head's shape for a transformers causal LM; ArgumentError if it does not fit
+        the model.
+        """
         raise NotImplementedError
 
     def head(self, model: Any) -> Head:
-        """A head to begin with. One of a reduced vocabulary that is not known yet has the first tokens."""
+        """Return a head to begin with; one of a reduced vocabulary that is not known yet has the
+        first tokens. One of a reduced vocabulary that is not known yet has the first tokens.
+        """
         config = self.shape(model)
         ids = None if self.token_ids is None else checked_ids(self.token_ids, config)
         if ids is None and config.reduced_vocabulary:
@@ -81,23 +90,23 @@ class Mode:
         return kind_named(config.kind).head.initial(model, config, ids, seed=torch.initial_seed())
 
     def settings(self, config: HeadConfig) -> dict[str, Any]:
-        """Of the objective for such a head."""
+        """Return the settings of the objective for such a head."""
         raise NotImplementedError
 
     def objective(self, head: Head, target: FrozenTarget, *, checkpointing: bool) -> Objective:
-        """What the head is trained to do."""
+        """Return the objective that the head is trained with."""
         made = objective_for(kind_named(head.config.kind))
         settings = made.Settings(gradient_checkpointing=checkpointing, **self.settings(head.config))
         found: Objective = made(head, target, settings)
         return found
 
     def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
-        """The head as it is exported."""
+        """Return the head as it is exported."""
         return head
 
 
 class EagleMode(Mode):
-    """An EAGLE-3 or EAGLE-1 head."""
+    """`EagleMode` is an EAGLE-3 or EAGLE-1 head."""
 
     algorithm = "eagle"
     child = "eagle_module"
@@ -139,7 +148,7 @@ class EagleMode(Mode):
 
 
 class MedusaMode(Mode):
-    """Medusa-1's heads, which learn the tokens of the data."""
+    """`MedusaMode` is Medusa-1's heads, which learn the tokens of the data."""
 
     algorithm = "medusa"
     child = "medusa_heads"
@@ -159,7 +168,9 @@ _LLAMA = "the head is made of Llama-like layers"
 
 
 class DFlashMode(Mode):
-    """A DFlash head. What its architecture does not say follows from the base model."""
+    """`DFlashMode` is a DFlash head; what its architecture does not say follows from the base
+    model. What its architecture does not say follows from the base model.
+    """
 
     algorithm = "dflash"
     child = "dflash_module"
@@ -272,7 +283,7 @@ class DFlashMode(Mode):
 
 
 class MtpMode(Mode):
-    """The MTP layers that the base model's own checkpoint brings (FastMTP's training)."""
+    """`MtpMode` is the MTP layers that the base model's own checkpoint brings (FastMTP's training)."""
 
     algorithm = "mtp"
     child = "mtp_module"
@@ -283,7 +294,9 @@ class MtpMode(Mode):
     }
 
     def head(self, model: Any) -> Head:
-        """The layers of the checkpoint from which the model was loaded; transformers leaves them out."""
+        """Return the layers of the checkpoint from which the model was loaded; transformers leaves
+        them out.
+        """
         if not model.name_or_path:
             raise ArgumentError("convert: MTP layers are read from the model's checkpoint; load it by from_pretrained")
         found: Head = named(kind_named("mtp").in_target or "")(model.name_or_path).build(torch.float32)
@@ -297,7 +310,9 @@ MODES: dict[str, type[Mode]] = {mode.algorithm: mode for mode in (EagleMode, Med
 
 
 def read_mode(mode: Any) -> Mode:
-    """From what `convert` is given: ``[(name, config)]`` or ``{"algorithm": name, "config": config}``."""
+    """Read what `convert` is given: ``[(name, config)]`` or ``{"algorithm": name, "config":
+    config}``.
+    """
     match [mode] if isinstance(mode, Mapping) else mode:
         case [{**pair}] if pair.keys() <= {"algorithm", "config"}:
             name, config = pair.get("algorithm"), pair.get("config", {})
@@ -316,7 +331,9 @@ def read_mode(mode: Any) -> Mode:
 
 
 def checked_ids(token_ids: Sequence[int] | Tensor, config: HeadConfig) -> Tensor:
-    """(Vd,) ids of a draft vocabulary, ascending; errors as `ConvertedModel.set_draft_vocabulary`."""
+    """Return the ids (Vd,) of a draft vocabulary, ascending; errors as in
+    `ConvertedModel.set_draft_vocabulary`.
+    """
     ids = torch.as_tensor(token_ids, dtype=torch.int64).flatten().cpu().sort().values
     if not config.reduced_vocabulary:
         raise ArgumentError("token ids are for a head with draft_vocab_size below vocab_size; this one has all tokens")
@@ -340,7 +357,7 @@ def _dtype(given: Any) -> torch.dtype:
 
 
 def _scaled(config: Any, scaling: Mapping[str, Any] | None) -> Any:
-    """With a rope scaling in the place of none."""
+    """Return a configuration with a rope scaling in the place of none."""
     if scaling is None or config.rope_scaling is not None:
         return config
     return dataclasses.replace(config, rope_scaling=dict(scaling))

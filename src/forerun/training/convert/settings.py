@@ -1,5 +1,8 @@
-"""The configuration keys for EAGLE of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``), their defaults but
-for those that say so, and what they mean for a head."""
+"""These are the configuration keys for EAGLE of nvidia-modelopt 0.47, and what they mean for a
+head.
+
+The defaults are those of ``modelopt.torch.speculative.config``, but for those that say so.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ FEATURE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the configuration."""
+    """A `Key` is one key of the configuration."""
 
     default: Any
     refusal: str | None = None  # Why another value than the default is refused; None: any value is honoured
@@ -93,19 +96,25 @@ ARCHITECTURE_KEYS: dict[str, Key] = {
 
 
 def preset(architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A full configuration in ModelOpt's form, with these values in its architecture."""
+    """Return a full configuration in ModelOpt's form, with these values in its architecture."""
     shape = {name: copy.deepcopy(key.default) for name, key in ARCHITECTURE_KEYS.items() if not key.ours}
     config = {name: copy.deepcopy(key.default) for name, key in KEYS.items() if not key.ours}
     return {"algorithm": "eagle", "config": {**config, ARCHITECTURE: {**shape, **(architecture or {})}}}
 
 
 EAGLE3_DEFAULT_CFG: dict[str, Any] = preset()
-"""An EAGLE-3 head: ``{"algorithm": "eagle", "config": {...}}``, exported with the rope that it was trained with."""
+"""This preset is an EAGLE-3 head: ``{"algorithm": "eagle", "config": {...}}``.
+
+It is exported with the rope that it was trained with.
+"""
 
 EAGLE1_DEFAULT_CFG: dict[str, Any] = preset(
     {"use_aux_hidden_state": False, "use_last_layernorm": False, "use_input_layernorm_in_first_layer": False}
 )
-"""An EAGLE-1 (and EAGLE-2) head as its published checkpoints are: no norm before the first layer, unlike ModelOpt's."""
+"""This preset is an EAGLE-1 (and EAGLE-2) head as its published checkpoints are.
+
+It has no norm before the first layer, unlike ModelOpt's.
+"""
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -114,14 +123,18 @@ SAME_NAME = (
     "initializer_range", "rms_norm_eps", "mlp_bias", "attention_bias", "norm_before_residual", "norm_before_fc",
     "fc_norm", "norm_output", "qk_norm",
 )  # fmt: skip
-"""Architecture keys that `EagleConfig` calls the same."""
+"""`EagleConfig` has the same names for these architecture keys."""
 
 
 class ConvertSettings:
-    """A configuration, checked key by key; what is missing takes the value of `EAGLE3_DEFAULT_CFG`."""
+    """`ConvertSettings` are a configuration, checked key by key; what is missing takes the value of
+    `EAGLE3_DEFAULT_CFG`.
+    """
 
     def __init__(self, config: Any) -> None:
-        """ArgumentError for an unknown key (naming the nearest), a value of the wrong type, or an unsupported one."""
+        """Check the keys; ArgumentError for an unknown key (naming the nearest), a value of the
+        wrong type, or an unsupported one.
+        """
         found = checked(config, KEYS, "")
         shape = checked(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
         _check_kind(found, shape)
@@ -145,7 +158,9 @@ class ConvertSettings:
 
 
 def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
-    """The head that these settings mean for a transformers causal LM; ArgumentError if it does not fit the model."""
+    """Return the shape of the head that these settings mean for a causal LM; ArgumentError if it
+    does not fit the model.
+    """
     from forerun.drafters.heads.eagle import EagleConfig
 
     shape, text = settings.architecture, model.config.get_text_config()
@@ -166,7 +181,9 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
 
 
 def checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """`given` with the defaults of what is missing; errors as `ConvertSettings`. `where` stands before its keys."""
+    """Return `given` with the defaults of what is missing; errors as in `ConvertSettings`. `where`
+    stands before its keys.
+    """
     if not isinstance(given, Mapping):
         raise ArgumentError(
             f"convert: {where.rstrip('.') or 'the configuration'} must be a dict, got {reprlib.repr(given)}"
@@ -211,7 +228,9 @@ def _check_kind(config: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
 
 
 def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """From ModelOpt's 0-based layers, whose outputs are meant; empty: our default."""
+    """Convert ModelOpt's 0-based layers, whose outputs are meant, to boundaries; empty: our
+    default.
+    """
     from forerun.checkpoints.eagle import from_outputs
 
     wrong = [layer for layer in layers if not 0 <= layer < count]
@@ -224,7 +243,7 @@ def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def rope_of(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling``; the base may stand in either place."""
+    """Return ``rope_theta`` and ``rope_scaling``; the base may stand in either place."""
     scaling = dict(shape.get("rope_scaling") or {})
     default = ARCHITECTURE_KEYS["rope_theta"].default
     given = shape.get("rope_theta", default)

@@ -1,1 +1,3 @@
-"""Hidden states of the target for training draft heads: made while training (`online`) or stored first (`store`)."""
+"""Hidden states of the target train draft heads: they are made while training (`online`) or stored
+first (`store`).
+"""

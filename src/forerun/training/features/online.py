@@ -1,4 +1,5 @@
-"""The target's hidden states for packed rows, from a transformers model in this process; and the probe of any source.
+"""This module computes the target's hidden states for packed rows with a transformers model, and
+checks any source of them.
 
 A document's features are those that it has alone: the mask is block-diagonal and positions start anew. The probe
 compares them with what the model reports itself: with a layer id off by one a head still trains, only worse.
@@ -24,11 +25,16 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 
 class OnlineFeatures:
-    """Runs a loaded causal LM without gradients and catches its residual stream at the given boundaries."""
+    """`OnlineFeatures` runs a loaded causal LM without gradients and captures its residual stream
+    at the given boundaries.
+    """
 
     def __init__(self, model: Any, boundaries: Sequence[Boundary]) -> None:
-        """Of a transformers causal LM, sharded or not; `boundaries` are 0 .. layers, `LAST_HIDDEN` is always added.
-        UnsupportedModelError for recurrent state, or a layer that is neither full, sliding nor chunked attention."""
+        """Prepare a transformers causal LM, sharded or not.
+
+        `boundaries` are 0 .. layers, `LAST_HIDDEN` is always added. UnsupportedModelError for
+        recurrent state, or a layer that is neither full, sliding nor chunked attention.
+        """
         refuse_stateful(type(model), model.config.model_type)
         config = text_config(model)
         self.boundaries = distinct_boundaries(boundaries, config.num_hidden_layers)  # As given, without `LAST_HIDDEN`
@@ -42,9 +48,12 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def features(self, batch: TokenBatch) -> FeatureBatch:
-        """The states (B, S, Ht) of one forward pass, detached and on the model's input device; meaningless at padding.
-        The mask takes B x S x S elements. Honours an autocast that is open. ArgumentError if a document is longer than
-        the model's context."""
+        """Return the states (B, S, Ht) of one forward pass, detached and on the model's input
+        device; meaningless at padding.
+
+        The mask takes B x S x S elements. An open autocast holds. ArgumentError if a document is
+        longer than the model's context.
+        """
         longest = int(batch.positions.max()) + 1
         if longest > self.max_length:
             raise ArgumentError(
@@ -65,14 +74,14 @@ class OnlineFeatures:
         return FeatureBatch(batch=batch, features={**states, LAST_HIDDEN: last.to(device)})
 
     def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Boundary, Tensor]]:
-        """The states (L, Ht) of whole documents, one document per row of one pass."""
+        """Return the states (L, Ht) of whole documents, one document per row of one pass."""
         batch = batch_of(documents)
         found = self.features(batch).features
         lengths = enumerate(map(len, documents))
         return [{boundary: states[row, :length] for boundary, states in found.items()} for row, length in lengths]
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
-        """States (B, S, Ht) after the final norm."""
+        """Return the states (B, S, Ht) after the final norm."""
         sharded = isinstance(self.model, FSDPModule)
         if not sharded:
             last: Tensor = self._base(**inputs).last_hidden_state
@@ -85,7 +94,9 @@ class OnlineFeatures:
 
 
 def distinct_boundaries(boundaries: Sequence[Boundary], num_layers: int) -> tuple[Boundary, ...]:
-    """The boundaries without `LAST_HIDDEN`; ArgumentError if one is out of range or named twice."""
+    """Return the boundaries without `LAST_HIDDEN`; ArgumentError if one is out of range or named
+    twice.
+    """
     chosen = tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN)
     check_boundaries(set(chosen), num_layers)
     if len(set(chosen)) != len(chosen):
@@ -94,7 +105,7 @@ def distinct_boundaries(boundaries: Sequence[Boundary], num_layers: int) -> tupl
 
 
 def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
-    """One document per row, padded on the right; the loss mask is all False."""
+    """Return a batch with one document per row, padded on the right; the loss mask is all False."""
     rows = [torch.as_tensor(document, dtype=torch.int64) for document in documents]
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     index = torch.arange(tokens.shape[1])
@@ -104,15 +115,19 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
 
 
 def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
-    """`additive_mask` of packed windows: a token sees its own document up to itself. Padding sees padding, so that no
-    row is masked altogether, and is seen by nobody else."""
+    """Return the `additive_mask` of packed windows: a token sees its own document up to itself.
+
+    Padding sees padding, so that no row is masked altogether, and nothing else sees it.
+    """
     visible = (batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)).tril()
     return additive_mask(visible, batch.positions, style, dtype)
 
 
 def additive_mask(visible: Tensor, positions: Tensor, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
-    """(B, 1, N, N) of who sees whom, (B, N, N) bool; a dict for mixed layers. A sliding window counts `positions` (B,
-    N), which are those within the document."""
+    """Return an additive mask (B, 1, N, N) from visibility (B, N, N) bool; a dict for mixed layers.
+
+    A sliding window counts `positions` (B, N), which are those within the document.
+    """
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     lowest = torch.full_like(zero, torch.finfo(dtype).min)
     masks = {}
@@ -142,7 +157,9 @@ SCALE = 0.05  # Most that their length may differ; a norm with weights near one 
 
 
 class BoundaryCheck:
-    """One boundary's features (tokens, Ht) beside the target's own states at all boundaries."""
+    """A `BoundaryCheck` compares one boundary's features (tokens, Ht) with the target's own states
+    at all boundaries.
+    """
 
     def __init__(self, boundary: Boundary, states: Tensor, own: Mapping[Boundary, Tensor]) -> None:
         cosines = cosine_similarity(states, own[boundary], dim=-1)
@@ -163,7 +180,7 @@ class BoundaryCheck:
 
     @property
     def summary(self) -> str:
-        """What was measured, and what went wrong if anything did."""
+        """Return what was measured, and what went wrong if anything did."""
         words = f"boundary {name_of(self.boundary)}: cosine {self.cosine:.5f}, length x {self.scale:.3f}"
         if not self.passed:
             words += f" (expected cosine > {COSINE}, length within {SCALE:.0%})"
@@ -174,7 +191,7 @@ class BoundaryCheck:
 
 
 def require(checks: Sequence[BoundaryCheck]) -> None:
-    """DataError, naming each boundary that failed."""
+    """Raise DataError that names each boundary which failed."""
     failed = [check.summary for check in checks if not check.passed]
     if failed:
         raise DataError(
@@ -185,8 +202,12 @@ def require(checks: Sequence[BoundaryCheck]) -> None:
 
 @torch.no_grad()
 def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor]:
-    """Boundary 0 .. layers and `LAST_HIDDEN` -> (L, Ht) on the CPU, from ``output_hidden_states``. transformers' last
-    entry is the state after the final norm; the raw one before it comes from a hook."""
+    """Return boundary 0 .. layers and `LAST_HIDDEN` -> (L, Ht) on the CPU, from
+    ``output_hidden_states``.
+
+    transformers' last entry is the state after the final norm; the raw one before it comes from a
+    hook.
+    """
     config = text_config(model)
     layers = layers_of(base_of(model), config.num_hidden_layers)[1]
     # A hook of its own: `captured` is what is under test.
@@ -203,8 +224,11 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor
 def compare(
     captured: Sequence[Mapping[Boundary, Tensor]], references: Sequence[Mapping[Boundary, Tensor]]
 ) -> list[BoundaryCheck]:
-    """Features (L, Ht) of documents beside the target's own states, see `reference_states`, boundary by boundary.
-    DataError where they have other boundaries or shapes."""
+    """Compare features (L, Ht) of documents with the target's own `reference_states`, boundary by
+    boundary.
+
+    DataError where they have other boundaries or shapes.
+    """
     own = {boundary: torch.cat([reference[boundary].float() for reference in references]) for boundary in references[0]}
     checks = []
     for boundary in captured[0]:

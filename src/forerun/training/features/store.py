@@ -1,4 +1,5 @@
-"""Features on disk: a manifest of what they were made from, written from a source, read as a store or for windows.
+"""This module keeps features on disk, with a manifest of what they were made from, and reads them
+for windows.
 
 A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
 record per token: the states at each boundary, then `LAST_HIDDEN`, then (float8 only) one float32 scale per state. The
@@ -49,8 +50,11 @@ RECORDS = "shard-*.json"
 
 
 class FeatureWriter:
-    """Adds documents to a store, shard by shard; opening an unfinished one goes on with what no finished shard holds. A
-    context manager: leaving it, also by Ctrl-C, finishes the shard at the last whole document."""
+    """A `FeatureWriter` adds documents to a store, shard by shard.
+
+    Opening an unfinished one goes on with what no finished shard holds. A context manager: leaving
+    it, also by Ctrl-C, finishes the shard at the last whole document.
+    """
 
     def __init__(self, directory: Path, manifest: FeatureManifest, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Start or resume; DataError if the directory holds other features, a broken shard, or something else."""
@@ -74,13 +78,17 @@ class FeatureWriter:
 
     @property
     def tokens(self) -> int:
-        """In finished shards and in the open one."""
+        """Return the tokens in finished shards and in the open one."""
         finished = sum(sum(shard.lengths) for shard in self._shards)
         return finished + sum(length for _, length, _ in self._open)
 
     def append(self, document: int, features: Mapping[Boundary, Tensor]) -> None:
-        """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`. DataError if
-        it is there already, its states do not fit the manifest, or the disk is full; NumericError for NaN."""
+        """Add the states (L, Ht) of one document at every boundary of the manifest and at
+        `LAST_HIDDEN`.
+
+        DataError if it is there already, its states do not fit the manifest, or the disk is full;
+        NumericError for NaN.
+        """
         if document in self.done:
             raise DataError(f"document {document} is in {self.directory} already")
         records = encode(features, self.manifest, f"document {document}")
@@ -107,7 +115,9 @@ class FeatureWriter:
             self._path(".bin.partial").unlink(missing_ok=True)
 
     def _path(self, suffix: str) -> Path:
-        """A file of the open shard, which takes the first free number: a damaged one may have been deleted."""
+        """Return the path of a file of the open shard, which takes the first free number: a damaged
+        one may have been deleted.
+        """
         names = {shard.path.stem for shard in self._shards}
         stem = next(stem for stem in map("shard-{:05d}".format, itertools.count()) if stem not in names)
         return self.directory / f"{stem}{suffix}"
@@ -116,7 +126,7 @@ class FeatureWriter:
         return sum(length for _, length, _ in self._open) * self.manifest.record_bytes
 
     def _seal(self) -> None:
-        """Finish the open shard: first its bytes are on the disk, then its record says so."""
+        """Finish the open shard: its bytes are on the disk before its record says so."""
         assert self._file is not None
         documents, lengths, checksums = zip(*self._open, strict=True)
         with self._full_disk_explained():
@@ -146,11 +156,16 @@ class FeatureWriter:
 
 
 class FeatureStore:
-    """A finished store, read through memory maps; many processes may read it at once."""
+    """A `FeatureStore` is a finished store, read through memory maps; many processes may read it at
+    once.
+    """
 
     def __init__(self, directory: str | Path, wanted: FeatureManifest | None = None) -> None:
-        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer and data; DataError,
-        with both values, for another."""
+        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer
+        and data.
+
+        DataError, with both values, for another.
+        """
         self.directory, self.manifest = Path(directory), FeatureManifest.read(Path(directory))
         if wanted is not None:
             self.manifest.refuse_other(wanted, self.directory, reading=True)
@@ -174,8 +189,12 @@ class FeatureStore:
         return len(self._locations)
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> dict[Boundary, Tensor]:
-        """States (length, Ht) of a document's tokens from `offset` on, at every boundary and `LAST_HIDDEN`: as stored,
-        and bfloat16 for float8. DataError if there is no such document, it ends before, or it has changed."""
+        """Return the states (length, Ht) of a document's tokens from `offset` on, at every boundary
+        and `LAST_HIDDEN`.
+
+        They are as stored, and bfloat16 for float8. DataError if there is no such document, it ends
+        before, or it has changed.
+        """
         if document not in self._locations:
             raise DataError(f"{self.directory} holds no document {document}; it has {len(self._locations)} documents")
         shard, first, size, checksum = self._locations[document]
@@ -197,9 +216,12 @@ class FeatureStore:
         return decode(np.array(records[offset : offset + length]), self.manifest)
 
     def features(self, windows: PackedWindows, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
-        """The batch of a step of `windows`, of the same prepared data, with its features (B, S, Ht) on the CPU, zero at
-        padding. A segment with an offset gets states that saw everything before it, as the head meets them when it
-        drafts; `OnlineFeatures` sees the segment alone."""
+        """Return the batch of a step of `windows`, of the same prepared data, with its features (B,
+        S, Ht) on the CPU.
+
+        Padding is zero. A segment with an offset gets states that saw everything before it, as the
+        head meets them when it drafts; `OnlineFeatures` sees the segment alone.
+        """
         batch, found = windows.batch(step, rank, world), dict[Boundary, Tensor]()
         for segment in windows.segments(step, rank, world):
             for boundary, values in self.read(segment.document, segment.offset, segment.length).items():
@@ -210,10 +232,10 @@ class FeatureStore:
 
 
 class Shard:
-    """One finished shard, by its record."""
+    """A `Shard` is one finished shard, by its record."""
 
     def __init__(self, record: Path, manifest: FeatureManifest) -> None:
-        """DataError, with both sizes, if it was cut short or changed."""
+        """Read the record; DataError, with both sizes, if the shard was cut short or changed."""
         self.path = record.with_suffix(".bin")
         found = read_sealed(record, _remedy(self.path))
         self.documents: list[int] = found["documents"]  # In the order in which they stand in the file
@@ -227,7 +249,9 @@ class Shard:
 
 
 def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name: str) -> Records:
-    """States (L, Ht) by boundary -> records (L, record_bytes). DataError or NumericError, naming `name`, for others."""
+    """Encode states (L, Ht) by boundary as records (L, record_bytes); DataError or NumericError,
+    naming `name`, for others. DataError or NumericError, naming `name`, for others.
+    """
     dtype, parts, scales = DTYPES[manifest.dtype], [], []
     expected = (len(next(iter(features.values()), ())), manifest.hidden_size)
     for boundary in (*manifest.boundaries, LAST_HIDDEN):
@@ -250,7 +274,9 @@ def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name:
 
 
 def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor]:
-    """Records (L, record_bytes) -> states (L, Ht) by boundary; the inverse of `encode` up to rounding."""
+    """Decode records (L, record_bytes) to states (L, Ht) by boundary; the inverse of `encode` up to
+    rounding.
+    """
     stored, layers = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
     raw, width, found = torch.from_numpy(records), manifest.hidden_size * stored.itemsize, {}
     for index, boundary in enumerate(layers):
@@ -274,11 +300,15 @@ def _is_full(error: BaseException) -> bool:
 
 STRETCH = 512  # Documents that are sorted by length together
 Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Boundary, Tensor]]]
-"""Whole documents (token ids) -> their states (L, Ht) by boundary: ``documents`` of `OnlineFeatures` and others."""
+"""A `Capture` maps whole documents (token ids) to their states (L, Ht) by boundary, as
+``OnlineFeatures.documents`` does.
+"""
 
 
 def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterator[list[int]]:
-    """The documents of each pass, but for those in `done`: up to `batch_tokens` tokens with padding, or one longer."""
+    """Yield the documents of each pass, but for those in `done`: up to `batch_tokens` tokens with
+    padding, or one longer.
+    """
     if batch_tokens < 1:
         raise ArgumentError(f"a pass needs at least one token, got {batch_tokens}")
     for start in range(0, len(lengths), STRETCH):
@@ -302,7 +332,9 @@ def extract(
     batch_tokens: int = 8192,
     progress: Callable[..., None] = lambda **_: None,
 ) -> None:
-    """Store the features of the documents that the writer lacks; `progress` is told to ``advance`` by their tokens."""
+    """Store the features of the documents that the writer lacks; `progress` is told to ``advance``
+    by their tokens.
+    """
     lengths = data.lengths.tolist()
     for group in passes(lengths, writer.done, batch_tokens):
         tokens = [data.document(index)[0].tolist() for index in group]
@@ -313,7 +345,9 @@ def extract(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureManifest:
-    """What a feature store was made from and how; two stores with equal manifests hold the same features."""
+    """A `FeatureManifest` says what a store was made from and how; stores with equal manifests hold
+    the same features.
+    """
 
     target: str  # Directory or hub id, for people
     target_hash: str
@@ -329,19 +363,26 @@ class FeatureManifest:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one token: a vector for each boundary and `LAST_HIDDEN`, and for float8 a scale for each vector."""
+        """Return the bytes of one token: a vector for each boundary and `LAST_HIDDEN`, and for
+        float8 a scale for each vector.
+        """
         scale = SCALE_BYTES if self.dtype == "float8_e4m3fn" else 0
         return int((len(self.boundaries) + 1) * (self.hidden_size * DTYPES[self.dtype].itemsize + scale))
 
     @classmethod
     def read(cls, directory: Path) -> FeatureManifest:
-        """The manifest of a store; DataError if there is none, it is broken or changed, or of another version."""
+        """Return the manifest of a store; DataError if there is none, it is broken or changed, or
+        of another version.
+        """
         stored = KIND.read(directory)
         return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
 
     def refuse_other(self, wanted: FeatureManifest, directory: Path, *, reading: bool) -> None:
-        """DataError, naming each field with both values, if this stored manifest is not the one that is wanted. With
-        `reading` the stored dtype and source may be any; a resumed extraction must keep them."""
+        """Raise DataError, naming each field with both values, if this stored manifest is not the
+        one that is wanted.
+
+        With `reading` the stored dtype and source may be any; a resumed extraction must keep them.
+        """
         # A target's name may differ: a directory may have moved.
         ignored = ("target", "dtype", "source") if reading else ("target",)
         names = [item.name for item in fields(self) if item.name not in ignored]
@@ -360,7 +401,7 @@ def _shown(value: object) -> str:
 
 
 def dtype_named(name: str) -> str:
-    """The stored dtype's full name, from one of `DTYPES` or `SHORT`; else ArgumentError."""
+    """Return the stored dtype's full name, from one of `DTYPES` or `SHORT`; else ArgumentError."""
     full = SHORT.get(name, name)
     if full not in DTYPES:
         raise ArgumentError(f"features are stored as bfloat16, float8, float16 or float32, not {name!r}")
@@ -368,7 +409,9 @@ def dtype_named(name: str) -> str:
 
 
 def check_room(directory: Path, needed: int) -> int:
-    """Free bytes where `directory` is or will be; DataError if there are fewer than `needed`."""
+    """Return the free bytes where `directory` is or will be; DataError if there are fewer than
+    `needed`.
+    """
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
@@ -380,7 +423,7 @@ def check_room(directory: Path, needed: int) -> int:
 
 
 def human(count: float) -> str:
-    """A number of bytes in the unit that suits it."""
+    """Format a number of bytes in the unit that suits it."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -399,9 +442,12 @@ def describe(
     dtype: str = "bfloat16",
     source: str = "transformers",
 ) -> FeatureManifest:
-    """The manifest of the features of `data` by the checkpoint in `directory`, for writing or for comparing; `name` is
-    the target's for people. VocabularyMismatchError if another tokenizer made the data, DataError if there are no
-    documents, CheckpointError if there is no target."""
+    """Return the manifest of the features of `data` by the checkpoint in `directory`, for writing
+    or for comparing.
+
+    `name` is the target's for people. VocabularyMismatchError if another tokenizer made the data,
+    DataError if there are no documents, CheckpointError if there is no target.
+    """
     identity = TokenizerIdentity.of(tokenizer, name)
     data.check_tokenizer(identity)
     if len(data) == 0:
@@ -422,7 +468,7 @@ def describe(
 
 
 def check_lengths(lengths: Sequence[int], limit: int) -> None:
-    """DataError, naming the first, if a document is empty or longer than `limit` tokens."""
+    """Raise DataError, naming the first, if a document is empty or longer than `limit` tokens."""
     for index, length in enumerate(lengths):
         if not 1 <= length <= limit:
             raise DataError(
@@ -436,7 +482,9 @@ _UNWANTED = ["*/*", "consolidated*"]  # The same weights once more, in their mak
 
 
 def checkpoint_directory(target: str | Path) -> Path:
-    """The target's files: a directory, a shipped model by its name, or a hub id, fetched; or CheckpointError."""
+    """Return the directory of the target's files: a directory, a shipped model by its name, or a
+    hub id, fetched.
+    """
     name = resolve(target)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -451,7 +499,7 @@ def checkpoint_directory(target: str | Path) -> Path:
 
 
 def loaded_from(target: str | Path) -> Path:
-    """Where the files of a target that has been loaded lie: its directory, or a hub id's snapshot."""
+    """Return the directory of a target that has been loaded: its own, or a hub id's snapshot."""
     from huggingface_hub import try_to_load_from_cache
 
     name = resolve(target)
@@ -463,9 +511,12 @@ _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "u
 
 
 def target_hash(directory: Path) -> str:
-    """SHA-256 of a checkpoint: its configuration, its weight files' headers, and samples of their contents. Headers
-    alone are the same for every fine-tune of a model; 64 KiB spread over each file tell them apart without reading the
-    rest. CheckpointError if there is no configuration or no weights."""
+    """Return a SHA-256 of a checkpoint: its configuration, its weight files' headers, and samples
+    of their contents.
+
+    Headers alone are the same for every fine-tune of a model; 64 KiB from all over each file tell
+    them apart without reading the rest. CheckpointError if there is no configuration or no weights.
+    """
     digest = hashlib.sha256()
     config = read_object(directory / "config.json", "expected a checkpoint of the target", CheckpointError)
     kept = {key: value for key, value in config.items() if key not in _VOLATILE}

@@ -1,9 +1,11 @@
-"""A KV connector for vLLM on the CPU: writes a prompt's states in the very step that computed them.
+"""This KV connector for vLLM on the CPU writes a prompt's states in the very step that computed
+them.
 
-vLLM's own ``ExampleHiddenStatesConnector`` (0.32) copies through pinned memory, which only an accelerator has, in the
-step after the prompt's last; where engine and caller share a process, that step never comes. Here a file is whole
-before its path is told (``KVConnectorBase_V1.wait_for_save`` comes once a step), so there is no lock. Needs whole
-prompts in one step: no chunked prefill, no prefix cache. Imported by vLLM, under the name that `vllm_source` gives it.
+vLLM's own ``ExampleHiddenStatesConnector`` (0.32) copies through pinned memory, which only an
+accelerator has, in the step after the prompt's last; where engine and caller share a process, that
+step never comes. Here a file is whole before its path is told (``KVConnectorBase_V1.wait_for_save``
+comes once a step), so there is no lock. It needs whole prompts in one step: no chunked prefill, no
+prefix cache. vLLM imports it, under the name that `vllm_source` gives it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LAYER = "cache_only_layers"  # Part of the name of the one layer whose cache hol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A prompt that this step computes as a whole."""
+    """A `CapturedPrompt` is a prompt that this step computes as a whole."""
 
     path: str
     tokens: list[int]
@@ -38,13 +40,15 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """What the scheduler tells the workers about one step."""
+    """`CapturedPrompts` are what the scheduler tells the workers about one step."""
 
     prompts: list[Prompt]
 
 
 class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Both sides of the connector: the scheduler's names the prompts, the worker's writes them."""
+    """A `PromptStatesConnector` is both sides of the connector: the scheduler's names the prompts,
+    the worker's writes them.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -57,7 +61,9 @@ class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     # The scheduler's side.
 
     def build_connector_meta(self, scheduler_output: Any) -> Prompts:
-        """The prompts of this step; one that is cut up is left out, and its reader finds no file."""
+        """Return the prompts of this step; one that is cut up is left out, and its reader finds no
+        file.
+        """
         scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
         return Prompts(
             prompts=[
@@ -68,7 +74,7 @@ class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         )
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any]]:
-        """The file has been written: the blocks can go, and the caller learns the path."""
+        """Free the blocks, because the file has been written, and tell the caller the path."""
         return False, {"hidden_states_path": self._path(request.request_id)}
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any]]:
@@ -78,7 +84,7 @@ class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing is ever loaded."""
+        """Do nothing: no state is ever loaded."""
 
     # The worker's side.
 
@@ -102,13 +108,13 @@ class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             )
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: a prompt is written when its step is over."""
+        """Do nothing: a prompt is written when its step is over."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is ever loaded."""
+        """Do nothing: no state is ever loaded."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is ever loaded."""
+        """Do nothing: no state is ever loaded."""
 
     def _path(self, request: str) -> str:
         return str(self._folder / f"{request}.safetensors")

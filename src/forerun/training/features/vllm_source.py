@@ -1,4 +1,5 @@
-"""Features from vLLM, through its ``extract_hidden_states`` speculative method and the connector that writes files.
+"""This module takes features from vLLM, through its ``extract_hidden_states`` method and the
+connector that writes files.
 
 By its documentation (features/speculative_decoding/extract_hidden_states; vllm >= 0.18) layer ids are boundaries, a
 prompt's states come back as ``hidden_states`` (tokens, ids, Ht) beside ``token_ids``, the last boundary is before the
@@ -31,11 +32,17 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 
 class FinalNorm:
-    """Raw states (.., Ht) after the last layer -> states after the final norm, on the CPU."""
+    """A `FinalNorm` turns raw states (.., Ht) after the last layer into states after the final
+    norm, on the CPU.
+    """
 
     def __init__(self, directory: Path, config: Any) -> None:
-        """Find the norm in the skeleton of the model that `config` describes and load its weights from `directory`.
-        UnsupportedModelError if the module after the layers cannot be told, CheckpointError if its weights lack."""
+        """Find the norm in the skeleton of the model that `config` describes and load its weights
+        from `directory`.
+
+        UnsupportedModelError if the module after the layers cannot be told, CheckpointError if its
+        weights lack.
+        """
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -58,7 +65,7 @@ class FinalNorm:
 
     @torch.no_grad()
     def __call__(self, states: Tensor) -> Tensor:
-        """(.., Ht) -> (.., Ht), in the dtype of the norm's weights."""
+        """Apply the norm, (.., Ht) -> (.., Ht), in the dtype of its weights."""
         normed: Tensor = self._norm(states.cpu().to(self._dtype))
         return normed
 
@@ -69,12 +76,16 @@ CPU_CONNECTOR = {
     "kv_connector_module_path": "forerun.training.features.vllm_connector",
 }
 CPU_OPTIONS: Mapping[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 << 30}
-"""No compiler is needed, and a cache (bytes) for a pass or two; vLLM's own default wants 92 % of the memory."""
+"""These options need no compiler, and a cache (bytes) for a pass or two; vLLM's own default wants
+92 % of the memory.
+"""
 WRITE_TIMEOUT_S = 120.0  # Seconds that a prompt's states may take to be written once vLLM has answered
 
 
 class VllmFeatures:
-    """An offline vLLM engine that captures the target's residual stream; close it to free the files."""
+    """`VllmFeatures` is an offline vLLM engine that captures the target's residual stream; close it
+    to free the files.
+    """
 
     def __init__(
         self,
@@ -87,9 +98,12 @@ class VllmFeatures:
         batch_tokens: int = 8192,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start vLLM for documents of up to `max_tokens`, passes of up to `batch_tokens` tokens; `norm`: states at the
-        last boundary -> LAST_HIDDEN, see `FinalNorm`; `engine_options`: more arguments of ``vllm.LLM``. ArgumentError
-        if it is not installed or a boundary out of range, DataError if it does not start."""
+        """Start vLLM for documents of up to `max_tokens`, passes of up to `batch_tokens` tokens.
+
+        `norm`: states at the last boundary -> LAST_HIDDEN, see `FinalNorm`; `engine_options`: more
+        arguments of ``vllm.LLM``. ArgumentError if it is not installed or a boundary out of range,
+        DataError if it does not start.
+        """
         self.boundaries = distinct_boundaries(boundaries, num_layers)
         self._norm, self._last = norm, num_layers
         self._ids = sorted({*self.boundaries, num_layers})
@@ -128,7 +142,9 @@ class VllmFeatures:
         self._sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0)
 
     def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Boundary, Tensor]]:
-        """The states (L, Ht) of whole documents on the CPU; DataError if vLLM stopped, or answered with others."""
+        """Return the states (L, Ht) of whole documents on the CPU; DataError if vLLM stopped, or
+        answered with others.
+        """
         prompts = [{"prompt_token_ids": list(tokens)} for tokens in documents]
         with _explained("stopped"):
             outputs = self._engine.generate(prompts, self._sampling, use_tqdm=False)
@@ -189,7 +205,9 @@ def _load(path: Path) -> Mapping[str, Tensor]:
 
 
 def _released(lock: Path) -> bool:
-    """Whether vLLM's connector has released the lock that it holds from the prompt's first step on."""
+    """Return whether vLLM's connector has released the lock that it holds from the prompt's first
+    step on.
+    """
     with lock.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -199,7 +217,7 @@ def _released(lock: Path) -> bool:
 
 
 def require_vllm() -> Any:
-    """The package vllm; ArgumentError if it is not installed."""
+    """Import and return vllm; ArgumentError if it is not installed."""
     # stdout belongs to the command's result.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:

@@ -1,4 +1,6 @@
-"""What heads and draft models learn: one file per objective and one line here. Importing this imports no torch."""
+"""Objectives are what heads and draft models learn: one file per objective and one line here.
+Importing this imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ OBJECTIVES: dict[str, str] = {
     "pard": "forerun.training.objectives.pard:PardObjective",
     "distill": "forerun.training.objectives.distill:DistillObjective",
 }
-"""Kind of head, or the one that it is stored as -> ``module:Class``, a `batch.Objective`."""
+"""Kinds of head, or the ones that they are stored as, map to ``module:Class``, a `batch.Objective`.
+"""
 
 
 def objective_for(kind: HeadKind) -> Any:
-    """The class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are the recipe's. ArgumentError
-    for heads that cannot be trained here."""
+    """Return the class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are
+    the recipe's.
+
+    ArgumentError for heads that cannot be trained here.
+    """
     found = OBJECTIVES.get(kind.name) or OBJECTIVES.get(kind.stored_as)
     if found is None:
         raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {', '.join(OBJECTIVES)} can")

@@ -1,4 +1,6 @@
-"""What objectives share: settings, the frozen target, and the shifts between a state and the token it predicts."""
+"""Objectives share these: settings, the frozen target, and the shifts between a state and the token
+it predicts.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +22,34 @@ from forerun.training.chunked_loss import Divergence, Paths, Teacher, Vocabulary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveSettings:
-    """Settings of every objective; a kind of head adds its own."""
+    """`ObjectiveSettings` are the settings of every objective; a kind of head adds its own."""
 
     gradient_checkpointing: bool = False
-    """Compute the layers once more in the backward pass instead of keeping their insides."""
+    """Compute the layers' activations again in the backward pass instead of keeping them."""
     writer: Literal["data", "draft", "target"] = "data"
-    """Who writes the answers: `data` leaves them; the `target` writes other ones while it is drafted for; a `draft`
-    model writes alone."""
+    """Writer of the answers: `data` leaves them; the `target` writes other ones while it is drafted
+    for; a `draft` model writes alone.
+    """
     written: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the documents that `writer` writes anew; the others stay as they are."""
     reuse: Annotated[int, Field(ge=1)] = 1
-    """How often a written batch is trained on before the next ones are written."""
+    """Times that a written batch is trained on before the next ones are written."""
     at_once: Annotated[int, Field(ge=1)] = 16
     """Windows, of all processes, that are written together: a pass over many answers costs little more than one over
     few, and the memory of so many."""
     accepted: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the written tokens with an accepted draft, or none, that count; those with a rejected one all do."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """At which `writer` draws; 0 takes the likeliest tokens."""
+    """Temperature at which `writer` draws; 0 takes the likeliest tokens."""
     prompt_tokens: Annotated[int, Field(ge=1)] = 16
     """Fewest tokens of a document that `writer` leaves as its prompt: plain text has no other one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenTarget:
-    """What an objective needs of the target besides its features; never trained."""
+    """A `FrozenTarget` holds what an objective needs of the target besides its features; it is
+    never trained.
+    """
 
     embedding: nn.Module  # Token ids -> (.., H), as the target embeds them
     lm_head: Tensor  # (V, Ht) weight of the output head
@@ -55,7 +60,7 @@ class FrozenTarget:
 
     @classmethod
     def of(cls, model: Any) -> FrozenTarget:
-        """From a transformers causal LM."""
+        """Read it from a transformers causal LM."""
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0
         scaling = getattr(config, "logits_scaling", None) or 1.0
@@ -68,8 +73,12 @@ class FrozenTarget:
         )
 
     def linear(self, states: Tensor, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
-        """States (R, H') and weight (V', H') whose product are the logits after `states` (.., H), of the first
-        `vocabulary` tokens at most: a scale and a bias have become a part of them. A soft cap is not in it."""
+        """Return states (R, H') and weight (V', H') whose product are the logits after `states`
+        (.., H).
+
+        They are those of the first `vocabulary` tokens at most; a scale and a bias have become a
+        part of them. A soft cap is not in it.
+        """
         states, weight = states.flatten(0, -2) * self.scale, self.lm_head[:vocabulary]
         if self.bias is None:
             return states, weight
@@ -77,7 +86,9 @@ class FrozenTarget:
         return torch.cat([states, ones], 1), torch.cat([weight, self.bias[:vocabulary, None]], 1)
 
     def teacher(self, states: Tensor, token_ids: Tensor | None) -> Teacher:
-        """The target's probabilities after `states` (.., Ht); `token_ids` (Vd,): what the head knows, None: all."""
+        """Return the teacher of the target's probabilities after `states` (.., Ht) at `token_ids`
+        (Vd,); None: all tokens.
+        """
         return Teacher(
             hidden=states.flatten(0, -2),
             weight=self.lm_head.detach(),
@@ -90,7 +101,9 @@ class FrozenTarget:
 
     @torch.no_grad()
     def chances(self, states: Tensor, ids: Tensor) -> Tensor:
-        """(..,) float32: the target's probability of `ids` (..) after `states` (.., Ht)."""
+        """Return the target's probability of `ids` (..) after `states` (.., Ht), (..,) float32. )
+        after `states` (.., Ht).
+        """
         teacher, flat = self.teacher(states, None), ids.flatten().unsqueeze(1)
         size = max(1, chunk_elements(flat.device) // len(self.lm_head))
         rows = torch.split(torch.arange(len(flat), device=flat.device), size)
@@ -100,7 +113,7 @@ class FrozenTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistanceSettings(ObjectiveSettings):
-    """How far a head is from the target's distribution."""
+    """`DistanceSettings` say how the distance of a head from the target's distribution is measured."""
 
     divergence: Divergence = Divergence.CROSS_ENTROPY
     lk_decay: Annotated[float, Field(ge=0)] = 3.0
@@ -110,16 +123,20 @@ class DistanceSettings(ObjectiveSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSettings(DistanceSettings):
-    """Settings of the objectives of heads that are made of decoder layers."""
+    """`DecoderSettings` are those of the objectives of heads that are made of decoder layers."""
 
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
     noise: Annotated[float, Field(ge=0)] = 0.0
-    """Uniform noise on the target's states that the head reads while it trains, at most so much to either side."""
+    """Uniform noise on the target's states that the head reads while it trains, at most so much to
+    either side.
+    """
 
 
 class DecoderObjective(Objective):
-    """What the objectives of heads of decoder layers share: embedding, output head, and the distance to the target."""
+    """A `DecoderObjective` has what heads of decoder layers share: embedding, output head, and the
+    distance to the target.
+    """
 
     Settings: ClassVar[type[DecoderSettings]]
     head: Any
@@ -136,7 +153,7 @@ class DecoderObjective(Objective):
         return module
 
     def embed(self, ids: Tensor) -> Tensor:
-        """From the head's own table, or the target's, which is not trained."""
+        """Embed token ids by the head's own table, or the target's, which is not trained."""
         own: Tensor | None = self.head.embed(ids)
         if own is not None:
             return own
@@ -144,7 +161,9 @@ class DecoderObjective(Objective):
             return self.target.embedding(ids)  # type: ignore[no-any-return]
 
     def fused(self, batch: FeatureBatch) -> Tensor:
-        """(B, S, H): what the head reads of the target's states, noisy while the head is in training mode."""
+        """Return what the head reads of the target's states, (B, S, H), noisy while the head is in
+        training mode.
+        """
         # A target, a store and a head have each a dtype of their own.
         states = [batch.features[boundary] for boundary in self.head.config.boundaries]
         dtype = working_dtype(states[0].device, self.head.weight.dtype)
@@ -155,14 +174,16 @@ class DecoderObjective(Objective):
         return fused
 
     def output_head(self) -> Tensor:
-        """(Vd, H) weight of what reads the head's outputs."""
+        """Return the weight (Vd, H) of what reads the head's outputs."""
         own: Tensor = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
         return own
 
     def divergence(
         self, outputs: Tensor, weight: Tensor, shares: Tensor, states: Tensor, paths: Paths | None = None
     ) -> VocabularyLoss:
-        """`soft_loss` of `outputs` (R, H) through `weight` (Vd, H), from the target's distributions after `states`."""
+        """Return the `soft_loss` of `outputs` (R, H) through `weight` (Vd, H), from the target's
+        distributions after `states`.
+        """
         return soft_loss(
             outputs,
             weight,
@@ -177,13 +198,19 @@ class DecoderObjective(Objective):
 
 
 def computed(run: Callable[..., Any], *given: Tensor, again: bool) -> Any:
-    """`run` of what is given; `again`: once more in the backward pass, instead of keeping its insides."""
+    """Run a function; with `again` its activations are computed again in the backward pass, instead
+    of kept.
+    """
     return checkpoint(run, *given, use_reentrant=False) if again else run(*given)
 
 
 def chain_metrics(counts: Tensor, agrees: Tensor, overlap: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-    """``acceptance_D``: how often a chain of the likeliest tokens got to depth D; ``overlap_D``: the chance that a
-    token drawn there is accepted. Of what counts, agrees and overlaps at each depth, (D, ..)."""
+    """Return ``acceptance_D``, how often a chain of the likeliest tokens got to depth D, and
+    ``overlap_D``.
+
+    ``overlap_D`` is the chance that a token drawn there is accepted. The arguments, (D, ..), are
+    what counts, agrees and overlaps at each depth.
+    """
     # A chain that begins before the answer has depths that do not count: no such chain is drafted.
     drafted = counts.cummin(0).values
     survives, metrics = agrees.cumprod(0) * drafted, {}
@@ -195,7 +222,7 @@ def chain_metrics(counts: Tensor, agrees: Tensor, overlap: Tensor | None = None)
 
 
 def check_unrolling(steps: int, decay: float) -> None:
-    """Raise ArgumentError for what no head is unrolled by."""
+    """Raise ArgumentError for steps or a decay that no head can be unrolled with."""
     if steps < 1:
         raise ArgumentError(f"objective: steps must be at least 1, got {steps}")
     if not 0 < decay <= 1:
@@ -203,13 +230,17 @@ def check_unrolling(steps: int, decay: float) -> None:
 
 
 def unrolled_weights(steps: int, decay: float) -> list[float]:
-    """(steps,) of the unrolled steps: step t weighs decay^t, normalised to sum 1."""
+    """Return the weights (steps,) of the unrolled steps: step t weighs decay^t, normalised to sum
+    1.
+    """
     raw = [decay**step for step in range(steps)]
     return [weight / sum(raw) for weight in raw]
 
 
 def ahead(values: Tensor, steps: int, fill: float) -> Tensor:
-    """(B, S, ..) moved `steps` to the left; what is missing on the right is `fill`."""
+    """Move (B, S, ..) `steps` to the left; what is missing on the right is `fill`. ) moved `steps`
+    to the left; what is missing on the right is `fill`.
+    """
     moved = torch.full_like(values, fill)
     if steps < values.shape[1]:
         moved[:, : values.shape[1] - steps] = values[:, steps:]
@@ -217,20 +248,25 @@ def ahead(values: Tensor, steps: int, fill: float) -> Tensor:
 
 
 def behind(values: Tensor, steps: int) -> Tensor:
-    """(B, S, ..) moved `steps` to the right; what is missing on the left is 0."""
+    """Move (B, S, ..) `steps` to the right; what is missing on the left is 0. ) moved `steps` to
+    the right; what is missing on the left is 0.
+    """
     kept = values[:, : max(0, values.shape[1] - steps)]
     return torch.cat([torch.zeros_like(values[:, : values.shape[1] - kept.shape[1]]), kept], 1)
 
 
 def counted(batch: TokenBatch, step: int) -> Tensor:
-    """(B, S) bool: token i + 2 + step exists in the same document and counts."""
+    """Return (B, S) bool: token i + 2 + step exists in the same document and counts."""
     wanted = ahead(batch.loss_mask, step + 2, False)
     return wanted & (ahead(batch.documents, step + 2, -1) == batch.documents) & (batch.documents >= 0)
 
 
 def evenly(usable: Tensor, random: bool) -> Tensor:
-    """(B, S) float: an order of what is `usable` (B, S), every beginning of which is spread over the row; a random one,
-    or always the same."""
+    """Return an order (B, S) float of what is `usable` (B, S), every prefix of which covers the row
+    evenly.
+
+    It is a `random` one, or always the same.
+    """
     if random:
         return torch.rand(usable.shape, device=usable.device)
     golden = (5**0.5 - 1) / 2  # Van der Corput's sequence: every beginning of it is spread evenly
@@ -238,6 +274,8 @@ def evenly(usable: Tensor, random: bool) -> Tensor:
 
 
 def picked(rejected: npt.NDArray[np.bool_], chance: npt.NDArray[np.float64], share: float) -> npt.NDArray[np.bool_]:
-    """Which tokens count: all whose draft was `rejected`, of the others those whose number in [0, 1), `chance`, is
-    below `share`."""
+    """Return which tokens count: all whose draft was `rejected`, and a `share` of the others.
+
+    Of the others those count whose number in [0, 1), `chance`, is below `share`.
+    """
     return rejected | (chance < share)

@@ -1,9 +1,12 @@
-"""Conditional drop (COD): a drafter that drafts all depths in one pass learns deeper ones from fewer entries, or eight
-depths would be eight times the text (PARD, arXiv 2504.18583; P-EAGLE, 2602.01469).
+"""Conditional drop (COD) lets a drafter that drafts all depths in one pass learn deeper ones from
+fewer entries.
 
-All entries of a row are at depth 0. At depth d a row keeps the share max(keep^d, floor) of its entries, random ones of
-those that it kept at d - 1: an entry's mask stands d positions behind it, and sees the entries up to it and its own
-masks up to d. All go through the layers in one pass. Every prediction weighs the same, so that early depths count more.
+Otherwise eight depths would be eight times the text (PARD, arXiv 2504.18583; P-EAGLE, 2602.01469).
+
+All entries of a row are at depth 0. At depth d a row keeps the share max(keep^d, floor) of its
+entries, random ones of those that it kept at d - 1: an entry's mask stands d positions behind it,
+and sees the entries up to it and its own masks up to d. All go through the layers in one pass.
+Every prediction weighs the same, so that early depths count more.
 """
 
 from __future__ import annotations
@@ -23,19 +26,19 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class DropSettings(Protocol):
-    """What an objective with conditional drop is asked for."""
+    """`DropSettings` are the settings of an objective with conditional drop."""
 
     @property
     def depths(self) -> int:
-        """Tokens that an entry learns to predict, at most."""
+        """Return the most tokens that an entry learns to predict."""
 
     @property
     def keep(self) -> float:
-        """Of the entries at a depth, the share that goes on to the next one."""
+        """Return the share of the entries at a depth that goes on to the next one."""
 
     @property
     def floor(self) -> float:
-        """The least share of a row's entries at any depth."""
+        """Return the least share of a row's entries at any depth."""
 
 
 def check_drop(settings: DropSettings) -> None:
@@ -50,7 +53,9 @@ def check_drop(settings: DropSettings) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Masked:
-    """What is computed of a batch at all depths, N in a row: depth 0 first, of every entry, then depth by depth."""
+    """`Masked` is what is computed of a batch at all depths, N in a row: depth 0 first, of every
+    entry, then depth by depth.
+    """
 
     entries: Tensor  # (B, N) int64: the entry that each belongs to
     depths: Tensor  # (N,) int64
@@ -60,8 +65,11 @@ class Masked:
 
     @classmethod
     def of(cls, tokens: TokenBatch, settings: DropSettings, ahead: int, *, random: bool) -> Self:
-        """Of the entries whose next prediction counts a depth is of `random` ones, or always of the same ones, which
-        are spread evenly over the row."""
+        """Choose what is computed of a batch.
+
+        Of the entries whose next prediction counts a depth has `random` ones, or always the same
+        ones, which cover the row evenly.
+        """
         usable = counted(tokens, ahead)
         order = evenly(usable, random).masked_fill(~usable, -1.0).argsort(1, descending=True)
         index = torch.arange(usable.shape[1], device=usable.device)
@@ -84,16 +92,19 @@ class Masked:
         )
 
     def pick(self, values: Tensor) -> Tensor:
-        """(B, depths, S) by depth and entry -> (B, N)."""
+        """Pick (B, N) from values (B, depths, S) by depth and entry."""
         return _pick(values, self.depths, self.entries)
 
     def following(self, values: Tensor) -> Tensor:
-        """(B, S, ..) -> (B, N, ..): of the state that the target's distribution of each prediction comes from."""
+        """Pick (B, N, ..) from (B, S, ..): of the state that the target's distribution of each
+        prediction comes from. ) -> (B, N, ..): of the state that the target's distribution of each
+        prediction comes from.
+        """
         index = (self.entries + self.depths + self.ahead).clamp_max(values.shape[1] - 1)
         return values[torch.arange(len(values), device=values.device).unsqueeze(1), index]
 
     def sees(self, tokens: TokenBatch) -> Tensor:
-        """(B, N, N) bool: what each sees of all, but for windows."""
+        """Return (B, N, N) bool: what each sees of all, but for windows."""
         documents, entries, depths = tokens.documents.gather(1, self.entries), self.entries, self.depths
         same = documents.unsqueeze(2) == documents.unsqueeze(1)
         before = (depths == 0) & (entries.unsqueeze(1) <= entries.unsqueeze(2))
@@ -101,8 +112,12 @@ class Masked:
         return same & (before | own)
 
     def metrics(self, agrees: Tensor, overlap: Tensor, settings: DropSettings) -> Metrics:
-        """``acceptance_D``: how often a chain of the likeliest tokens got to depth D; ``overlap_D``: the chance that a
-        token drawn there is accepted. From the agreement and the overlap of each, (B, N)."""
+        """Return ``acceptance_D``, how often a chain of the likeliest tokens got to depth D, and
+        ``overlap_D``.
+
+        ``overlap_D`` is the chance that a token drawn there is accepted. Both come from the
+        agreement and the overlap of each, (B, N).
+        """
         drafted = torch.ones_like(self.counted[:, self.depths == 0])
         survives, metrics = drafted.float(), Metrics()
         for depth in range(settings.depths):
@@ -116,5 +131,5 @@ class Masked:
 
 
 def _pick(values: Tensor, depths: Tensor, entries: Tensor) -> Tensor:
-    """(B, depths, S) -> (B, N) at `depths` (N,) and `entries` (B, N)."""
+    """Pick (B, N) from (B, depths, S) at `depths` (N,) and `entries` (B, N)."""
     return values[torch.arange(len(values), device=values.device).unsqueeze(1), depths, entries]

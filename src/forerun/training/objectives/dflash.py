@@ -1,4 +1,4 @@
-"""DFlash's objective (arXiv 2602.06036): blocks behind random anchors, each predicted in one pass.
+"""DFlash's objective (arXiv 2602.06036) predicts blocks behind random anchors, each in one pass.
 
 An anchor is a token of an answer: the root of a block. The block sees the states of what stands before its anchor in
 the same document, and itself. Depth k, from 0, predicts token anchor + 1 + k: its distribution is pulled towards the
@@ -26,15 +26,21 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlashSettings(DecoderSettings):
-    """Anchors, weights and divergence of the objective."""
+    """`DFlashSettings` are anchors, weights and divergence of the objective."""
 
     anchors: int = 64
     """Blocks in a row of tokens, at most."""
     smoothing: float = 0.5
-    """Each depth weighs what it brings by the acceptance that the head has (D-PACE, arXiv 2605.18810): of an acceptance
-    q counts (1 - smoothing) q + smoothing."""
+    """Smoothing of the weights by which each depth weighs what it brings (D-PACE, arXiv
+    2605.18810).
+
+    They follow the acceptance that the head has: an acceptance q counts (1 - smoothing) q +
+    smoothing.
+    """
     gamma: float | None = None
-    """Instead, depth k weighs exp(-k / gamma), whatever the head does. The paper: 4 for blocks of 8, 7 for 16."""
+    """With gamma, depth k weighs exp(-k / gamma) instead, whatever the head does. The paper: 4 for
+    blocks of 8, 7 for 16.
+    """
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
@@ -47,7 +53,7 @@ class DFlashSettings(DecoderSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """The blocks of a batch, A in a row."""
+    """`BlockOutputs` are the blocks of a batch, A in a row."""
 
     anchors: Tensor  # (B, A) int64: index of each root in its row
     counted: Tensor  # (B, A, K) bool: depth k predicts a token that counts
@@ -55,14 +61,16 @@ class Blocks:
 
 
 class DFlashObjective(DecoderObjective):
-    """The loss of a DFlash head on a batch of features."""
+    """A `DFlashObjective` is the loss of a DFlash head on a batch of features."""
 
     Settings: ClassVar[type[DFlashSettings]] = DFlashSettings
     head: DFlashHead
     settings: DFlashSettings
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The weighted sum over all blocks and counted depths, and how often a chain got to each depth."""
+        """Return the weighted sum over all blocks and counted depths, and how often a chain got to
+        each depth.
+        """
         blocks = self.blocks(batch)
         depths = blocks.counted.shape[-1]
         gamma = math.inf if self.settings.gamma is None else self.settings.gamma
@@ -73,7 +81,7 @@ class DFlashObjective(DecoderObjective):
         return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
 
     def blocks(self, batch: FeatureBatch) -> Blocks:
-        """The head's outputs behind the anchors."""
+        """Return the head's outputs behind the anchors."""
         tokens, config = batch.batch, self.head.config
         anchors, chosen = self._anchors(tokens)
         fused = self.fused(batch)
@@ -103,8 +111,10 @@ class DFlashObjective(DecoderObjective):
         return Blocks(anchors=anchors, counted=each & chosen.unsqueeze(-1), output=output)
 
     def _anchors(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        """(B, A) indices of roots, rising, and which of them are in use: random ones of those whose next token counts;
-        in evaluation evenly spread ones."""
+        """Return indices (B, A) of roots, rising, and which of them are in use.
+
+        They are random ones of those whose next token counts; in evaluation evenly spaced ones.
+        """
         usable = counted(tokens, -1) & (tokens.positions > 0)
         order = evenly(usable, self.head.training).masked_fill(~usable, -1.0)
         best = order.topk(min(self.settings.anchors, usable.shape[1]), dim=1).indices
@@ -112,7 +122,9 @@ class DFlashObjective(DecoderObjective):
         return anchors, usable.gather(1, anchors)
 
     def _visible(self, tokens: TokenBatch, anchors: Tensor, positions: Tensor, layer: int) -> Tensor:
-        """(B, A * b, S + A * b) bool: what the places of the blocks see of the row and of all blocks, in a layer."""
+        """Return (B, A * b, S + A * b) bool: what the places of the blocks see of the row and of
+        all blocks, in a layer.
+        """
         size, window = self.head.places, self.head.config.window(layer)
         index = torch.arange(tokens.tokens.shape[1], device=anchors.device)
         root = anchors.repeat_interleave(size, 1)
@@ -128,28 +140,32 @@ class DFlashObjective(DecoderObjective):
         return torch.cat([before, beside], 2)
 
     def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
-        """Of all blocks at once, in the order of `weights` (B, A, K)."""
+        """Return the loss of all blocks at once, in the order of `weights` (B, A, K)."""
         return self._of_blocks(blocks.output, self.output_head(), weights, blocks, batch.features[LAST_HIDDEN])
 
     def _of_blocks(
         self, output: Tensor, weight: Tensor, weights: Tensor, blocks: Blocks, last: Tensor
     ) -> VocabularyLoss:
-        """Of `output` (B, A, K, H) through `weight` (Vd, H) from the target, whose states `last` are (B, S, Ht)."""
+        """Return the loss of `output` (B, A, K, H) through `weight` (Vd, H) from the target, whose
+        states `last` are (B, S, Ht).
+        """
         states = self.behind(blocks, last)
         paths = Paths(weights.shape[-1], self.settings.smoothing) if self.settings.gamma is None else None
         return self.divergence(output.flatten(0, 2), weight, weights.flatten(), states, paths)
 
     def behind(self, blocks: Blocks, last: Tensor) -> Tensor:
-        """(B, A * K, Ht): the target's state, of `last` (B, S, Ht), from which it predicts each depth's token."""
+        """Return the target's state, (B, A * K, Ht) of `last` (B, S, Ht), from which it predicts
+        each depth's token.
+        """
         index = self._places_above(blocks, last.shape[1])
         return last.gather(1, index.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
 
     def above(self, blocks: Blocks, batch: FeatureBatch) -> Tensor:
-        """(B * A, K) the token that came before each depth's: the root above the first."""
+        """Return the token (B * A, K) that came before each depth's: the root above the first."""
         tokens = batch.batch.tokens
         return tokens.gather(1, self._places_above(blocks, tokens.shape[1])).view(blocks.counted.shape).flatten(0, 1)
 
     def _places_above(self, blocks: Blocks, length: int) -> Tensor:
-        """(B, A * K) in rows of so many tokens."""
+        """Return the index (B, A * K) of the token above each depth's in rows of so many tokens."""
         depths = torch.arange(blocks.counted.shape[-1], device=blocks.anchors.device)
         return (blocks.anchors.unsqueeze(-1) + depths).clamp_max(length - 1).flatten(1)

@@ -1,4 +1,5 @@
-"""DFlash 2's objective: DFlash's for the block, and the selector's cross-entropy over the candidates.
+"""DFlash 2's objective is DFlash's for the block, and the selector's cross-entropy over the
+candidates.
 
 z-lab publishes no training; NeMo AutoModel and speculators train the selector on the data's token. Here it learns the
 target's distribution among the candidates, after the token that really came above, with the block's weights.
@@ -24,10 +25,12 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlash2Settings(DFlashSettings):
-    """Anchors, weights and divergence of the block, and the weight of the selector."""
+    """`DFlash2Settings` are anchors, weights and divergence of the block, and the weight of the
+    selector.
+    """
 
     selector_weight: float = 1.0
-    """Of the selector's loss."""
+    """Weight of the selector's loss."""
 
     def __post_init__(self) -> None:
         DFlashSettings.__post_init__(self)
@@ -36,7 +39,9 @@ class DFlash2Settings(DFlashSettings):
 
 
 class DFlash2Objective(DFlashObjective):
-    """The loss of a DFlash 2 head on a batch of features; its metrics are of what the selector drafts."""
+    """A `DFlash2Objective` is the loss of a DFlash 2 head on a batch of features; its metrics are
+    of what the selector drafts.
+    """
 
     Settings: ClassVar[type[DFlash2Settings]] = DFlash2Settings
     head: DFlash2Head
@@ -49,8 +54,11 @@ class DFlash2Objective(DFlashObjective):
         return dataclasses.replace(found, loss=loss, agrees=agrees, overlap=overlap)
 
     def _selected(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """(R,) each, of all blocks and depths, 0 where `weights` (R,) are: the selector's cross-entropy, whether its
-        likeliest token is the target's, and the acceptance that it has."""
+        """Return, (R,) each, the selector's cross-entropy, whether its likeliest token is the
+        target's, and its acceptance.
+
+        They are of all blocks and depths, 0 where `weights` (R,) are.
+        """
         output, above, weight = blocks.output.flatten(0, 2), self.above(blocks, batch).flatten(), self.output_head()
         last = batch.features[LAST_HIDDEN]
         reduced = self.head.config.reduced_vocabulary
@@ -68,7 +76,9 @@ class DFlash2Objective(DFlashObjective):
         return found[0], found[1].detach(), found[2].detach()
 
     def _scored(self, output: Tensor, ids: Tensor, above: Tensor, probs: Tensor, best: Tensor) -> tuple[Tensor, ...]:
-        """(r,) each: loss, agreement, acceptance, of candidates `ids` (r, k) with the target's `probs` (r, k)."""
+        """Return, (r,) each, loss, agreement, acceptance of candidates `ids` (r, k) with the
+        target's `probs` (r, k).
+        """
         logits = (self.output_head()[ids].to(output.dtype) @ output.unsqueeze(-1)).squeeze(-1)
         scores = self.head.candidate_selector(
             logits.unsqueeze(1), ids.unsqueeze(1), output.unsqueeze(1), above.unsqueeze(1)

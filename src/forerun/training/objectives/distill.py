@@ -1,4 +1,5 @@
-"""Distillation of a draft model: its distributions are pulled towards the target's (DistillSpec, arXiv 2310.08461).
+"""Distillation pulls a draft model's distributions towards the target's (DistillSpec, arXiv
+2310.08461).
 
 AdaSPEC (arXiv 2510.19779) leaves tokens out that so small a model cannot learn: a reference, a draft model that was
 distilled before, shows by how much each token's loss can fall, and only the share with the most to gain counts.
@@ -30,7 +31,7 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillSettings(DistanceSettings):
-    """Distance to the target, and which tokens count."""
+    """`DistillSettings` say how the distance to the target is measured, and which tokens count."""
 
     reference: str | None = None
     """AdaSPEC: directory or hub id of a draft model that was distilled before; None: all tokens count."""
@@ -39,10 +40,14 @@ class DistillSettings(DistanceSettings):
 
 
 class DraftStates:
-    """A causal LM over packed windows: its last states, and its output head as one matrix."""
+    """`DraftStates` runs a causal LM over packed windows: its last states, and its output head as
+    one matrix.
+    """
 
     def __init__(self, model: Any, *, gradient_checkpointing: bool = False) -> None:
-        """UnsupportedModelError for recurrent state, unknown attention, or logits that are no linear map of states."""
+        """Check the model; UnsupportedModelError for recurrent state, unknown attention, or logits
+        that are not linear in states.
+        """
         refuse_stateful(type(model), model.config.model_type)
         self.model, self._base, self._style = model, base_of(model), MaskStyle.of(text_config(model))
         self._check()
@@ -52,25 +57,29 @@ class DraftStates:
             enable({"use_reentrant": False})
 
     def states(self, batch: TokenBatch) -> Tensor:
-        """(B, S, H) after the final norm; each document sees itself alone."""
+        """Return the states (B, S, H) after the final norm; each document sees itself alone."""
         return self._run(batch.tokens, batch.positions, packed_mask(batch, self._style, self._dtype(batch)))
 
     def masked(self, batch: TokenBatch, masked: Masked, mask_token: int) -> Tensor:
-        """(B, N, H) after the final norm, of all that is `masked`: tokens at depth 0, behind them the mask token."""
+        """Return the states (B, N, H) after the final norm, of all that is `masked`: tokens at
+        depth 0, then the mask token.
+        """
         rows, behind = len(batch.tokens), masked.entries.shape[1] - batch.tokens.shape[1]
         ids = torch.cat([batch.tokens, batch.tokens.new_full((rows, behind), mask_token)], 1)
         mask = additive_mask(masked.sees(batch), masked.positions, self._style, self._dtype(batch))
         return self._run(ids, masked.positions, mask)
 
     def linear(self, states: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """`FrozenTarget.linear` of the model's own output head as it is now."""
+        """Return `FrozenTarget.linear` of the model's own output head as it is now."""
         return FrozenTarget.of(self.model).linear(states, vocabulary)
 
     def loss(
         self, states: Tensor, counts: Tensor, batch: FeatureBatch, target: FrozenTarget, learn_from: str
     ) -> VocabularyLoss:
-        """Of its `states` (B, S, H) where `counts` (B, S): cross-entropy to the `target` as it was, or, as `learn_from`
-        says, to the data."""
+        """Return the loss of its `states` (B, S, H) where `counts` (B, S).
+
+        It is the cross-entropy to the `target` as it was, or, as `learn_from` says, to the data.
+        """
         hidden, weight = self.linear(states, len(target.lm_head))
         shares = counts.flatten().float()
         if learn_from == "data":
@@ -88,7 +97,7 @@ class DraftStates:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Compare with what the model says itself."""
+        """Compare with what the model computes itself."""
         ids = torch.arange(2, device=self.model.device).unsqueeze(0)
         with torch.autocast(self.model.device.type, enabled=False):
             own = self.model(input_ids=ids, use_cache=False).logits[0].float()
@@ -105,13 +114,15 @@ class DraftStates:
 
 
 class DraftModelObjective(Objective):
-    """What the objectives of draft models share: the model that is trained, and its distance to the target."""
+    """A `DraftModelObjective` has what draft models share: the model that is trained, and its
+    distance to the target.
+    """
 
     Settings: ClassVar[type[DistanceSettings]]
     settings: Any
 
     def __init__(self, draft: Any, target: FrozenTarget, settings: Any = None) -> None:
-        """`draft` is a transformers causal LM."""
+        """Take `draft`, a transformers causal LM."""
         self.target, self.settings = target, settings or self.Settings()
         self.draft = DraftStates(draft, gradient_checkpointing=self.settings.gradient_checkpointing)
 
@@ -122,8 +133,12 @@ class DraftModelObjective(Objective):
     def distance(
         self, draft: DraftStates, states: Tensor, shares: Tensor, following: Tensor, *, frozen: bool = False
     ) -> VocabularyLoss:
-        """Of `draft` after its `states` (B, N, H) from the target after `following` (B, N, Ht), of the weights `shares`
-        (B, N); `frozen`: the forward divergence, without a gradient."""
+        """Return the distance of `draft` after its `states` (B, N, H) from the target after
+        `following` (B, N, Ht).
+
+        Predictions have the weights `shares` (B, N); `frozen`: the forward divergence, without a
+        gradient.
+        """
         hidden, weight = draft.linear(states, len(self.target.lm_head))
         known = len(weight)
         fewer = torch.arange(known, device=weight.device) if known < len(self.target.lm_head) else None
@@ -135,13 +150,15 @@ class DraftModelObjective(Objective):
 
 
 class DistillObjective(DraftModelObjective):
-    """The loss of a draft model on a batch of features, of which the state after the final norm is read."""
+    """A `DistillObjective` is the loss of a draft model on a batch of features, whose state after
+    the final norm is read.
+    """
 
     Settings: ClassVar[type[DistillSettings]] = DistillSettings
     settings: DistillSettings
 
     def __init__(self, draft: Any, target: FrozenTarget, settings: DistillSettings | None = None) -> None:
-        """`draft` is a transformers causal LM; the reference is loaded beside it."""
+        """Take `draft`, a transformers causal LM, and load the reference beside it."""
         super().__init__(draft, target, settings)
         self.reference: DraftStates | None = None
         if self.settings.reference is not None:
@@ -151,7 +168,9 @@ class DistillObjective(DraftModelObjective):
             self.reference = DraftStates(model.requires_grad_(False))
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The sum over all counted tokens; how often the draft's likeliest token is the target's, and the overlap."""
+        """Return the sum over all counted tokens, how often the draft's likeliest token is the
+        target's, and the overlap.
+        """
         counts, last = counted(batch.batch, -1), batch.features[LAST_HIDDEN]
         states = self.draft.states(batch.batch)
         shares = counts
@@ -175,8 +194,12 @@ class DistillObjective(DraftModelObjective):
 
 
 def most_to_gain(losses: Tensor, learnt: Tensor, counts: Tensor, share: float) -> Tensor:
-    """AdaSPEC's filter: (B, S) bool, of each row's counted tokens (at least one of them) the `share` where `losses`
-    exceed those of the reference, `learnt`, by most; of equals the first."""
+    """Return AdaSPEC's filter, (B, S) bool: the `share` of each row's counted tokens with the most
+    to gain.
+
+    They are the tokens (at least one a row) where `losses` exceed those of the reference, `learnt`,
+    by most; of equals the first.
+    """
     gain = (losses - learnt).masked_fill(~counts, -math.inf)
     kept = (counts.sum(1, keepdim=True) * share).ceil()
     rank = gain.argsort(dim=1, descending=True, stable=True).argsort(dim=1)

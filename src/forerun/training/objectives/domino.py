@@ -1,4 +1,5 @@
-"""Domino's objective (arXiv 2605.29707): DFlash's blocks, each depth after the token that really came above it.
+"""Domino's objective (arXiv 2605.29707) is DFlash's blocks, each depth after the token that really
+came above it.
 
 Two losses, of the corrected logits and of those of the block alone: ``(1 - l) corrected + l block``. l falls from
 `base_start` to 0, so that the block is good before it is corrected.
@@ -23,12 +24,15 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DominoSettings(DFlashSettings):
-    """Anchors, weights and divergence of the objective, and how long the block's own loss counts."""
+    """`DominoSettings` are anchors, weights and divergence of the objective, and how long the
+    block's own loss counts.
+    """
 
     base_start: float = 1.0
     """Share of the block's own loss in the first batch, in [0, 1]."""
     base_until: float = 0.5
-    """Share of the run after which it is 0, in (0, 1]; until then it falls linearly."""
+    """Share of the run after which the block's share is 0, in (0, 1]; until then it falls linearly.
+    """
 
     def __post_init__(self) -> None:
         DFlashSettings.__post_init__(self)
@@ -39,7 +43,9 @@ class DominoSettings(DFlashSettings):
 
 
 class DominoObjective(FollowingObjective):
-    """The loss of a Domino head on a batch of features; in evaluation of the corrected logits alone."""
+    """A `DominoObjective` is the loss of a Domino head on a batch of features; in evaluation of the
+    corrected logits alone.
+    """
 
     Settings: ClassVar[type[DominoSettings]] = DominoSettings
     head: DominoHead
@@ -56,5 +62,5 @@ class DominoObjective(FollowingObjective):
         return dataclasses.replace(found, loss=loss, weights=(1 - share) * found.weights + share * base.weights)
 
     def share(self, done: float) -> float:
-        """Of the block's own loss where the share `done` of the run is over."""
+        """Return the share of the block's own loss where the share `done` of the run is over."""
         return self.settings.base_start * max(0.0, 1 - done / self.settings.base_until)

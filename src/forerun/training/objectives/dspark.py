@@ -1,4 +1,5 @@
-"""DSpark's objective (arXiv 2607.05147): DFlash's blocks, each depth after the token that really came above it.
+"""DSpark's objective (arXiv 2607.05147) is DFlash's blocks, each depth after the token that really
+came above it.
 
 Cross-entropy to the target's distribution and total variation from it, 0.1 to 0.9, and for the confidence head the
 binary cross-entropy to the acceptance that the depth really has: the overlap of the two distributions.
@@ -25,11 +26,13 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DSparkSettings(DFlashSettings):
-    """Anchors, weights and divergence of the objective; the defaults are DeepSeek's."""
+    """`DSparkSettings` are anchors, weights and divergence of the objective; the defaults are
+    DeepSeek's.
+    """
 
     divergence: Divergence = Divergence.MIXED
     confidence_weight: float = 1.0
-    """Of the confidence head's loss."""
+    """Weight of the confidence head's loss."""
 
     def __post_init__(self) -> None:
         DFlashSettings.__post_init__(self)
@@ -38,12 +41,16 @@ class DSparkSettings(DFlashSettings):
 
 
 class FollowingObjective(DFlashObjective):
-    """What the objectives of heads share whose depths are corrected by the tokens that really came above them."""
+    """A `FollowingObjective` has what heads share whose depths are corrected by the tokens that
+    really came above them.
+    """
 
     head: FollowingHead
 
     def corrected(self, blocks: Blocks, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
-        """(B, A, K, H + r) and (Vd, H + r): outputs and weights whose product is the corrected logits."""
+        """Return outputs (B, A, K, H + r) and weights (Vd, H + r) whose product is the corrected
+        logits.
+        """
         output, above = blocks.output.flatten(0, 1), self.above(blocks, batch)
         states, memory = list[Tensor](), None
         for depth in range(output.shape[1]):
@@ -57,7 +64,7 @@ class FollowingObjective(DFlashObjective):
 
 
 class DSparkObjective(FollowingObjective):
-    """The loss of a DSpark head on a batch of features."""
+    """A `DSparkObjective` is the loss of a DSpark head on a batch of features."""
 
     Settings: ClassVar[type[DSparkSettings]] = DSparkSettings
     head: DSparkHead

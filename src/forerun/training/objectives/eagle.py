@@ -1,4 +1,5 @@
-"""EAGLE-1's objective (arXiv 2401.15077): the target's next feature, by regression, and its next token.
+"""EAGLE-1's objective (arXiv 2401.15077) learns the target's next feature, by regression, and its
+next token.
 
 The head reads the target's own features with noise on them, as it reads its own, inexact ones when it drafts. Its
 output is pulled towards the target's feature of the next token (smooth L1, mean over the entries), and through the
@@ -23,16 +24,16 @@ from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagleSettings(Eagle3Settings):
-    """Steps, weights and noise of the objective; the defaults are the paper's."""
+    """`EagleSettings` are steps, weights and noise of the objective; the defaults are the paper's."""
 
     steps: int = 1
-    """How often the head is unrolled; beyond the first on its own features."""
+    """Times that the head is unrolled; beyond the first on its own features."""
     regression_weight: float = 1.0
-    """Of the distance to the target's features."""
+    """Weight of the distance to the target's features."""
     token_weight: float = 0.1
-    """Of the cross-entropy, or what `divergence` says."""
+    """Weight of the cross-entropy, or of what `divergence` says."""
     noise: float = 0.1
-    """As of `DecoderSettings`."""
+    """Uniform noise on the target's states, see `DecoderSettings`."""
 
     def __post_init__(self) -> None:
         Eagle3Settings.__post_init__(self)
@@ -43,7 +44,9 @@ class EagleSettings(Eagle3Settings):
 
 
 class EagleObjective(Eagle3Objective):
-    """The loss of an EAGLE-1 head on a batch of features, noisy while the head is in training mode."""
+    """An `EagleObjective` is the loss of an EAGLE-1 head on a batch of features, noisy while the
+    head is in training mode.
+    """
 
     kind: ClassVar[str] = "eagle"
     Settings: ClassVar[type[EagleSettings]] = EagleSettings

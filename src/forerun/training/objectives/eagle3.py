@@ -1,4 +1,5 @@
-"""EAGLE-3's objective: training-time test (arXiv 2503.01840). The head is unrolled on its own features for T steps.
+"""EAGLE-3's objective is the training-time test (arXiv 2503.01840): the head is unrolled on its own
+features for T steps. The head is unrolled on its own features for T steps.
 
 At step t, index i reads the embedding of token i + 1 + t and its own feature of step t - 1 (at t = 0 the target's),
 stands at position i + t, and predicts token i + 2 + t: its distribution is pulled towards the target's after token
@@ -37,12 +38,12 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Settings(DecoderSettings):
-    """Steps, weights and divergence of the objective."""
+    """`Eagle3Settings` are steps, weights and divergence of the objective."""
 
     steps: int = 7
-    """T, how often the head is unrolled."""
+    """T, the number of times that the head is unrolled."""
     decay: float = 0.8
-    """Weight of step t is decay^t, normalised to sum 1."""
+    """Base of the steps' weights: step t weighs decay^t, normalised to sum 1."""
     flex_attention: bool = False
     """On CUDA: FlexAttention, which makes no mask of queries times keys; the figures are the same."""
 
@@ -51,13 +52,13 @@ class Eagle3Settings(DecoderSettings):
 
     @property
     def weights(self) -> list[float]:
-        """(T,) of the steps, summing to 1."""
+        """Return the weights (T,) of the steps, summing to 1."""
         return unrolled_weights(self.steps, self.decay)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unrolled:
-    """One step of the unrolled head."""
+    """An `UnrolledStep` is one step of the unrolled head."""
 
     step: int
     output: Tensor  # (B, S, H): what the output head reads; entry i predicts token i + 2 + step
@@ -65,7 +66,7 @@ class Unrolled:
 
 
 class Eagle3Objective(DecoderObjective):
-    """The loss of a head on a batch of features."""
+    """An `Eagle3Objective` is the loss of a head on a batch of features."""
 
     kind: ClassVar[str] = "eagle3"
     Settings: ClassVar[type[Eagle3Settings]] = Eagle3Settings
@@ -78,7 +79,7 @@ class Eagle3Objective(DecoderObjective):
         super().__init__(head, target, settings)
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The weighted sum over all steps and counted predictions, and acceptance by step."""
+        """Return the weighted sum over all steps and counted predictions, and acceptance by step."""
         last = batch.features[LAST_HIDDEN]
         steps = list(self.unroll(batch))
         shares = torch.tensor(self.settings.weights, device=last.device).view(-1, 1, 1)
@@ -88,7 +89,7 @@ class Eagle3Objective(DecoderObjective):
         return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
 
     def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
-        """The head's outputs, step by step."""
+        """Yield the head's outputs, step by step."""
         tokens, past = batch.batch, list[tuple[Tensor, ...]]()
         features = self.fused(batch)
         windows = {self.head.config.window(layer) for layer in range(len(self.head.layers))}
@@ -112,7 +113,9 @@ class Eagle3Objective(DecoderObjective):
         blocks: Mapping[int | None, Mask],
         past: list[tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
-        """(feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one step; `blocks` by window."""
+        """Return (feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one
+        step; `blocks` are by window. ) of one step; `blocks` by window.
+        """
 
         def run(features: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
             own: list[Tensor] = []
@@ -135,8 +138,11 @@ class Eagle3Objective(DecoderObjective):
         return found
 
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
-        """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht). Arranged
-        by the predicted token: there all steps follow the same distribution of the target."""
+        """Return the loss of all steps at once, so that the output head has one gradient.
+
+        `weights` are (T, B, S), `last` is (B, S, Ht). It is arranged by the predicted token: there
+        all steps follow the same distribution of the target.
+        """
         outputs = torch.stack([behind(step.output, step.step + 1) for step in steps], 2)
         shares = torch.stack([behind(weights[step.step], step.step + 1) for step in steps], 2)
         found = self.divergence(outputs.flatten(0, 2), self.output_head(), shares.flatten(), last)
@@ -148,12 +154,14 @@ class Eagle3Objective(DecoderObjective):
 
 
 QUERY_BLOCK = {"cpu": 64, "cuda": 256}
-"""Queries at a time: on a CPU few enough that their probabilities stay in the cache."""
+"""So many queries are computed at a time: on a CPU few enough that their probabilities stay in the
+cache.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Queries that are computed together, and what they see of step 0."""
+    """A `QueryBlock` is queries that are computed together, and what they see of step 0."""
 
     queries: slice
     keys: slice  # From the first that any of the queries sees to the last
@@ -161,14 +169,16 @@ class Block:
 
 
 Mask = Sequence[Block] | FlexMask
-"""Who sees whom in a row of documents."""
+"""An attention mask says which positions see each other in a row of documents."""
 
 
 def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
-    """The blocks of `documents` (B, S), int64, rising from left to right within a row, -1 for padding at its end.
+    """Return the blocks of `documents` (B, S), int64, rising from left to right within a row, -1
+    for padding at its end.
 
-    `reach`: keys of step 0 that a query sees, counted back from its own; at step t of a window W it is W - t. None: all
-    of its document. The masks take at most B x S x S bytes; all steps and layers of one reach share them.
+    `reach`: keys of step 0 that a query sees, counted back from its own; at step t of a window W it
+    is W - t. None: all of its document. The masks take at most B x S x S bytes; all steps and
+    layers of one reach share them.
     """
     length, size = documents.shape[1], QUERY_BLOCK.get(documents.device.type, QUERY_BLOCK["cuda"])
     reach = length if reach is None else max(0, reach)
@@ -188,7 +198,7 @@ def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
 def ttt_attention(
     query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], blocks: Mask
 ) -> Tensor:
-    """(B, S, heads, D): attention of one unrolled step.
+    """Return the attention of one unrolled step, (B, S, heads, D).
 
     Args:
         query: (B, heads, S, D), rotated.
@@ -206,7 +216,9 @@ def ttt_attention(
 
 
 class _TttAttention(torch.autograd.Function):
-    """Flash-style attention: saves the output and the scores of the own line, recomputes the rest."""
+    """`_TttAttention` is flash-style attention: it saves the output and the scores of the own line,
+    and recomputes the rest.
+    """
 
     @staticmethod
     def forward(
@@ -252,7 +264,9 @@ class _TttAttention(torch.autograd.Function):
 
 
 def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Probabilities of a block's queries, float32: (B, groups, R, n, m) over step 0, (.., t) over their own line."""
+    """Return a block's probabilities, float32: (B, groups, R, n, m) over step 0, (.., t) over the
+    queries' own line.
+    """
     scores = _times(grouped[..., block.queries, :], key[:, :, block.keys].transpose(-1, -2)).float()
     scores = scores.masked_fill_(block.hidden[:, None, None], -torch.inf)
     seen = scores.shape[-1]
@@ -261,23 +275,25 @@ def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: Block) -> tuple[T
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:
-    """(B, heads, S, D) -> (B, groups, heads of a group, S, D)."""
+    """Group (B, heads, S, D) into (B, groups, heads of a group, S, D)."""
     return query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
 
 
 def _folded(states: Tensor) -> Tensor:
-    """(B, groups, R, n, D) -> (B, groups, R * n, D)."""
+    """Fold (B, groups, R, n, D) into (B, groups, R * n, D)."""
     return states.flatten(2, 3)
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
-    """(B, groups, R, n, k) @ (B, groups, k, m), the same right factor for all heads of a group."""
+    """Multiply (B, groups, R, n, k) @ (B, groups, k, m), the same right factor for all heads of a
+    group.
+    """
     product = _folded(left) @ right
     return product.view(*left.shape[:4], right.shape[-1])
 
 
 def _lines(grouped: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """(B, groups, R, S, t) float32: each scaled query with the keys of its own index."""
+    """Return (B, groups, R, S, t) float32: each scaled query with the keys of its own index."""
     if not keys:
         return grouped.new_empty(*grouped.shape[:-1], 0, dtype=torch.float32)
     return torch.stack([(grouped * key.unsqueeze(2)).float().sum(-1) for key in keys], -1)

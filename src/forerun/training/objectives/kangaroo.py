@@ -1,5 +1,8 @@
-"""Kangaroo's objective (arXiv 2404.18911): through the target's own output head the adapter's distributions are pulled
-towards the target's, by cross-entropy, as in the published ``train.py``."""
+"""Kangaroo's objective (arXiv 2404.18911) pulls the adapter's distributions towards the target's,
+by cross-entropy.
+
+The adapter drafts through the target's own output head, as in the published ``train.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,18 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KangarooSettings(DistanceSettings):
-    """Divergence of the objective."""
+    """`KangarooSettings` are the divergence of the objective."""
 
 
 class KangarooObjective(Objective):
-    """The loss of an adapter on a batch of features."""
+    """A `KangarooObjective` is the loss of an adapter on a batch of features."""
 
     Settings: ClassVar[type[KangarooSettings]] = KangarooSettings
 
     def __init__(self, head: AdapterHead, target: FrozenTarget, settings: KangarooSettings | None = None) -> None:
-        """UnsupportedModelError for a target that caps its logits: they must be a linear map of states."""
+        """Check the target; UnsupportedModelError if it caps its logits, which must be a linear map
+        of states.
+        """
         self.head, self.target, self.settings = head, target, settings or KangarooSettings()
         if target.softcap is not None:
             raise UnsupportedModelError(
@@ -40,7 +45,7 @@ class KangarooObjective(Objective):
         return self.head
 
     def outputs(self, batch: FeatureBatch) -> Tensor:
-        """(B, S, H), what the output head reads; entry i predicts token i + 1."""
+        """Return what the output head reads, (B, S, H); entry i predicts token i + 1."""
         tokens, [boundary] = batch.batch, self.head.config.boundaries
         blocks = {window: blocks_of(tokens.documents, window) for window in self.head.windows}
 
@@ -56,7 +61,9 @@ class KangarooObjective(Objective):
         return found
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The sum over all counted tokens; how often the likeliest token is the target's, and the overlap."""
+        """Return the sum over all counted tokens, how often the likeliest token is the target's,
+        and the overlap.
+        """
         counts, settings = counted(batch.batch, -1), self.settings
         hidden, weight = self.target.linear(self.outputs(batch))
         teacher = self.target.teacher(batch.features[LAST_HIDDEN], None)

@@ -1,5 +1,7 @@
-"""LayerSkip's objective (arXiv 2404.16710): every layer learns to predict through the target's own norm and head, and
-layers are dropped at random, the later the more often, so that the early ones do without them.
+"""LayerSkip's objective (arXiv 2404.16710) lets every layer learn to predict through the target's
+own norm and head.
+
+Layers are dropped at random, the later the more often, so that the early ones do without them.
 """
 
 from __future__ import annotations
@@ -23,14 +25,20 @@ from forerun.training.objectives.distill import DraftStates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSkipSettings(ObjectiveSettings):
-    """What the layers learn from, which ones in which batch, and how often they are dropped."""
+    """`LayerSkipSettings` say what the layers learn from, which ones in which batch, and how often
+    they are dropped.
+    """
 
     learn_from: Literal["target", "data"] = "target"
-    """The target's distributions as they were, which keeps its answers; or the data's tokens, as the paper does."""
+    """Source of the labels: the target's distributions as they were, which keeps its answers; or
+    the data's tokens, as in the paper.
+    """
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """How often a window does without the last layer; earlier ones exponentially less often."""
+    """Chance that a window does without the last layer; earlier ones are dropped exponentially less
+    often.
+    """
     exit_scale: Annotated[float, Field(ge=0)] = 0.2
-    """What exits weigh beside the last layer; a later one more than an earlier one."""
+    """Weight of the exits beside the last layer; a later one weighs more than an earlier one."""
     curriculum: Literal["rotational", "gradual", "all"] = "rotational"
     """Exits that learn in a batch: every `every`-th, one further in the next batch; or from the last to the first one,
     all from batch number `gradual_batches` on; or all of them."""
@@ -39,12 +47,16 @@ class LayerSkipSettings(ObjectiveSettings):
 
 
 class LayerSkipObjective(Objective):
-    """The weighted mean of the losses of the exits that learn in a batch, and of the last layer's."""
+    """A `LayerSkipObjective` is the weighted mean of the losses of the exits that learn in a batch,
+    and of the last layer's.
+    """
 
     Settings: ClassVar[type[LayerSkipSettings]] = LayerSkipSettings
 
     def __init__(self, model: Any, target: FrozenTarget, settings: LayerSkipSettings | None = None) -> None:
-        """`model` is what is trained, a transformers causal LM; `target` the same one as it was."""
+        """Take `model`, a transformers causal LM, which is trained, and `target`, the same model as
+        it was.
+        """
         self.target, self.settings = target, settings or LayerSkipSettings()
         self.reader = DraftStates(model, gradient_checkpointing=self.settings.gradient_checkpointing)
         base, count = base_of(model), text_config(model).num_hidden_layers
@@ -55,8 +67,12 @@ class LayerSkipObjective(Objective):
         return module
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """``agreement_E``: how often the likeliest token after E layers is the target's; ``overlap_E``: the chance that
-        one drawn there is accepted by the target as it was. Only `learn_from` target measures."""
+        """Return the loss, ``agreement_E`` and ``overlap_E``.
+
+        ``agreement_E`` says how often the likeliest token after E layers is the target's,
+        ``overlap_E`` is the chance that one drawn there is accepted by the target as it was. Only
+        `learn_from` target measures them.
+        """
         training, last = self.parameters_module().training, len(self._layers)
         exits = self.exits(batch.number) if training else []
         with self._dropping(len(batch.batch.tokens) if training else 0), captured(self._layers, set(exits)) as states:
@@ -76,7 +92,9 @@ class LayerSkipObjective(Objective):
         return LossReport(loss=total, weight=seen, metrics=metrics)
 
     def exits(self, number: int) -> list[int]:
-        """After how many layers there is a loss in batch `number`, the last layer's left out."""
+        """Return the numbers of layers after which batch `number` has a loss, the last layer's left
+        out.
+        """
         settings, every = self.settings, range(1, len(self._layers))
         if settings.curriculum == "rotational":
             return [place for place in every if (place + number) % settings.every == 0]
@@ -90,7 +108,7 @@ class LayerSkipObjective(Objective):
 
     @contextmanager
     def _dropping(self, rows: int) -> Iterator[None]:
-        """While open, each of `rows` windows does without some layers; 0: no window does."""
+        """Let each of `rows` windows do without some layers while open; 0: no window does."""
         chances = dropout_chances(len(self._layers), self.settings.dropout)
         handles = []
         for layer, chance in zip(self._layers, chances, strict=True):
@@ -105,8 +123,11 @@ class LayerSkipObjective(Objective):
 
 
 def exit_weights(exits: list[int], last: int, scale: float) -> dict[int, float]:
-    """Exit, or the `last` layer -> its share of the loss (they sum to 1): ``scale * (0 + 1 + .. + E - 1)`` after E
-    layers, for the last one ``last - 1`` more than the one before it."""
+    """Map each exit, and the `last` layer, to its share of the loss (they sum to 1).
+
+    After E layers it is ``scale * (0 + 1 + .. + E - 1)``, for the last one ``last - 1`` more than
+    the one before it.
+    """
     raw = {place: scale * place * (place - 1) / 2 for place in exits}
     raw[last] = last - 1 + scale * (last - 1) * (last - 2) / 2
     whole = sum(raw.values())
@@ -114,12 +135,14 @@ def exit_weights(exits: list[int], last: int, scale: float) -> dict[int, float]:
 
 
 def dropout_chances(layers: int, most: float) -> list[float]:
-    """How often each layer is dropped: from 0 at the first to `most` at the last, exponentially."""
+    """Return how often each layer is dropped: from 0 at the first to `most` at the last,
+    exponentially.
+    """
     return [most * (2 ** (layer / max(1, layers - 1)) - 1) for layer in range(layers)]
 
 
 def _passing(dropped: Tensor) -> Any:
-    """A hook that gives the rows that are `dropped` (B,) a layer's input for its output."""
+    """Return a hook that gives the rows that are `dropped` (B,) a layer's input for its output."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         before = args[0] if args else kwargs["hidden_states"]

@@ -1,4 +1,5 @@
-"""Medusa-1's objective (arXiv 2401.10774): each depth learns the token that really came, by cross-entropy.
+"""Medusa-1's objective (arXiv 2401.10774) lets each depth learn the token that really came, by
+cross-entropy.
 
 From the state of token i, depth k predicts token i + 2 + k; it weighs decay^k. The data are the target's own answers,
 so the tokens are its choices.
@@ -21,10 +22,10 @@ from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ah
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaSettings(ObjectiveSettings):
-    """Weights of the objective."""
+    """`MedusaSettings` are the weights of the objective."""
 
     decay: float = 0.8
-    """Depth k weighs decay^k."""
+    """Base of the depths' weights: depth k weighs decay^k."""
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -32,7 +33,7 @@ class MedusaSettings(ObjectiveSettings):
 
 
 class MedusaObjective(Objective):
-    """The loss of a Medusa head on a batch of features."""
+    """A `MedusaObjective` is the loss of a Medusa head on a batch of features."""
 
     Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
 
@@ -43,7 +44,9 @@ class MedusaObjective(Objective):
         return self.head
 
     def states(self, batch: FeatureBatch) -> Tensor:
-        """(B, S, depths, H): what the output heads read; depth k of entry i predicts token i + 2 + k."""
+        """Return what the output heads read, (B, S, depths, H); depth k of entry i predicts token i
+        + 2 + k.
+        """
         features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
         features = features.to(working_dtype(features.device, self.head.weight.dtype))
         depths = self.head.config.num_heads
@@ -52,7 +55,9 @@ class MedusaObjective(Objective):
         return found
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The weighted sum over all depths and counted tokens, and how often a chain got to each depth."""
+        """Return the weighted sum over all depths and counted tokens, and how often a chain got to
+        each depth.
+        """
         tokens, losses, weights = batch.batch, list[Tensor](), list[Tensor]()
         counts, agrees = list[Tensor](), list[Tensor]()
         for depth, states in enumerate(self.states(batch).unbind(2)):

@@ -1,4 +1,5 @@
-"""Medusa-2's objective (arXiv 2401.10774): the target and its Medusa heads learn together, the heads alone first.
+"""Medusa-2's objective (arXiv 2401.10774) trains the target and its Medusa heads together, the
+heads alone first.
 
 ``L_LM + w * sum_k decay^k L_k``: the target's own loss beside the heads' (`objectives.medusa`). Heads that know nothing
 would spoil the target, so that it stands still until they have learnt something; then its learning rate and the weight
@@ -29,22 +30,24 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Medusa2Settings(MedusaSettings):
-    """The two stages, and how heads and target weigh."""
+    """`Medusa2Settings` are the two stages, and how heads and target weigh."""
 
     learn_from: Literal["target", "data"] = "target"
-    """What keeps the target: its distributions as they were, which keeps its answers; or the data's tokens."""
+    """Source of the target's labels: its distributions as they were, which keeps its answers; or
+    the data's tokens.
+    """
     heads_first: Share = 0.5
     """Share of the run in which the heads learn alone; 0 with a `draft.start` that has learnt already."""
     warmup: Share = 0.1
     """Share of the run, after that, in which the target's learning rate and the heads' weight rise from 0."""
     head_weight: Annotated[float, Field(gt=0)] = 0.2
-    """Of the heads' loss beside the target's own."""
+    """Weight of the heads' loss beside the target's own."""
     head_rate: Annotated[float, Field(gt=0)] = 4.0
-    """The heads' learning rate, in those of the target (`training.learning_rate`)."""
+    """Learning rate of the heads, as a multiple of the target's (`training.learning_rate`)."""
 
 
 class TargetAndHead(nn.Module):
-    """A causal LM and a head for it."""
+    """`TargetAndHead` is a causal LM and a head for it."""
 
     model: Any
     head: MedusaHead
@@ -55,12 +58,16 @@ class TargetAndHead(nn.Module):
 
 
 class Medusa2Objective(Objective):
-    """The loss of a target and its Medusa heads on a batch of features of the target as it was."""
+    """A `Medusa2Objective` is the loss of a target and its Medusa heads on a batch of features of
+    the target as it was.
+    """
 
     Settings: ClassVar[type[Medusa2Settings]] = Medusa2Settings
 
     def __init__(self, module: TargetAndHead, target: FrozenTarget, settings: Medusa2Settings | None = None) -> None:
-        """`module` is what is trained; `target` the model in it as it was. Errors as `DraftStates`."""
+        """Take `module`, which is trained, and `target`, the model in it as it was; errors as in
+        `DraftStates`. Errors as `DraftStates`.
+        """
         self.module, self.target, self.settings = module, target, settings or Medusa2Settings()
         self.reader = DraftStates(module.model, gradient_checkpointing=self.settings.gradient_checkpointing)
         self.heads = MedusaObjective(module.head, target, self.settings)
@@ -69,7 +76,9 @@ class Medusa2Objective(Objective):
         return self.module
 
     def joint(self, done: float) -> float | None:
-        """How far the target has joined in, in 0..1, where the share `done` of the run is over; None: not at all."""
+        """Return how far the target has joined in, in 0..1, where the share `done` of the run is
+        over; None: not at all.
+        """
         since = done - self.settings.heads_first
         if since < 0:
             return None
@@ -79,8 +88,11 @@ class Medusa2Objective(Objective):
         return {"model.": self.joint(done) or 0.0, "head.": self.settings.head_rate}
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """How often a chain got to each depth; once the target has joined in, ``target_loss``, its own loss, and, if it
-        learns from itself as it was, ``target_agrees`` and ``target_overlap`` with that."""
+        """Return the loss, and how often a chain got to each depth.
+
+        Once the target has joined in, the metrics have ``target_loss``, its own loss, and, if it
+        learns from itself as it was, ``target_agrees`` and ``target_overlap`` with that.
+        """
         counts, joint = counted(batch.batch, -1), self.joint(batch.done)
         seen = counts.sum().float()
         target: dict[str, tuple[Tensor, Tensor]] = {}

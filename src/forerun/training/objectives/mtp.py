@@ -1,4 +1,5 @@
-"""FastMTP's objective (arXiv 2509.18362): one MTP module drafts several tokens, so it is trained on its own states.
+"""FastMTP's objective (arXiv 2509.18362) trains one MTP module, which drafts several tokens, on its
+own states.
 
 The module is unrolled K times as in `eagle3`; at depth k, from 0, entry i predicts token i + 2 + k of the data, which
 the target itself should have written (``forerun data regenerate``). The loss is the cross-entropy, depth k weighing
@@ -29,28 +30,28 @@ from forerun.training.objectives.eagle3 import Eagle3Objective
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MtpSettings(ObjectiveSettings):
-    """Depths and their weights; the defaults are the paper's."""
+    """`MtpSettings` are depths and their weights; the defaults are the paper's."""
 
     steps: int = 3
-    """K, how often the module is unrolled."""
+    """K, the number of times that the module is unrolled."""
     decay: float = 0.6
-    """beta: the weight of depth k is beta^k, normalised to sum 1."""
+    """Base of the depths' weights, beta: depth k weighs beta^k, normalised to sum 1."""
     flex_attention: bool = False
-    """As of `Eagle3Settings`."""
+    """On CUDA: FlexAttention, see `Eagle3Settings`."""
     noise: Annotated[float, Field(ge=0)] = 0.0
-    """As of `DecoderSettings`."""
+    """Uniform noise on the target's states, see `DecoderSettings`."""
 
     def __post_init__(self) -> None:
         check_unrolling(self.steps, self.decay)
 
     @property
     def weights(self) -> list[float]:
-        """(K,) of the depths, summing to 1."""
+        """Return the weights (K,) of the depths, summing to 1."""
         return unrolled_weights(self.steps, self.decay)
 
 
 class MtpObjective(Eagle3Objective):
-    """The loss of a target's only MTP module on a batch of features."""
+    """An `MtpObjective` is the loss of a target's only MTP module on a batch of features."""
 
     kind: ClassVar[str] = "mtp"
     Settings: ClassVar[type[Any]] = MtpSettings
@@ -67,7 +68,9 @@ class MtpObjective(Eagle3Objective):
             raise ArgumentError("the target scales, caps or shifts its logits, which this objective does not")
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The weighted sum over all depths and counted tokens, and how often a chain got to each depth."""
+        """Return the weighted sum over all depths and counted tokens, and how often a chain got to
+        each depth.
+        """
         steps, tokens = list(self.unroll(batch)), batch.batch.tokens
         wanted = torch.stack([ahead(tokens, step.step + 2, 0) for step in steps])
         counts = torch.stack([step.counted for step in steps])

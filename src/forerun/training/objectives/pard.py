@@ -1,4 +1,5 @@
-"""PARD's objective (arXiv 2504.18583), and PARD-2's weights (2605.08632): a draft model learns to draft from masks.
+"""PARD's objective (arXiv 2504.18583), with PARD-2's weights (2605.08632), lets a draft model learn
+to draft from masks.
 
 Entry i, at depth 0, is token i, and predicts token i + 1 as any causal LM does. Its mask of depth d stands at position
 i + d, sees the tokens up to i of its document and its own masks up to d, and predicts token i + 1 + d; deeper ones are
@@ -30,20 +31,24 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PardSettings(DistanceSettings):
-    """Depths, conditional drop, and what is learnt; the defaults are those of AMD's recipe for PARD."""
+    """`PardSettings` are depths, conditional drop, and what is learnt; the defaults are those of
+    AMD's recipe for PARD.
+    """
 
     depths: int = 8
     """Tokens that an entry learns to predict, at most."""
     keep: float = 0.7
-    """Of the entries at a depth, the share that goes on to the next one."""
+    """Share of the entries at a depth that goes on to the next one."""
     floor: float = 0.2
-    """The least share of a row's entries at any depth."""
+    """Least share of a row's entries at any depth."""
     data_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Of the cross-entropy of the data's tokens in the loss; PARD-2: 0.1."""
+    """Weight of the cross-entropy of the data's tokens in the loss; PARD-2: 0.1."""
     target_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Of the `divergence` from the target's distributions; PARD-2: 1."""
+    """Weight of the `divergence` from the target's distributions; PARD-2: 1."""
     confidence: bool = False
-    """PARD-2: a prediction weighs the target's probability of the data's tokens between its entry and itself."""
+    """Confidence-adaptive tokens of PARD-2: a prediction weighs the target's probability of the
+    data's tokens up to itself.
+    """
     mask_token: Annotated[int, Field(ge=0)] | None = None
     """Id that a mask reads; None: the model's own, or the first that the tokenizer does not use (`pard.mark`)."""
 
@@ -54,13 +59,17 @@ class PardSettings(DistanceSettings):
 
 
 class PardObjective(DraftModelObjective):
-    """The loss of a PARD model on a batch of features, of which the state after the final norm is read."""
+    """A `PardObjective` is the loss of a PARD model on a batch of features, whose state after the
+    final norm is read.
+    """
 
     Settings: ClassVar[type[PardSettings]] = PardSettings
     settings: PardSettings
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The weighted sum over all counted predictions; how often a chain got to each depth, and the overlap there."""
+        """Return the weighted sum over all counted predictions, how often a chain got to each
+        depth, and the overlap there.
+        """
         settings, (masked, states) = self.settings, self.masked(batch)
         weights, following = self._weights(masked, batch), masked.following(batch.features[LAST_HIDDEN])
         found = self.distance(self.draft, states, weights, following, frozen=not settings.target_weight)
@@ -73,13 +82,13 @@ class PardObjective(DraftModelObjective):
         return LossReport(loss=loss, weight=weights.sum(), metrics=masked.metrics(agrees, overlap, settings))
 
     def masked(self, batch: FeatureBatch) -> tuple[Masked, Tensor]:
-        """What is computed, and the model's states (B, N, H) after its final norm."""
+        """Return what is computed, and the model's states (B, N, H) after its final norm."""
         random = self.parameters_module().training
         masked = Masked.of(batch.batch, self.settings, 0, random=random)
         return masked, self.draft.masked(batch.batch, masked, mask_token(self.draft.model))
 
     def _weights(self, masked: Masked, batch: FeatureBatch) -> Tensor:
-        """(B, N) float32: what each prediction weighs, 0 where it does not count."""
+        """Return the weights (B, N) float32 of each prediction, 0 where it does not count."""
         weights = masked.counted.float()
         if not self.settings.confidence:
             return weights

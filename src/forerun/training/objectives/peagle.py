@@ -1,4 +1,5 @@
-"""P-EAGLE's objective (arXiv 2602.01469): all depths of all entries in one pass, deeper ones of fewer entries.
+"""P-EAGLE's objective (arXiv 2602.01469) trains all depths of all entries in one pass, deeper ones
+of fewer entries.
 
 Entry i, at depth 0, reads as in EAGLE-3 the embedding of token i + 1 beside the target's state of token i, and predicts
 token i + 2. Its mask of depth d stands at position i + d, sees the entries up to i of its document and its own masks up
@@ -23,28 +24,28 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PEagleSettings(DecoderSettings):
-    """Depths, conditional drop and divergence of the objective."""
+    """`PEagleSettings` are depths, conditional drop and divergence of the objective."""
 
     depths: int = 8
     """Tokens that an entry learns to predict, at most."""
     keep: float = 0.8
-    """Of the entries at a depth, the share that goes on to the next one."""
+    """Share of the entries at a depth that goes on to the next one."""
     floor: float = 0.2
-    """The least share of a row's entries at any depth."""
+    """Least share of a row's entries at any depth."""
 
     def __post_init__(self) -> None:
         check_drop(self)
 
 
 class PEagleObjective(DecoderObjective):
-    """The loss of a P-EAGLE head on a batch of features."""
+    """A `PEagleObjective` is the loss of a P-EAGLE head on a batch of features."""
 
     Settings: ClassVar[type[PEagleSettings]] = PEagleSettings
     head: PEagleHead
     settings: PEagleSettings
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The sum over all counted predictions, and how often a chain got to each depth."""
+        """Return the sum over all counted predictions, and how often a chain got to each depth."""
         masked, output = self.masked(batch)
         states = masked.following(batch.features[LAST_HIDDEN])
         found = self.divergence(output.flatten(0, 1), self.output_head(), masked.counted.flatten().float(), states)
@@ -53,7 +54,7 @@ class PEagleObjective(DecoderObjective):
         return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
 
     def masked(self, batch: FeatureBatch) -> tuple[Masked, Tensor]:
-        """What is computed, and the head's outputs (B, N, H), what the output head reads."""
+        """Return what is computed, and the head's outputs (B, N, H), which the output head reads."""
         tokens, config = batch.batch, self.head.config
         masked = Masked.of(tokens, self.settings, 1, random=self.head.training)
         fused = self.fused(batch)

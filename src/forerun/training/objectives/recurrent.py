@@ -1,4 +1,5 @@
-"""Objective of recurrent heads (Hydra, MLP speculator): each depth after the tokens that really came above it.
+"""The objective of recurrent heads (Hydra, MLP speculator) trains each depth after the tokens that
+really came above it.
 
 From the state of token i, depth k reads the tokens i + 1 .. i + 1 + k and predicts token i + 2 + k: its distribution is
 pulled towards the target's there. That is Hydra++'s teacher loss (arXiv 2402.05109); the MLP speculator's second stage
@@ -23,11 +24,11 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentSettings(DistanceSettings):
-    """Divergence of the objective; all depths weigh the same."""
+    """`RecurrentSettings` are the divergence of the objective; all depths weigh the same."""
 
 
 class RecurrentObjective(Objective):
-    """The loss of a recurrent head on a batch of features."""
+    """A `RecurrentObjective` is the loss of a recurrent head on a batch of features."""
 
     Settings: ClassVar[type[RecurrentSettings]] = RecurrentSettings
 
@@ -38,7 +39,9 @@ class RecurrentObjective(Objective):
         return self.head
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
-        """The sum over all depths and counted predictions, and how often a chain got to each depth."""
+        """Return the sum over all depths and counted predictions, and how often a chain got to each
+        depth.
+        """
         tokens, last, losses, weights = batch.batch, batch.features[LAST_HIDDEN], list[Tensor](), list[Tensor]()
         counts, agrees, overlap = list[Tensor](), list[Tensor](), list[Tensor]()
         for depth, states in enumerate(self.outputs(batch)):
@@ -64,7 +67,9 @@ class RecurrentObjective(Objective):
         return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)
 
     def outputs(self, batch: FeatureBatch) -> tuple[Tensor, ...]:
-        """(B, S, H) by depth, what its output head reads; entry i predicts token i + 2 + depth."""
+        """Return what the output head reads by depth, (B, S, H) each; entry i predicts token i + 2
+        + depth.
+        """
         tokens, depths = batch.batch, self.head.config.max_depth
         assert depths is not None, "a recurrent head has weights for so many depths"
         states = [batch.features[boundary] for boundary in self.head.config.boundaries]
