@@ -253,10 +253,13 @@ static void many_tiles(const Product *p, int64_t row, int64_t lower, int64_t pan
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t at = 0; at < p->depth; at += STEP) {
+        const uint16_t *here = weights + at * LANES;
         _tile_loadd(4, states + at, stride);
-        _tile_loadd(6, weights + at * LANES, 64);
+        fetch(here + 2 * STEP * LANES);
+        _tile_loadd(6, here, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + next + at * LANES, 64);
+        fetch(here + next + 2 * STEP * LANES);
+        _tile_loadd(7, here + next, 64);
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, states + 16 * p->depth + at, stride);
         _tile_dpbf16ps(2, 5, 6);
