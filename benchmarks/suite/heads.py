@@ -24,7 +24,7 @@ from benchmarks.suite.acceptance import (
 from benchmarks.suite.goals import Goal, at_least
 from benchmarks.suite.speed import Progress
 from forerun import LLM
-from forerun.cli.leaderboard import Trained, trained
+from forerun.cli.leaderboard import TrainedDrafter, trained
 from forerun.demo import contexts, edits
 
 TEMPERATURES = (0.0, 1.0)
@@ -40,7 +40,7 @@ ALIKE = 1.05
 class HeadBoard:
     """Everything that was found of a folder of heads."""
 
-    heads: list[Trained]
+    heads: list[TrainedDrafter]
     found: Acceptance
     """A line's ``method`` is the name of a head, its ``form`` one of `forms`."""
 
@@ -59,7 +59,7 @@ class HeadBoard:
         return None
 
 
-def forms(head: Trained, temperature: float) -> dict[str, dict[str, Any]]:
+def forms(head: TrainedDrafter, temperature: float) -> dict[str, dict[str, Any]]:
     """How a head drafts: chains and trees by what is drafted. Trees are the likeliest paths; above temperature 0 also
     the drawn one that is drafted by default."""
     found = {f"chain of {CHAIN}": head.chain(CHAIN)}
@@ -76,7 +76,7 @@ def forms(head: Trained, temperature: float) -> dict[str, dict[str, Any]]:
     return {form: {**config, **whole} for form, config in found.items()}
 
 
-def ways(head: Trained) -> Iterator[Way]:
+def ways(head: TrainedDrafter) -> Iterator[Way]:
     """A head in all its forms, temperature 0 first."""
     for temperature in TEMPERATURES:
         for form, config in forms(head, temperature).items():

@@ -30,7 +30,7 @@ from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import backward, build_optimizers, scale, set_rate
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, Unrolled
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, UnrolledStep
 
 GOAL = 0.3
 """Share of a step's time that its matrix products take at least."""
@@ -54,7 +54,7 @@ class TimedObjective(Eagle3Objective):
         self.clock.seconds["loss"] -= self.clock.seconds["unroll"] - layers
         return report
 
-    def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
+    def unroll(self, batch: FeatureBatch) -> Iterator[UnrolledStep]:
         """Step by step, each timed."""
         steps = super().unroll(batch)
         while True:

@@ -1,5 +1,5 @@
 """These errors are meant for users: a message says what was wrong, what was expected and what to
-do. A message says what was wrong, what was expected and what to do.
+do.
 """
 
 from __future__ import annotations

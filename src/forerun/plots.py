@@ -21,9 +21,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def pyplot() -> Any:
-    """Return ``matplotlib.pyplot``; ArgumentError if it is not installed. ArgumentError: it is not
-    installed.
-    """
+    """Return ``matplotlib.pyplot``; ArgumentError if it is not installed."""
     try:
         import matplotlib as mpl
     except ImportError as error:

@@ -20,7 +20,7 @@ from benchmarks.suite.heads import HeadBoard, forms, head_goals, measure_heads
 from benchmarks.suite.suite import as_json
 from forerun import LLM
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, write_head
-from forerun.cli.leaderboard import Trained, trained
+from forerun.cli.leaderboard import TrainedDrafter, trained
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError
 from trained import checkpoint_of
@@ -83,7 +83,7 @@ def test_a_folder_without_heads_is_refused(tmp_path: Path) -> None:
 
 def judged(kinds: list[str], lengths: dict[tuple[str, str], int]) -> dict[str, Any]:
     """The goals of one prompt of 100 passes at temperature 0, each head of the name of its kind."""
-    heads = [Trained(name=kind, kind=kind_named(kind), model="", parameters=1, seconds=9.0) for kind in kinds]
+    heads = [TrainedDrafter(name=kind, kind=kind_named(kind), model="", parameters=1, seconds=9.0) for kind in kinds]
     lines = [
         AcceptanceLine(
             label=f"{name}, {form}",
@@ -131,8 +131,8 @@ def test_goals_compare_at_equal_nodes() -> None:
 
 
 def test_forms_follow_from_the_kind() -> None:
-    def of(kind: str, **more: Any) -> Trained:
-        return Trained(name=kind, kind=kind_named(kind), model="x", parameters=1, **more)
+    def of(kind: str, **more: Any) -> TrainedDrafter:
+        return TrainedDrafter(name=kind, kind=kind_named(kind), model="x", parameters=1, **more)
 
     assert set(forms(of("distill"), 0.0)) == {"chain of 5"}, "a draft model has no tree of a number of nodes"
     tree = forms(of("dflash", max_depth=7), 1.0)

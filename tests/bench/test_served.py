@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from bench.scripted import Script, said, scripted
-from forerun.bench.client import Answer, Asking, Server
-from forerun.bench.counters import Speculation, between, parse, together, told
-from forerun.bench.load import Load, Measured, measure
+from forerun.bench.client import BenchAnswer, RequestOptions, Server
+from forerun.bench.counters import SpeculationCounts, between, parse, together, told
+from forerun.bench.load import BenchLoad, LoadResult, measure
 from forerun.bench.summary import objectives, summarise, worse
 from forerun.bench.workloads import Task, drawn, read_workload
 from forerun.cli import main
@@ -31,10 +31,10 @@ def user(text: str) -> tuple[dict[str, str], ...]:
 TASKS = [Task(id=str(number), category="ab"[number % 2], questions=(user(f"say {number}"),)) for number in range(6)]
 
 
-def run(url: str, tasks: Sequence[Task], load: Load, **asking: Any) -> Measured:
-    async def measured() -> Measured:
+def run(url: str, tasks: Sequence[Task], load: BenchLoad, **asking: Any) -> LoadResult:
+    async def measured() -> LoadResult:
         async with Server(url) as server:
-            return await measure(server, tasks, load, Asking(max_tokens=8, **asking))
+            return await measure(server, tasks, load, RequestOptions(max_tokens=8, **asking))
 
     return asyncio.run(measured())
 
@@ -43,16 +43,16 @@ def bench(*words: object) -> int:
     return main(["bench", *map(str, words)])
 
 
-def answer(ttft: float, seconds: float, tokens: int, **more: Any) -> Answer:
+def answer(ttft: float, seconds: float, tokens: int, **more: Any) -> BenchAnswer:
     given = {"task": "t", "category": "c", "sent_s": 0.0, "gaps_s": (0.5,), "prompt_tokens": 10, **more}
-    return Answer(ttft_s=ttft, seconds=seconds, tokens=tokens, **given)
+    return BenchAnswer(ttft_s=ttft, seconds=seconds, tokens=tokens, **given)
 
 
 class TestSummary:
     def test_figures_are_those_of_vllm_bench(self) -> None:
         answers = [answer(0.1 * n, 0.1 * n + 0.02 * (n + 1), n + 2) for n in range(1, 6)]
         answers.append(answer(0.0, 9.0, 0, error="no answer for 9 s"))
-        found = summarise(Measured(load=Load(concurrency=2), answers=answers, seconds=4.0, speculation=None))
+        found = summarise(LoadResult(load=BenchLoad(concurrency=2), answers=answers, seconds=4.0, speculation=None))
         assert (found["completed"], found["failed"], found["failures"]) == (5, 1, {"no answer for 9 s": 1})
         assert found["output_throughput"] == pytest.approx(sum(n + 2 for n in range(1, 6)) / 4)
         assert found["request_throughput"] == pytest.approx(5 / 4)
@@ -67,7 +67,7 @@ class TestSummary:
 
     def test_a_good_request_keeps_every_limit(self) -> None:
         answers = [answer(0.1, 1.1, 11), answer(0.3, 1.3, 11), answer(0.1, 2.1, 11)]  # 100 ms, 100 ms, 200 ms a token
-        measured = Measured(load=Load(rate=1.0), answers=answers, seconds=2.0, speculation=None)
+        measured = LoadResult(load=BenchLoad(rate=1.0), answers=answers, seconds=2.0, speculation=None)
         assert summarise(measured, {"ttft": 200.0, "tpot": 150.0})["request_goodput"] == 0.5
         assert summarise(measured, {"e2el": 1e4})["request_goodput"] == 1.5
         with pytest.raises(ArgumentError) as refused:
@@ -75,9 +75,9 @@ class TestSummary:
         assert "Did you mean" not in str(refused.value), "gaps between chunks are no objective"
 
     def test_a_category_has_figures_of_its_own(self) -> None:
-        own = Speculation(drafts=2, draft_tokens=6, accepted_tokens=3, accepted_per_position=(2, 1, 0))
+        own = SpeculationCounts(drafts=2, draft_tokens=6, accepted_tokens=3, accepted_per_position=(2, 1, 0))
         answers = [answer(0.1, 1.1, 11, category="x", speculation=own), answer(0.2, 1.3, 11, category="y")]
-        found = summarise(Measured(load=Load(concurrency=1), answers=answers, seconds=2.0, speculation=None))
+        found = summarise(LoadResult(load=BenchLoad(concurrency=1), answers=answers, seconds=2.0, speculation=None))
         assert found["categories"]["x"]["spec_decode_acceptance_length"] == 2.5
         assert found["categories"]["x"]["spec_decode_per_position_acceptance_rates"] == [1.0, 0.5, 0.0]
         assert "spec_decode_acceptance_length" not in found["categories"]["y"]
@@ -187,7 +187,7 @@ class TestLoad:
         together = threading.Barrier(2, timeout=30)
         script = Script(lambda body: [0.2, *said("a", tokens=3 if together.wait() >= 0 else 0)])
         with scripted(script) as url:
-            found = run(url, TASKS, Load(concurrency=2))
+            found = run(url, TASKS, BenchLoad(concurrency=2))
         assert not any(one.error for one in found.answers), "always two, or the barrier breaks"
         assert script.most == 2 and len(found.answers) == 6, "and no third in the time that both are held"
         assert {one.task for one in found.answers} == {task.id for task in TASKS}
@@ -196,17 +196,17 @@ class TestLoad:
         all_here = threading.Barrier(len(TASKS), timeout=30)
         script = Script(lambda body: said("a", tokens=3 if all_here.wait() >= 0 else 0))
         with scripted(script) as url:
-            found = run(url, TASKS, Load(rate=200.0))
+            found = run(url, TASKS, BenchLoad(rate=200.0))
         assert script.most == len(TASKS) and not any(one.error for one in found.answers)
 
     def test_arrivals_have_the_rate_and_the_burstiness_and_repeat(self) -> None:
         for burstiness in (0.25, 1.0, 16.0):
-            load = Load(rate=5.0, burstiness=burstiness)
+            load = BenchLoad(rate=5.0, burstiness=burstiness)
             gaps = np.diff(load.arrivals(4000, seed=1))
             assert gaps.mean() == pytest.approx(1 / 5, rel=0.12)
             assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1)
             assert load.arrivals(9, seed=1) == load.arrivals(9, seed=1) != load.arrivals(9, seed=2)
-        assert Load(concurrency=3).arrivals(2, seed=0) == [0.0, 0.0]
+        assert BenchLoad(concurrency=3).arrivals(2, seed=0) == [0.0, 0.0]
 
     @pytest.mark.parametrize(
         ("given", "words"),
@@ -221,7 +221,7 @@ class TestLoad:
     )
     def test_a_load_that_is_none_is_refused(self, given: dict[str, Any], words: str) -> None:
         with pytest.raises(ArgumentError, match=words):
-            Load(**given)
+            BenchLoad(**given)
 
 
 NO_CHUNKS = (
@@ -245,7 +245,7 @@ class TestClient:
     def test_times_and_tokens_are_the_servers(self) -> None:
         script = Script(lambda body: [0.1, *said("a b", " c", tokens=9)[:1], 0.1, *said(" c", tokens=9)])
         with scripted(script) as url:
-            (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
+            (found,) = run(url, TASKS[:1], BenchLoad(concurrency=1)).answers
         assert (found.text, found.tokens, found.prompt_tokens, found.counted) == ("a b c", 9, 7, True)
         assert found.ttft_s is not None and 0.1 <= found.ttft_s < found.seconds
         assert len(found.gaps_s) == 1
@@ -254,14 +254,14 @@ class TestClient:
 
     def test_chunks_are_counted_where_the_server_does_not(self) -> None:
         with scripted(Script(lambda body: said("a", "b", "c"))) as url:
-            (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
+            (found,) = run(url, TASKS[:1], BenchLoad(concurrency=1)).answers
         assert (found.tokens, found.counted) == (3, False)
 
     def test_a_conversation_goes_on_behind_the_servers_own_answers(self) -> None:
         script = Script(lambda body: said(f"answer {len(body['messages'])}", tokens=2))
         task = Task(id="x", category="c", questions=(user("one"), user("two")))
         with scripted(script) as url:
-            found = run(url, [task], Load(concurrency=1))
+            found = run(url, [task], BenchLoad(concurrency=1))
         assert [one.text for one in found.answers] == ["answer 1", "answer 3"]
         assert script.bodies[1]["messages"] == [
             *user("one"),
@@ -287,28 +287,30 @@ class TestClient:
         fails = TASKS[2].questions[0]
         script = Script(lambda body: answered if body["messages"] == list(fails) else said("a", tokens=2))
         with scripted(script) as url:
-            found = run(url, TASKS, Load(concurrency=2), timeout_s=3.0)
+            found = run(url, TASKS, BenchLoad(concurrency=2), timeout_s=3.0)
         errors = {one.task: one.error for one in found.answers if one.error}
         assert list(errors) == ["2"] and words in str(errors["2"])
 
     def test_a_delta_without_text_says_nothing(self) -> None:
         empty = [{"choices": [{"delta": None}]}, {"choices": None}, {"choices": [{"delta": {"role": "assistant"}}]}]
         with scripted(Script(lambda body: [*empty, *said("a", tokens=2)])) as url:
-            (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
+            (found,) = run(url, TASKS[:1], BenchLoad(concurrency=1)).answers
         assert (found.text, found.tokens, found.error, found.gaps_s) == ("a", 2, None, ())
 
     def test_lines_end_with_a_line_feed_and_no_error_is_none(self) -> None:
         text = "a\u2028b\u0085c\x0bd\re"
         raw = f'data: {{"error": null, "choices": [{{"delta": {{"content": "{text[:5]}"}}}}]}}\n\n'.encode()
         with scripted(Script(lambda body: [raw[:40], raw[40:], *said(text, tokens=2)])) as url:
-            (found,) = run(url, TASKS[:1], Load(concurrency=1)).answers
+            (found,) = run(url, TASKS[:1], BenchLoad(concurrency=1)).answers
         assert (found.text, found.error) == (text[:5] + text, None)
 
     def test_a_text_is_continued(self) -> None:
         script = Script(lambda body: [{"choices": [{"text": "x"}]}, b"data: [DONE]\n\n"])
         with scripted(script) as url:
-            (found,) = run(url, [Task(id="t", category="c", questions=(), text="def f")], Load(concurrency=1)).answers
-            run(url, TASKS[:1], Load(concurrency=1), endpoint="completions")
+            (found,) = run(
+                url, [Task(id="t", category="c", questions=(), text="def f")], BenchLoad(concurrency=1)
+            ).answers
+            run(url, TASKS[:1], BenchLoad(concurrency=1), endpoint="completions")
         assert found.text == "x"
         assert [body["prompt"] for body in script.bodies] == ["def f", "say 0"]
 
@@ -488,7 +490,7 @@ class TestCommand:
         for missing in pages.values():
             script = Script(lambda body: said("a", tokens=2), metrics=lambda n, missing=missing: next(missing))
             with scripted(script) as url:
-                assert run(url, TASKS[:1], Load(concurrency=1)).speculation is None
+                assert run(url, TASKS[:1], BenchLoad(concurrency=1)).speculation is None
 
     @pytest.mark.parametrize("missing", ["httpx", "prometheus_client"])
     def test_what_is_not_installed_is_named(

@@ -13,7 +13,7 @@ from forerun.certify import checks, reference
 from forerun.certify.checks import Plan, certify
 from forerun.certify.enumeration import Drawing, World, check_rule
 from forerun.cli import main, session
-from forerun.cli.options import LoadOptions
+from forerun.cli.options import TargetOptions
 from forerun.core.probs import NodeProbs
 from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
@@ -139,7 +139,7 @@ def test_rows_are_as_long_as_prompts_and_answers(
     """32 rows of the whole context are gigabytes that nobody uses."""
     loaded = []
 
-    def load(_model: str, options: LoadOptions, *_: object, **_more: object) -> None:
+    def load(_model: str, options: TargetOptions, *_: object, **_more: object) -> None:
         loaded.append(options.max_model_len)
         raise ArgumentError("that is enough")
 

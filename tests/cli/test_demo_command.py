@@ -235,7 +235,7 @@ def test_a_head_that_cannot_be_enlarged_is_left_out_and_named(
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(scale, "ENLARGED", ("medusa",))
     configs = {"mine": {"method": "eagle3", "model": str(head)}, "suffix": {"method": "suffix"}}
-    board = [leaderboard.Entry(name=name, config=config) for name, config in configs.items()]
+    board = [leaderboard.BoardLine(name=name, config=config) for name, config in configs.items()]
     kept = [entry.name for entry in demo._fitting(board, scale.ScaledModel(checkpoint, billions=0.001))]
     assert kept == ["suffix"]
     assert "mine is left out: heads of the kind eagle3 are not enlarged, only medusa" in capsys.readouterr().err
@@ -243,8 +243,8 @@ def test_a_head_that_cannot_be_enlarged_is_left_out_and_named(
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_table_fits_and_says_what_is_not_lossless(width: int) -> None:
-    def entry(name: str, rule: str) -> leaderboard.Entry:
-        made = leaderboard.Entry(name=name, config={}, parameters=123_456_789, trained_s=7200.0)
+    def entry(name: str, rule: str) -> leaderboard.BoardLine:
+        made = leaderboard.BoardLine(name=name, config={}, parameters=123_456_789, trained_s=7200.0)
         for temperature in leaderboard.TEMPERATURES:
             counts = {"num_tokens": 45, "num_spec_steps": 10, "num_draft_tokens": 320}
             counted = SpeculationStats(**counts, steps_per_rule=Counter({rule: 10}))

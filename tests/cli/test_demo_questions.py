@@ -18,7 +18,7 @@ from forerun import LLM, SamplingParams
 from forerun.bench.summary import FIGURES
 from forerun.certify.reference import Difference
 from forerun.cli import bench, console, demo, side_by_side
-from forerun.cli.side_by_side import Answered, Run
+from forerun.cli.side_by_side import AnsweredPair, ArmRun
 from forerun.demo import download
 from forerun.demo.questions import QUESTIONS
 from forerun.errors import DownloadError
@@ -34,14 +34,14 @@ def short_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "QUESTIONS", short)
 
 
-def run(tokens: int, seconds: float, passes: int) -> Run:
-    return Run(token_ids=list(range(tokens)), text="text", seconds=seconds, passes=passes)
+def run(tokens: int, seconds: float, passes: int) -> ArmRun:
+    return ArmRun(token_ids=list(range(tokens)), text="text", seconds=seconds, passes=passes)
 
 
-def answered(temperature: float = 0.0, parted: Difference | None = None, **speculative: Any) -> Answered:
+def answered(temperature: float = 0.0, parted: Difference | None = None, **speculative: Any) -> AnsweredPair:
     taken = {"tokens": 30, "seconds": 1.0, "passes": 10, **speculative}
     plain = run(30, 3.0, 30)
-    return Answered(
+    return AnsweredPair(
         question=QUESTIONS[0], temperature=temperature, plain=plain, speculative=run(**taken), parted=parted
     )
 
@@ -99,7 +99,7 @@ def test_figures_are_of_all_tokens_and_all_passes() -> None:
         (answered(parted=parting(3.0)), "identical: no, and no numeric tie explains it"),
     ],
 )
-def test_what_differs_is_said(answer: Answered, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_is_said(answer: AnsweredPair, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     console.out().print(side_by_side.summary([answer], "a note"))
     assert said in capsys.readouterr().out
     assert answer.wrong == ("no numeric tie" in said)

@@ -26,7 +26,7 @@ from forerun.checkpoints import write_head
 from forerun.checkpoints.base import HeadCheckpoint
 from forerun.checkpoints.engines import Launch, engines_for
 from forerun.demo import resolve
-from forerun.deploy.launch import ENGINES, Asked, engine_named
+from forerun.deploy.launch import ENGINES, DeployRequest, engine_named
 from forerun.deploy.schedule import Forecast
 from forerun.deploy.sequences import Sequences, options
 from forerun.engine.config import SpeculativeConfig
@@ -34,7 +34,7 @@ from forerun.engine.costs import DraftCost
 from forerun.errors import ArgumentError
 from forerun.plan import theory
 from forerun.plan.assumptions import DEVICES, Roofline, Size
-from forerun.plan.planner import Load
+from forerun.plan.planner import PlanLoad
 from launch_lines import GOLDEN, HEAD, MERGED, SMALL, SPREAD
 from training.ttt import dflash
 
@@ -145,9 +145,9 @@ def test_several_machines(forerun: Run) -> None:
     assert first.endswith("--dist-init-addr 10.0.0.1:20000 --nnodes 2 --node-rank 0") and second.endswith("-rank 1")
 
 
-def load(alpha: float = 0.72, level_ms: float = 0.0) -> Load:
+def load(alpha: float = 0.72, level_ms: float = 0.0) -> PlanLoad:
     line = Roofline(device=DEVICES["h100"], size=Size(params=8e9))
-    return Load(
+    return PlanLoad(
         survival=theory.geometric(alpha, 16), cost=line, draft=lambda rows: DraftCost(fixed_ms=0.0, level_ms=level_ms)
     )
 
@@ -631,9 +631,9 @@ def test_every_way_of_every_engine(name: str) -> None:
             if name == "dynamo" and way.versions and version not in engine.versions:
                 continue
             given: dict[str, Any] = {"method": method, **({"model": "o/head.gguf"} if way.model else {})}
-            asked = Asked(model="o/m", config=SpeculativeConfig.parse(given), version=version)
+            asked = DeployRequest(model="o/m", config=SpeculativeConfig.parse(given), version=version)
             notes = list[str]()
             assert engine.deployment(asked, notes).commands[0].line and all(notes)
     with pytest.raises(ArgumentError, match="has no counterpart of kangaroo"):
         config = SpeculativeConfig.parse({"method": "kangaroo", "model": "o/h"})
-        engine.deployment(Asked(model="o/m", config=config, version=engine.versions[-1]), [])
+        engine.deployment(DeployRequest(model="o/m", config=config, version=engine.versions[-1]), [])

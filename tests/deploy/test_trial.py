@@ -17,10 +17,18 @@ from scipy.stats import fisher_exact
 from forerun.deploy import in_vllm, trial
 from forerun.deploy.in_llama_cpp import InLlamaCpp
 from forerun.deploy.in_vllm import InVllm
-from forerun.deploy.trial import Answer, Drafting, Installed, Question, RefusedError, Trial, fisher
+from forerun.deploy.trial import (
+    EngineTrial,
+    HeadDrafting,
+    InstalledEngine,
+    RefusedError,
+    TrialAnswer,
+    TrialPrompts,
+    fisher,
+)
 from forerun.errors import ArgumentError, ForerunError
 
-Change = Callable[[Answer], Answer]
+Change = Callable[[TrialAnswer], TrialAnswer]
 K = 3
 
 
@@ -33,35 +41,35 @@ def test_fisher_is_scipys() -> None:
     assert fisher((0, 0), (0, 5)) == 1.0
 
 
-def drafting(kind: str = "eagle3") -> Drafting:
+def drafting(kind: str = "eagle3") -> HeadDrafting:
     from forerun.demo import FOLDER
 
-    return Drafting(head=str(FOLDER / "eagle3"), kind=kind, target=str(FOLDER / "target"), k=K)
+    return HeadDrafting(head=str(FOLDER / "eagle3"), kind=kind, target=str(FOLDER / "target"), k=K)
 
 
-class Mirror(Installed):
+class Mirror(InstalledEngine):
     """An engine that drafts as we do, but for `change`; None: it refuses."""
 
     title: ClassVar[str] = "Mirror"
 
-    def __init__(self, ours: Sequence[Answer], change: Change | None) -> None:
+    def __init__(self, ours: Sequence[TrialAnswer], change: Change | None) -> None:
         super().__init__(drafting(), "1.0")
-        self.ours, self.change, self.asked = ours, change, list[Question]()
+        self.ours, self.change, self.asked = ours, change, list[TrialPrompts]()
 
-    def answers(self, question: Question) -> list[Answer]:
+    def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         self.asked.append(question)
         if self.change is None:
             raise RefusedError("ValueError: no such head")
         return [self.change(one) for one in self.ours]
 
 
-def mirrored(monkeypatch: pytest.MonkeyPatch, change: Change | None) -> Trial:
+def mirrored(monkeypatch: pytest.MonkeyPatch, change: Change | None) -> EngineTrial:
     """The shipped head, in that engine."""
     from forerun.demo import prompts
 
-    ours, own = list[Answer](), trial.answers
+    ours, own = list[TrialAnswer](), trial.answers
 
-    def answers(*arguments: Any) -> list[Answer]:
+    def answers(*arguments: Any) -> list[TrialAnswer]:
         ours[:] = own(*arguments)
         return list(ours)
 
@@ -103,7 +111,7 @@ def test_what_an_engine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 # vLLM
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, told: Mapping[str, Any] | None) -> list[Answer]:
+def planned(monkeypatch: pytest.MonkeyPatch, told: Mapping[str, Any] | None) -> list[TrialAnswer]:
     """vLLM's answers, before a vLLM that says `told`; None: it dies."""
     asked = dict[str, Any]()
 
@@ -117,7 +125,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, told: Mapping[str, Any] | None) -> 
     monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
     engine = InVllm(drafting(), Path("x"))
     try:
-        return engine.answers(Question(prompts=[[1, 2]], tokens=8, dtype="float32", room=14))
+        return engine.answers(TrialPrompts(prompts=[[1, 2]], tokens=8, dtype="float32", room=14))
     finally:
         (arm,) = asked["arms"].values()
         assert arm["target"] == drafting().target and asked["prompts"] == [[1, 2]] and asked["dtype"] == "float32"
@@ -125,7 +133,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, told: Mapping[str, Any] | None) -> 
 
 
 def test_vllms_answers_what_it_refuses_and_a_vllm_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Answer(token_ids=[4, 5], text="ab", drafted=[3], accepted=[1])
+    one = TrialAnswer(token_ids=[4, 5], text="ab", drafted=[3], accepted=[1])
     assert planned(monkeypatch, {"answers": [asdict(one)]}) == [one]
     with pytest.raises(RefusedError, match="no such head"):
         planned(monkeypatch, {"refused": "ValueError: no such head", "version": "0.32.0"})
@@ -225,14 +233,14 @@ def sources(folder: Path, module: str = "math", name: str = "pi") -> Path:
     return folder
 
 
-QUESTION = Question(prompts=[[1, 2], [1, 3, 5]], tokens=6, dtype="float32", room=20)
+QUESTION = TrialPrompts(prompts=[[1, 2], [1, 3, 5]], tokens=6, dtype="float32", room=20)
 
 
 def test_llama_cpp_is_converted_for_served_and_read_step_by_step(tmp_path: Path) -> None:
     engine = InLlamaCpp(drafting(), sources(tmp_path / "llama.cpp"), Path(sys.executable))
     assert engine.version == "9.9 (build 3, commit abc)" and engine.way == "draft-eagle3"
     found = engine.answers(QUESTION)
-    assert found == [Answer(token_ids=[0, 1, 2, 3, 4, 5], text="abcdef", drafted=[3, 3], accepted=[2, 0])] * 2
+    assert found == [TrialAnswer(token_ids=[0, 1, 2, 3, 4, 5], text="abcdef", drafted=[3, 3], accepted=[2, 0])] * 2
     assert "does not know this tokenizer" in engine.notes[0]
 
 
@@ -297,11 +305,11 @@ def test_a_head_is_tried_with_as_many_tokens_as_it_drafts(
     sizes = {"target_hidden_size": facts.hidden_size, "boundaries": (LAST_HIDDEN,)}
     sizes |= {"vocab_size": facts.vocab_size, "draft_vocab_size": facts.vocab_size}
     head = HeadCheckpoint.of(MedusaHead(MedusaConfig(num_heads=3, num_layers=1, **sizes)))
-    folder, asked = write_head(head, tmp_path / "head", "medusa", facts), list[Installed]()
+    folder, asked = write_head(head, tmp_path / "head", "medusa", facts), list[InstalledEngine]()
 
-    def tried(engine: Installed, **_: Any) -> Trial:
+    def tried(engine: InstalledEngine, **_: Any) -> EngineTrial:
         asked.append(engine)
-        return Trial(engine="vLLM", version="0.32.0", refused="ValueError: not here")
+        return EngineTrial(engine="vLLM", version="0.32.0", refused="ValueError: not here")
 
     monkeypatch.setattr(trial, "tried", tried)
     monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")

@@ -12,16 +12,16 @@ from forerun.errors import ArgumentError, DataError
 from forerun.plan import planner, theory
 from forerun.plan.assumptions import DEVICES, FreeVerification, Roofline, Size
 from forerun.plan.measured import read_prompts
-from forerun.plan.planner import Load, judge, plan, plan_tree
+from forerun.plan.planner import PlanLoad, judge, plan, plan_tree
 
 MEASURED = CostModel(
     nodes=(1, 2, 4, 8, 16), rows=(1,), contexts=(0,), pass_times_ms=(((20.0, 21.0, 22.0, 30.0, 60.0),),), stairs=True
 )
 
 
-def load(alpha: float = 0.7, *, level: float = 1.0, **more: Any) -> Load:
+def load(alpha: float = 0.7, *, level: float = 1.0, **more: Any) -> PlanLoad:
     values: dict[str, Any] = {"cost": MEASURED, "draft": lambda rows: DraftCost(fixed_ms=0.5, level_ms=level)}
-    return Load(survival=theory.geometric(alpha, 4), **{**values, **more})
+    return PlanLoad(survival=theory.geometric(alpha, 4), **{**values, **more})
 
 
 def test_every_line_is_the_formula() -> None:

@@ -17,7 +17,7 @@ from forerun.engine.costs import CostModel, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import theory
 from forerun.plan.assumptions import FreeVerification
-from forerun.plan.planner import Line, Load, plan
+from forerun.plan.planner import PlanLine, PlanLoad, plan
 
 TABLE = {
     0.5: (1.500, 1.750, 1.875, 1.938, 1.969, 1.992, 1.999, 2.000),
@@ -77,10 +77,10 @@ class Passes:
         return self.verify(nodes)
 
 
-def best(survival: list[float], *, level_cost: float, cost: PassCost | None = None) -> Line:
+def best(survival: list[float], *, level_cost: float, cost: PassCost | None = None) -> PlanLine:
     """The best draft length of a chain, as the planner finds it."""
     draft = DraftCost(fixed_ms=0.0, level_ms=level_cost)
-    load = Load(survival=survival, cost=cost or FreeVerification(), draft=lambda rows: draft)
+    load = PlanLoad(survival=survival, cost=cost or FreeVerification(), draft=lambda rows: draft)
     return plan(load, k=len(survival)).best
 
 

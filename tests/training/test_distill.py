@@ -20,7 +20,7 @@ from forerun.cli import main
 from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.training.chunked_loss import Divergence
-from forerun.training.data.on_policy import Writer
+from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.draft_models import TrainedModel
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop.distributed import Parallel
@@ -164,8 +164,8 @@ def test_logits_that_are_no_linear_map_are_refused() -> None:
         DraftStates(other)
 
 
-def writing(lm: Any, *, seed: int = 0, **settings: Any) -> Writer:
-    return Writer(lm, ObjectiveSettings(**settings), seed=seed, length=18, rows=2)
+def writing(lm: Any, *, seed: int = 0, **settings: Any) -> AnswerWriter:
+    return AnswerWriter(lm, ObjectiveSettings(**settings), seed=seed, length=18, rows=2)
 
 
 def test_a_writer_goes_on_from_each_prompt_as_the_model_alone_would() -> None:

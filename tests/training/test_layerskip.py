@@ -23,7 +23,7 @@ from forerun.training.objectives.layerskip import (
     exit_weights,
 )
 from forerun.training.recipe import read_recipe
-from forerun.training.run import Run
+from forerun.training.run import TrainingRun
 from llamas import tiny_llama
 from training.test_distill import batch, windows
 from training.ttt import VOCABULARY, model
@@ -161,4 +161,4 @@ def test_early_exits_draft_better_after_training_and_losslessly(
 def test_what_does_not_fit_the_target_is_refused(target: Path, prepared: Path, tmp_path: Path, word: str) -> None:
     flags = {"target": str(target), "data": str(prepared), "output": str(tmp_path)}
     with pytest.raises(ArgumentError, match="the target"):
-        Run(read_recipe("layerskip", None, [word], flags), None)  # type: ignore[arg-type]
+        TrainingRun(read_recipe("layerskip", None, [word], flags), None)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from forerun.training.loop.distributed import Parallel
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.medusa2 import Medusa2Objective, Medusa2Settings, TargetAndHead
 from forerun.training.recipe import read_recipe
-from forerun.training.run import Run
+from forerun.training.run import TrainingRun
 from forerun.types import SpeculationStats
 from llamas import tiny_llama
 from training.conftest import in_two_processes
@@ -206,4 +206,4 @@ def test_more_is_accepted_than_of_heads_alone_and_the_target_stays_what_it_was(
 def test_what_does_not_fit_is_refused(target: Path, prepared: Path, tmp_path: Path, word: str, message: str) -> None:
     flags = {"target": str(target), "data": str(prepared), "output": str(tmp_path)}
     with pytest.raises(ArgumentError, match=message):
-        Run(read_recipe("medusa2", None, [word], flags), Parallel())
+        TrainingRun(read_recipe("medusa2", None, [word], flags), Parallel())

@@ -20,7 +20,7 @@ from forerun.errors import ArgumentError
 from forerun.training.data.store import PreparedData, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import flat, make_recipe, read_recipe
-from forerun.training.run import Run
+from forerun.training.run import TrainingRun
 from training.conftest import words
 
 HARMLESS = {
@@ -55,12 +55,12 @@ KEYS = sorted(flat(make_recipe("eagle3", {"target": "a", "data": "b", "output": 
 
 
 @pytest.fixture(scope="module")
-def finished(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """A run of one step, and what it was made of."""
     output = tmp_path_factory.mktemp("finished") / "run"
     given = [word for word in words(target, prepared, output, 1) if re.match(r"[a-z_.]+=", word)]
     recipe = read_recipe("eagle3", None, given, {"target": str(target), "data": str(prepared), "output": str(output)})
-    run = Run(recipe, Parallel())
+    run = TrainingRun(recipe, Parallel())
     assert run.train()["reason"] == "finished"
     return run
 
@@ -78,7 +78,7 @@ def changed(recipe: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(recipe, **{name: changed(getattr(recipe, name), rest, value) if rest else value})
 
 
-def under(run: Run, key: str, value: Any) -> Run:
+def under(run: TrainingRun, key: str, value: Any) -> TrainingRun:
     """The same run by another recipe."""
     other = copy.copy(run)
     other.recipe = changed(run.recipe, key, value)
@@ -86,7 +86,7 @@ def under(run: Run, key: str, value: Any) -> Run:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_that_decides_what_is_trained_must_not_change(finished: Run, key: str) -> None:
+def test_a_key_that_decides_what_is_trained_must_not_change(finished: TrainingRun, key: str) -> None:
     """Every key of the recipe in turn; one that is new is refused until somebody says that it is harmless."""
     former = json.loads(json.dumps(flat(finished.recipe)[key]))
     value = another(key, former)
@@ -99,7 +99,7 @@ def test_a_key_that_decides_what_is_trained_must_not_change(finished: Run, key: 
         other.train()
 
 
-def test_half_the_rows_on_twice_the_processes_are_the_same_batches(finished: Run) -> None:
+def test_half_the_rows_on_twice_the_processes_are_the_same_batches(finished: TrainingRun) -> None:
     halved = under(finished, "windows.rows", 2)
     assert halved.fixed() != finished.fixed()
     halved.parallel = Parallel(world=2)
@@ -107,7 +107,7 @@ def test_half_the_rows_on_twice_the_processes_are_the_same_batches(finished: Run
 
 
 def test_a_target_of_the_hub_is_the_one_in_a_directory(
-    finished: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: TrainingRun, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From what loading it has left in the cache; nothing more is fetched."""
     cached = tmp_path / "models--org--name"
@@ -196,7 +196,7 @@ def test_a_run_cut_behind_an_evaluation_equals_one_to_the_bit(target: Path, prep
     def start(output: Path) -> dict[str, Tensor]:
         line = [word for word in words(target, prepared, output, 2) if re.match(r"[a-z_.]+=", word)]
         places = {"target": str(target), "data": str(prepared), "output": str(output)}
-        Run(read_recipe("eagle3", None, [*line, *given], places), Parallel()).train()
+        TrainingRun(read_recipe("eagle3", None, [*line, *given], places), Parallel()).train()
         stored = [load_file(output / "checkpoint-2" / f"{name}.safetensors") for name in ("model", "optimizer")]
         return stored[0] | stored[1]
 

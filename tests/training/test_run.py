@@ -72,10 +72,10 @@ def test_models_that_do_not_fit_beside_each_other_are_told_of_before_one_is_load
     monkeypatch.setattr(run, "load_target", lambda *_: pytest.fail("the target was loaded"))
     monkeypatch.setattr(run, "available_bytes", lambda _device: needed - 1)
     with pytest.raises(OutOfMemoryError, match=", ".join(rf"[\d.]+ for {name} \(.*" for name in named)):
-        run.Run(recipe, Parallel())
+        run.TrainingRun(recipe, Parallel())
     monkeypatch.setattr(run, "available_bytes", lambda _device: needed)
     with pytest.raises(pytest.fail.Exception, match="the target was loaded"):
-        run.Run(recipe, Parallel())
+        run.TrainingRun(recipe, Parallel())
 
 
 def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_metric_that_no_evaluation_gives_is_told_of_before_anything_is_loaded(
     places = {"target": "nowhere", "data": "nowhere", "output": "nowhere"}
     recipe = read_recipe(kind, None, [*words, "evaluation.prompts=x"], places)
     with pytest.raises(ArgumentError, match=named):
-        run.Run(recipe, Parallel())
+        run.TrainingRun(recipe, Parallel())
 
 
 def test_evaluation_gives_the_values_that_are_known(target: Path) -> None:

@@ -18,12 +18,12 @@ from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity
 from forerun.training.batch import TokenBatch
-from forerun.training.data.on_policy import Writer
+from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.objectives.base import ObjectiveSettings
 from forerun.training.recipe import make_recipe
-from forerun.training.run import Run
+from forerun.training.run import TrainingRun
 from forerun.training.trained import trained_by
 from training.conftest import in_two_processes, words
 from training.ttt import VOCABULARY, model
@@ -41,14 +41,14 @@ def foreign(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(target: Path, data: Path, output: Path, **objective: Any) -> Run:
+def run_of(target: Path, data: Path, output: Path, **objective: Any) -> TrainingRun:
     values = {
         **{"target": str(target), "data": str(data), "output": str(output), "target_dtype": "float32"},
         "objective": {"writer": "target", "prompt_tokens": 4, **objective},
         "draft": {"options": {"boundaries": [1, 2, 3]}},
         "windows": {"length": 32, "rows": 3},
     }
-    return Run(make_recipe("eagle3", values), Parallel())
+    return TrainingRun(make_recipe("eagle3", values), Parallel())
 
 
 def text_of(batch: TokenBatch) -> list[list[int]]:
@@ -87,7 +87,7 @@ def test_the_text_is_the_targets_own_whoever_drafts_and_follows_its_weights(
     assert sampled.writer is not None
     one, _, _, last = [sampled.batch(step, 0, 1).batch.tokens for step in range(4)]
     settings = ObjectiveSettings(prompt_tokens=4)
-    plain = Writer(model(), settings, seed=0, length=32, rows=3)
+    plain = AnswerWriter(model(), settings, seed=0, length=32, rows=3)
     assert torch.equal(last, plain.batch(sampled.windows.batch, 3, 0).tokens), "in whatever company"
     with torch.no_grad():
         sampled.source.model.lm_head.weight.neg_()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.bench.counters import Samples, Speculation, parse, told
+from forerun.bench.counters import Samples, SpeculationCounts, parse, told
 from forerun.bench.workloads import Task
 from forerun.errors import ArgumentError, ForerunError
 from forerun.training.data.records import Message
@@ -22,7 +22,7 @@ class ServerError(ForerunError, ConnectionError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class BenchAnswer:
     """A `BenchAnswer` records the answer to one question, its times and its error."""
 
     task: str
@@ -41,7 +41,7 @@ class Answer:
     counted: bool = True
     """True where the server said how many tokens it generated."""
     text: str = ""
-    speculation: Speculation | None = None
+    speculation: SpeculationCounts | None = None
     error: str | None = None
 
     @property
@@ -53,7 +53,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asking:
+class RequestOptions:
     """`RequestOptions` say how every request is made."""
 
     endpoint: str = "auto"
@@ -158,8 +158,13 @@ class Server:
         return None
 
     async def ask(
-        self, task: Task, asking: Asking, began: float, before: Sequence[Message] = (), question: Sequence[Message] = ()
-    ) -> Answer:
+        self,
+        task: Task,
+        asking: RequestOptions,
+        began: float,
+        before: Sequence[Message] = (),
+        question: Sequence[Message] = (),
+    ) -> BenchAnswer:
         """Send one question behind the conversation `before`; any failure is recorded in the
         answer.
 
@@ -203,7 +208,7 @@ class _Heard:
         self.texts: list[str] = []
         self.prompt_tokens = 0
         self.tokens: int | None = None
-        self.speculation: Speculation | None = None
+        self.speculation: SpeculationCounts | None = None
         self.ended = False
 
     async def listen(self, stream: AsyncIterator[bytes]) -> None:
@@ -230,7 +235,7 @@ class _Heard:
 
     def hear(self, chunk: Any) -> None:
         """Record a chunk's text, time and counts; any error means that its values are of other
-        types than OpenAI's. An error of any kind: its values are of other types.
+        types than OpenAI's.
         """
         if usage := chunk.get("usage"):
             tokens = usage.get("completion_tokens")
@@ -251,11 +256,11 @@ class _Heard:
         """Return the tokens as the server counted them, else the chunks."""
         return len(self.times) if self.tokens is None else self.tokens
 
-    def answer(self, task: Task, sent: float) -> Answer:
+    def answer(self, task: Task, sent: float) -> BenchAnswer:
         seconds = time.perf_counter() - self.started
         if self.error is None and not self.ended:
             self.error = "the stream ended before [DONE]"
-        return Answer(
+        return BenchAnswer(
             task=task.id,
             category=task.category,
             sent_s=sent,
@@ -282,9 +287,7 @@ async def _lines(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _address(url: str, what: str) -> str:
-    """Return `url` itself; ArgumentError if it is no valid HTTP address. ArgumentError: nobody can
-    be asked there.
-    """
+    """Return `url` itself; ArgumentError if it is no valid HTTP address."""
     import httpx
 
     try:

@@ -20,7 +20,7 @@ answers' tokens.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Speculation:
+class SpeculationCounts:
     """`SpeculationCounts` hold what an engine counted over some time; None where it does not tell."""
 
     drafts: int | None = None
@@ -80,7 +80,7 @@ class Speculation:
 
 
 def parse(text: str) -> Samples:
-    """Return the samples of a Prometheus page; ValueError if it is none. ValueError: it is none."""
+    """Return the samples of a Prometheus page; ValueError if it is none."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
@@ -90,7 +90,7 @@ def parse(text: str) -> Samples:
     return found
 
 
-def between(before: Samples, after: Samples) -> Speculation | None:
+def between(before: Samples, after: Samples) -> SpeculationCounts | None:
     """Return what was counted between two pages of an engine's metrics; None where they have no
     speculation counters.
     """
@@ -103,7 +103,7 @@ def between(before: Samples, after: Samples) -> Speculation | None:
     for names, tokens in COUNTERS.items():
         if (drafts := grown(f"{names}drafts_total")) is None:
             continue
-        return Speculation(
+        return SpeculationCounts(
             drafts=drafts,
             tokens=grown(f"{tokens}_total"),
             passes=grown("forerun:passes_total"),
@@ -116,7 +116,7 @@ def between(before: Samples, after: Samples) -> Speculation | None:
         written, asked = grown("sglang:generation_tokens_total"), grown("sglang:num_requests_total")
         if written is None or asked is None:
             return None
-        return Speculation(
+        return SpeculationCounts(
             drafts=calls,
             tokens=written,
             accepted_tokens=written - asked - calls,
@@ -127,7 +127,7 @@ def between(before: Samples, after: Samples) -> Speculation | None:
 
 
 def _positions(before: Samples, after: Samples, name: str) -> tuple[int, ...]:
-    """Return the tokens accepted at the first, second, ... drafted position. drafted token."""
+    """Return the tokens accepted at the first, second, ... drafted position."""
     totals: dict[int, float] = {}
     for page, sign in ((after, 1), (before, -1)):
         for labels, value in page.get(name, {}).items():
@@ -139,7 +139,7 @@ def _positions(before: Samples, after: Samples, name: str) -> tuple[int, ...]:
     return tuple(round(totals[place]) for place in sorted(totals))
 
 
-def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
+def told(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | None:
     """Return the counts that a response, or the last chunk of a stream, gives for its own request.
 
     These are vLLM's (and forerun's) ``metrics`` or llama.cpp's ``timings``; `tokens` is the number
@@ -148,7 +148,7 @@ def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
     counts = (answer.get("metrics") or {}).get("speculative_decoding")
     if isinstance(counts, Mapping) and counts.get("num_spec_steps") is not None:
         reached = list(counts.get("acceptance_histogram") or ())
-        return Speculation(
+        return SpeculationCounts(
             drafts=int(counts["num_spec_steps"]),
             tokens=tokens,
             passes=counts.get("num_passes"),
@@ -160,7 +160,7 @@ def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
     timings = answer.get("timings")
     if isinstance(timings, Mapping) and timings.get("draft_n") is not None:
         accepted = int(timings.get("draft_n_accepted") or 0)
-        return Speculation(
+        return SpeculationCounts(
             drafts=max(0, int(timings.get("predicted_n", tokens)) - 1 - accepted),
             tokens=int(timings.get("predicted_n", tokens)),
             draft_tokens=int(timings["draft_n"]),
@@ -170,7 +170,7 @@ def told(answer: Mapping[str, Any], tokens: int) -> Speculation | None:
     return None
 
 
-def together(parts: Iterable[Speculation | None]) -> Speculation | None:
+def together(parts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:
     """Return the sum of several requests' counts; None where no request has any."""
     found = [part for part in parts if part is not None]
     if not found:
@@ -178,7 +178,7 @@ def together(parts: Iterable[Speculation | None]) -> Speculation | None:
     longest = max(len(part.accepted_per_position) for part in found)
     padded = [[*part.accepted_per_position, *[0] * (longest - len(part.accepted_per_position))] for part in found]
     counted = all(part.passes is not None for part in found)
-    return Speculation(
+    return SpeculationCounts(
         drafts=sum(part.drafts or 0 for part in found),
         tokens=sum(part.tokens or 0 for part in found),
         passes=sum(part.passes or 0 for part in found) if counted else None,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.bench.client import Answer, Asking, Server
-from forerun.bench.counters import Speculation, between, together
+from forerun.bench.client import BenchAnswer, RequestOptions, Server
+from forerun.bench.counters import SpeculationCounts, between, together
 from forerun.bench.workloads import Task
 from forerun.errors import ArgumentError
 from forerun.training.data.records import Message
@@ -21,7 +21,7 @@ Tell = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class BenchLoad:
     """A `BenchLoad` says how requests come: exactly one of concurrency and rate is given."""
 
     concurrency: int | None = None
@@ -67,20 +67,20 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class LoadResult:
     """A `LoadResult` holds the answers of one load on one server."""
 
-    load: Load
-    answers: Sequence[Answer]
+    load: BenchLoad
+    answers: Sequence[BenchAnswer]
     seconds: float
     """Seconds from the first request to the last answer."""
-    speculation: Speculation | None
+    speculation: SpeculationCounts | None
     """Counts from the server's metrics, else from its answers; None where neither has any."""
 
 
 async def measure(
-    server: Server, tasks: Sequence[Task], load: Load, asking: Asking, tell: Tell = lambda done: None
-) -> Measured:
+    server: Server, tasks: Sequence[Task], load: BenchLoad, asking: RequestOptions, tell: Tell = lambda done: None
+) -> LoadResult:
     """Ask all `tasks`; `tell` is called with the number that are done."""
     arrivals = load.arrivals(len(tasks), seed=0)
     slots = asyncio.Semaphore(load.concurrency or len(tasks) or 1)
@@ -88,7 +88,7 @@ async def measure(
     began = time.perf_counter()
     done = 0
 
-    async def user(task: Task, arrival: float) -> list[Answer]:
+    async def user(task: Task, arrival: float) -> list[BenchAnswer]:
         nonlocal done
         await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
         async with slots:
@@ -104,17 +104,17 @@ async def measure(
     after = await server.metrics()
     counted = None if before is None or after is None else between(before, after)
     told = together(answer.speculation for answer in answers)
-    return Measured(load=load, answers=answers, seconds=seconds, speculation=counted or told)
+    return LoadResult(load=load, answers=answers, seconds=seconds, speculation=counted or told)
 
 
-async def converse(server: Server, task: Task, asking: Asking, began: float) -> list[Answer]:
+async def converse(server: Server, task: Task, asking: RequestOptions, began: float) -> list[BenchAnswer]:
     """Ask one user's questions, each behind the server's own answers; the first that fails is the
     last.
     """
     if not task.questions or asking.endpoint == "completions":
         return [await server.ask(task, asking, began)]
     history: list[Message] = []
-    found: list[Answer] = []
+    found: list[BenchAnswer] = []
     for question in task.questions:
         answer = await server.ask(task, asking, began, history, question)
         found.append(answer)

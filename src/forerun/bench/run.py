@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.bench.client import Asking, Server, ServerError
-from forerun.bench.load import Load, Measured, converse, measure
+from forerun.bench.client import RequestOptions, Server, ServerError
+from forerun.bench.load import BenchLoad, LoadResult, converse, measure
 from forerun.bench.summary import summarise
 from forerun.bench.workloads import Task
 
@@ -25,9 +25,9 @@ class Bench:
 
     server: Server
     baseline: Server | None
-    loads: Sequence[tuple[Load, Sequence[Task]]]
+    loads: Sequence[tuple[BenchLoad, Sequence[Task]]]
     """The loads, each with the tasks that it asks."""
-    asking: Asking
+    asking: RequestOptions
     limits: Mapping[str, float]
     """Limits of a good request, in ms."""
     warmup: Sequence[Task]
@@ -61,7 +61,7 @@ class Bench:
                 save()
         return len(left)
 
-    async def _measured(self, load: Load, tasks: Sequence[Task], tell: Tell) -> dict[str, Any]:
+    async def _measured(self, load: BenchLoad, tasks: Sequence[Task], tell: Tell) -> dict[str, Any]:
         """Return the server's figures; with a baseline also its figures, the speed-up, and the
         number of identical answers.
         """
@@ -78,7 +78,9 @@ class Bench:
             record["identical_answers"] = sum(said.get(turn) == text for turn, text in _texts(found).items())
         return record
 
-    async def _on(self, server: Server, load: Load, tasks: Sequence[Task], tell: Callable[[int], None]) -> Measured:
+    async def _on(
+        self, server: Server, load: BenchLoad, tasks: Sequence[Task], tell: Callable[[int], None]
+    ) -> LoadResult:
         found = await measure(server, tasks, load, self.asking, tell)
         errors = [answer.error for answer in found.answers]
         if all(errors):
@@ -86,7 +88,7 @@ class Bench:
         return found
 
 
-def _texts(found: Measured) -> dict[tuple[str, int], str]:
+def _texts(found: LoadResult) -> dict[tuple[str, int], str]:
     """Return the answers without an error, by task and index of the question."""
     asked = Counter[str]()
     texts = {}

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forerun.bench.client import Answer
+from forerun.bench.client import BenchAnswer
 from forerun.bench.counters import together
-from forerun.bench.load import Measured
+from forerun.bench.load import LoadResult
 from forerun.errors import ArgumentError, nearest
 
 PERCENTILES = (90, 99)
@@ -56,7 +56,7 @@ def figures(records: Collection[Mapping[str, Any]]) -> list[Figure]:
 
 def objectives(words: Sequence[str]) -> dict[str, float]:
     """Parse ``ttft:200`` and the like into the milliseconds that a good request stays within;
-    ArgumentError if malformed. ArgumentError: not of that form.
+    ArgumentError if malformed.
     """
     found = {}
     for word in words:
@@ -84,7 +84,7 @@ class Latency(NamedTuple):
     e2el: float
 
     @classmethod
-    def of(cls, answer: Answer) -> Latency:
+    def of(cls, answer: BenchAnswer) -> Latency:
         """Return the latency of an answer; one without text counts as begun when it ended."""
         tpot = answer.tpot_s
         return cls(1e3 * (answer.ttft_s or answer.seconds), None if tpot is None else 1e3 * tpot, 1e3 * answer.seconds)
@@ -93,7 +93,7 @@ class Latency(NamedTuple):
         return all((getattr(self, name) or 0.0) <= limit for name, limit in limits.items())
 
 
-def summarise(found: Measured, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
+def summarise(found: LoadResult, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
     """Summarise one load as a record of plain values.
 
     The record has counts, requests and tokens per second, times in ms, speculation, the same for
@@ -128,13 +128,13 @@ def summarise(found: Measured, limits: Mapping[str, float] | None = None) -> dic
     return record
 
 
-def _category(answers: Sequence[Answer]) -> dict[str, Any]:
+def _category(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
     counted = together(answer.speculation for answer in answers)
     record = {"completed": len(answers), **_part(answers, None)}
     return record | ({} if counted is None else counted.record())
 
 
-def _part(answers: Sequence[Answer], seconds: float | None) -> dict[str, Any]:
+def _part(answers: Sequence[BenchAnswer], seconds: float | None) -> dict[str, Any]:
     tokens = {"total_input_tokens": sum(a.prompt_tokens for a in answers)}
     tokens["total_output_tokens"] = sum(a.tokens for a in answers)
     found: dict[str, Any] = dict(tokens)
@@ -159,9 +159,7 @@ def _part(answers: Sequence[Answer], seconds: float | None) -> dict[str, Any]:
 
 
 def older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the loads of an older record that have one of the `labels`; ArgumentError if none has.
-    ArgumentError: none has.
-    """
+    """Return the loads of an older record that have one of the `labels`; ArgumentError if none has."""
     known = {load["load"]: load for load in before.get("loads", ())}
     found = {label: known[label] for label in labels if label in known}
     if not found:

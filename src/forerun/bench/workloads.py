@@ -41,7 +41,7 @@ class Task:
 
     def prompt(self) -> str:
         """Return the text that ``/v1/completions`` continues; DataError for a conversation of
-        several turns. DataError: a conversation of several turns is none.
+        several turns.
         """
         if self.text:
             return self.text
@@ -53,13 +53,13 @@ class Task:
 
 def read_workload(names: Sequence[str], *, subset: str | None = None, split: str = "test") -> list[Task]:
     """Return the tasks of files, hub data sets (``org/name``) or ``demo``; DataError names the file
-    and line that is bad. DataError names the file and the line that cannot be used.
+    and line that is bad.
     """
     return [task for name in names for task in _tasks(name, subset, split)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class DrawnTasks:
     """`DrawnTasks` says which tasks are asked by the warm-up and by each load."""
 
     warmup: Sequence[Task]
@@ -71,7 +71,7 @@ class Drawn:
     """
 
 
-def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None = None, seed: int = 0) -> Drawn:
+def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None = None, seed: int = 0) -> DrawnTasks:
     """Draw `count` tasks for each load by `seed`, and others to warm up with where there are
     enough.
 
@@ -84,7 +84,7 @@ def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None =
     if count is None and loads == 1 and 2 * warmup <= len(tasks):
         count = len(tasks) - warmup
     if count is None or count >= len(tasks):
-        return Drawn(warmup=tasks[:warmup], loads=[tasks] * loads, apart=loads == 1 and not warmup)
+        return DrawnTasks(warmup=tasks[:warmup], loads=[tasks] * loads, apart=loads == 1 and not warmup)
     order = random.Random(seed).sample(range(len(tasks)), len(tasks))
     apart = warmup + loads * count <= len(tasks)
 
@@ -92,10 +92,10 @@ def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None =
         return [tasks[index] for index in sorted(order[start : start + size])]
 
     starts = [warmup + load * count for load in range(loads)] if apart else [min(warmup, len(tasks) - count)] * loads
-    return Drawn(warmup=share(0, warmup), loads=[share(start, count) for start in starts], apart=apart)
+    return DrawnTasks(warmup=share(0, warmup), loads=[share(start, count) for start in starts], apart=apart)
 
 
-def repeated(asked: Drawn) -> int:
+def repeated(asked: DrawnTasks) -> int:
     """Count the tasks of the loads that ask what the warm-up, an earlier load or an earlier task
     asked before.
     """

@@ -24,9 +24,9 @@ from forerun.plots import check_plot
 from forerun.writing import written
 
 if TYPE_CHECKING:
-    from forerun.bench.client import Asking
-    from forerun.bench.load import Load
-    from forerun.bench.workloads import Drawn
+    from forerun.bench.client import RequestOptions
+    from forerun.bench.load import BenchLoad
+    from forerun.bench.workloads import DrawnTasks
 
 
 @Parameter(name="*")
@@ -52,7 +52,7 @@ class WorkloadOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
+class ArrivalOptions:
     """`ArrivalOptions` say how it is asked; several numbers are measured one after the other."""
 
     concurrency: Annotated[tuple[int, ...], Many] = ()
@@ -67,7 +67,7 @@ class LoadOptions:
     """Seconds that a request may take."""
 
 
-WORKLOAD, LOAD = WorkloadOptions(), LoadOptions()
+WORKLOAD, LOAD = WorkloadOptions(), ArrivalOptions()
 LEAST_WANTED = ("p99_tpot_ms", "p99_ttft_ms", "spec_decode_acceptance_rate", "spec_decode_acceptance_length")
 """A narrow terminal drops these columns, the first one first.
 
@@ -83,7 +83,7 @@ def bench(
     metrics_url: str | None = None,
     baseline_server: str | None = None,
     workload: WorkloadOptions = WORKLOAD,
-    load: LoadOptions = LOAD,
+    load: ArrivalOptions = LOAD,
     sampling: SamplingOptions = SAMPLING,
     goodput: Annotated[tuple[str, ...], Many] = (),
     out: Path | None = None,
@@ -183,23 +183,23 @@ def bench(
     return CHECK_FAILED if complaints else OK
 
 
-def _loads(asked: LoadOptions) -> list[Load]:
-    from forerun.bench.load import Load
+def _loads(asked: ArrivalOptions) -> list[BenchLoad]:
+    from forerun.bench.load import BenchLoad
 
     if asked.concurrency and asked.request_rate:
         raise ArgumentError("give --concurrency or --request-rate, not both: either so many users, or so many a second")
     if asked.request_rate:
-        return [Load(rate=rate, burstiness=asked.burstiness) for rate in asked.request_rate]
-    return [Load(concurrency=count, burstiness=asked.burstiness) for count in asked.concurrency or (1,)]
+        return [BenchLoad(rate=rate, burstiness=asked.burstiness) for rate in asked.request_rate]
+    return [BenchLoad(concurrency=count, burstiness=asked.burstiness) for count in asked.concurrency or (1,)]
 
 
-def _asking(workload: WorkloadOptions, load: LoadOptions, sampling: SamplingOptions) -> Asking:
-    from forerun.bench.client import Asking
+def _asking(workload: WorkloadOptions, load: ArrivalOptions, sampling: SamplingOptions) -> RequestOptions:
+    from forerun.bench.client import RequestOptions
 
     given = {name: value for name, value in asdict(sampling).items() if value not in (None, ())}
     if not load.timeout > 0 or load.warmup < 0:
         raise ArgumentError("--timeout must be above 0 and --warmup at least 0")
-    return Asking(
+    return RequestOptions(
         endpoint=workload.endpoint,
         max_tokens=given.pop("max_tokens"),
         sampling=given | json_object(workload.extra_body or "{}", "--extra-body"),
@@ -207,7 +207,7 @@ def _asking(workload: WorkloadOptions, load: LoadOptions, sampling: SamplingOpti
     )
 
 
-def _asked_again(asked: Drawn, again: int, most: int) -> str:
+def _asked_again(asked: DrawnTasks, again: int, most: int) -> str:
     """Say how many prompts are asked more than once, what that means, and what to do.
 
     `most` tasks leave each load, and the warm-up, its own.
@@ -222,7 +222,7 @@ def _asked_again(asked: Drawn, again: int, most: int) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a result that an earlier run wrote; DataError if it is none. DataError: it is none."""
+    """Read a result that an earlier run wrote; DataError if it is none."""
     found = read_object(path, "expected a result of forerun bench")
     loads, wrong = found.get("loads"), f"{path} is no result of forerun bench"
     if not isinstance(loads, list) or not all(isinstance(load, dict) and "load" in load for load in loads):
@@ -256,9 +256,9 @@ def _differences(older: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator
             yield f"{name}: {before[name]}, now {about[name]}"
 
 
-def _older(compare: Path | None, tolerance: float, loads: Sequence[Load]) -> dict[str, Any] | None:
+def _older(compare: Path | None, tolerance: float, loads: Sequence[BenchLoad]) -> dict[str, Any] | None:
     """Return the result to compare with; ArgumentError if it has none of the loads, or the
-    tolerance is no share. ArgumentError: it has none of the loads, or the tolerance is no share.
+    tolerance is no share.
     """
     if not 0 <= tolerance <= 1:
         raise ArgumentError(f"--tolerance is a share from 0 to 1, 0.05 for 5 %; got {tolerance:g}")
@@ -271,7 +271,7 @@ def _older(compare: Path | None, tolerance: float, loads: Sequence[Load]) -> dic
 
 def _begun(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
     """Return what `out` holds of the same measurement, else an empty record; ArgumentError if it
-    holds another one. ArgumentError: it holds another one.
+    holds another one.
     """
     if out is not None and out.exists():
         found = _read(out)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, Many, Model, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, Many, Model, SpeculationOptions, TargetOptions
 from forerun.errors import ArgumentError
 from forerun.plan.plot import draw_cost
 from forerun.plots import check_plot
@@ -37,7 +37,7 @@ def calibrate(
     plot: Path | None = None,
     json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
-    loading: LoadOptions = LOADING,
+    loading: TargetOptions = LOADING,
 ) -> int:
     """Measure what passes of the model cost on this machine, and a drafter's proposals; keep it for later.
 

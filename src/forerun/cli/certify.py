@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Model, SpeculationOptions, read_text
+from forerun.cli.options import LOADING, SPECULATION, Json, Model, SpeculationOptions, TargetOptions, read_text
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def certify(
     detect: float = 0.1,
     json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
-    loading: LoadOptions = LOADING,
+    loading: TargetOptions = LOADING,
 ) -> int:
     """Prove on your own model that speculation changes nothing. Exit code 1 if a check fails.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from forerun.cli import console, session
-from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, LoadOptions, SamplingOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, SamplingOptions, SpeculationOptions, TargetOptions
 from forerun.demo import REAL
 from forerun.errors import ArgumentError, ForerunError, choices
 from forerun.types import SamplingParams, SpeculationStats
@@ -35,7 +35,7 @@ def chat(
     show_draft: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     sampling: SamplingOptions = SAMPLING,
-    loading: LoadOptions = LOADING,
+    loading: TargetOptions = LOADING,
 ) -> int:
     """Talk to a model. /help lists the commands.
 
@@ -96,7 +96,7 @@ class Conversation:
 
     def handle(self, line: str) -> bool:
         """Handle one line of the user, a command or a message; return False to end the
-        conversation. False ends the conversation.
+        conversation.
         """
         command, _, argument = line.partition(" ")
         if command in ("/quit", "/exit"):

@@ -15,15 +15,15 @@ from forerun.cli.options import (
     SPECULATION,
     Flag,
     Json,
-    LoadOptions,
     SkipBad,
     SpeculationOptions,
+    TargetOptions,
     json_object,
 )
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from forerun.training.data.regenerate import Plan
+    from forerun.training.data.regenerate import AnswerRun
 
 TemplateVariables = Annotated[
     str | None,
@@ -174,7 +174,7 @@ def regenerate(
     asked: RegenerateOptions,
     json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
-    loading: LoadOptions = LOADING,
+    loading: TargetOptions = LOADING,
 ) -> int:
     """Let the target write the answers itself. Run again to go on after a stop. Exit code 1 if a record failed.
 
@@ -184,7 +184,7 @@ def regenerate(
         Conversations, prompts or plain texts, in any form that `forerun data prepare` reads.
     """
     from forerun.cli import session
-    from forerun.training.data.regenerate import Director, Endpoint, Plan, with_endpoint, with_engine
+    from forerun.training.data.regenerate import AnswerRun, Director, Endpoint, with_endpoint, with_engine
     from forerun.types import SamplingParams
 
     sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
@@ -194,10 +194,10 @@ def regenerate(
     director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, **how)
     with console.progress_bar("regenerating") as update:
 
-        def tell(progress: Plan) -> None:
+        def tell(progress: AnswerRun) -> None:
             update(completed=progress.done, total=progress.total)
 
-        todo = Plan(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
+        todo = AnswerRun(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
         try:
             if asked.endpoint is not None:
                 server = Endpoint(url=asked.endpoint, model=str(asked.model))
@@ -214,7 +214,7 @@ def regenerate(
     return 1 if todo.failed else 0
 
 
-def _report(found: Plan, *, as_json: bool) -> None:
+def _report(found: AnswerRun, *, as_json: bool) -> None:
     for complaint in found.complaints:
         console.warn(f"left out: {complaint}")
     if as_json:

@@ -18,14 +18,14 @@ from rich.text import Text
 
 from forerun import demo as shipped
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.demo import REAL, Edit, Prompt
 from forerun.demo.questions import QUESTIONS, Question
 from forerun.errors import ArgumentError, DownloadError, choices
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.cli.leaderboard import Entry
+    from forerun.cli.leaderboard import BoardLine
     from forerun.demo.scale import ScaledModel
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -74,7 +74,7 @@ def demo(
     heads: Path | None = None,
     json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
-    loading: LoadOptions = LOADING,
+    loading: TargetOptions = LOADING,
 ) -> int:
     """Answer the same questions plainly and speculatively, side by side; show both texts and both speeds.
 
@@ -177,7 +177,7 @@ def _real(
     questions: Sequence[Question],
     settings: Sequence[dict[str, Any]],
     speculation: SpeculationOptions,
-    loading: LoadOptions,
+    loading: TargetOptions,
     *,
     json: bool,
 ) -> int:
@@ -204,7 +204,7 @@ def _real(
 
 
 def _all(
-    model: str, scale: float | None, max_tokens: int, heads: Path | None, loading: LoadOptions, *, json: bool
+    model: str, scale: float | None, max_tokens: int, heads: Path | None, loading: TargetOptions, *, json: bool
 ) -> int:
     """Run ``--all``; exit code 1 if a greedy answer differs by more than a numeric tie."""
     if model != SHIPPED:
@@ -256,7 +256,7 @@ def _scaled(model: str, billions: float) -> ScaledModel:
         return ScaledModel(shipped.resolve(model), billions=billions)
 
 
-def _fitting(board: Iterable[Entry], scaled: ScaledModel) -> Iterator[Entry]:
+def _fitting(board: Iterable[BoardLine], scaled: ScaledModel) -> Iterator[BoardLine]:
     """Yield the lines with their heads enlarged as the target was; a head that cannot be enlarged
     is left out with a warning.
     """

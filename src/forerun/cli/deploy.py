@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import SPECULATION, Flag, Json, LoadOptions, SpeculationOptions
+from forerun.cli.options import SPECULATION, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.cli.plan import FORECAST, ForecastOptions, PlanOptions, on_paper
 from forerun.errors import ArgumentError
 from forerun.writing import written
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forecasting:
+class DeployForecastOptions:
     """`DeployForecastOptions` describe what is accepted and what passes cost, as in `forerun plan`.
 
     From these, the draft length at each batch and the cost of what the engine cannot do are
@@ -35,7 +35,7 @@ class Forecasting:
     """
 
     device: str | None = None
-    """Device that it runs on: h100, b200, 4090, ... (`forerun plan`). (`forerun plan`)."""
+    """Device that it runs on: h100, b200, 4090, ... (`forerun plan`)."""
     dtype: str = "auto"
     """Number format of the target's weights: bf16, fp8, int4, ..."""
     max_batch: int = 64
@@ -43,7 +43,7 @@ class Forecasting:
     load: ForecastOptions = FORECAST
 
 
-FORECASTING = Forecasting()
+FORECASTING = DeployForecastOptions()
 
 
 def deploy(
@@ -61,7 +61,7 @@ def deploy(
     run: Flag = False,
     force: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
-    forecasting: Forecasting = FORECASTING,
+    forecasting: DeployForecastOptions = FORECASTING,
     json: Json = False,
 ) -> int:
     """Write what starts the same drafter on another engine: commands, files, and what that engine does otherwise.
@@ -92,7 +92,7 @@ def deploy(
         Go on for a version that is not known, or with a head that the engine serves worse than it was trained.
     """
     from forerun.demo import resolve
-    from forerun.deploy.launch import Asked, engine_named, version_of
+    from forerun.deploy.launch import DeployRequest, engine_named, version_of
     from forerun.engine.config import SpeculativeConfig
 
     chosen = engine_named(engine)
@@ -103,7 +103,7 @@ def deploy(
         given = speculation.config() or {}
         config = SpeculativeConfig.parse(given or None)
         where |= {"adaptive": given.get("adaptive") is True, "force": force}
-        asked = Asked(model=str(resolve(model)), config=config, version=version, forecast=forecast, **where)
+        asked = DeployRequest(model=str(resolve(model)), config=config, version=version, forecast=forecast, **where)
         made = chosen.deployment(asked, notes)
     made = dataclasses.replace(made, notes=(*made.notes, *notes))
     if out is not None:
@@ -117,7 +117,9 @@ def deploy(
     return _start(made, chosen.title, out) if run else 0
 
 
-def _forecast(asked: Forecasting, speculation: SpeculationOptions, tp: int, notes: list[str]) -> Forecast | None:
+def _forecast(
+    asked: DeployForecastOptions, speculation: SpeculationOptions, tp: int, notes: list[str]
+) -> Forecast | None:
     """Return what the planner says, None where it was told too little; add what is assumed to
     `notes`.
     """
@@ -134,7 +136,7 @@ def _forecast(asked: Forecasting, speculation: SpeculationOptions, tp: int, note
     if asked.load.params is None or asked.device is None:
         raise ArgumentError("what does a pass cost? Give the target's --params 8e9 and its --device h100, too")
     limit = SpeculationOptions(num_speculative_tokens=speculation.num_speculative_tokens)
-    loading = LoadOptions(device=asked.device, dtype=asked.dtype)
+    loading = TargetOptions(device=asked.device, dtype=asked.dtype)
     planned = PlanOptions(tp=tp, loading=loading, speculation=limit, **given)
     planned.check(None)
     shown = on_paper(planned)

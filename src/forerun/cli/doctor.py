@@ -23,7 +23,7 @@ from forerun.errors import ArgumentError, CheckpointError, choices
 if TYPE_CHECKING:
     from forerun.checkpoints.base import TargetFacts
     from forerun.checkpoints.engines import Finding, Severity
-    from forerun.deploy.trial import Drafting, Trial
+    from forerun.deploy.trial import EngineTrial, HeadDrafting
 
 PACKAGES = (
     *("forerun", "torch", "transformers", "tokenizers", "safetensors"),
@@ -146,11 +146,11 @@ def _examine_head(
     found = [finding for finding in found if finding.engine in chosen]
     trial = None
     if asked is not None:
-        from forerun.deploy.trial import Drafting
+        from forerun.deploy.trial import HeadDrafting
 
         kind, depth = ("pard", None) if model else (checkpoint.config.kind, checkpoint.config.max_depth)
         k = next(tokens for tokens in (asked.num_speculative_tokens, depth, TOKENS) if tokens is not None)
-        trial = _tried(chosen[0], Drafting(head=head, kind=kind, target=str(demo.resolve(target)), k=k), asked)
+        trial = _tried(chosen[0], HeadDrafting(head=head, kind=kind, target=str(demo.resolve(target)), k=k), asked)
     if json:
         findings = [asdict(finding) for finding in found]
         report = {"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)}
@@ -177,12 +177,12 @@ def _facts(target: str) -> TargetFacts:
         ) from error
 
 
-def _tried(name: str, drafting: Drafting, asked: TrialOptions) -> Trial:
+def _tried(name: str, drafting: HeadDrafting, asked: TrialOptions) -> EngineTrial:
     from forerun import demo
-    from forerun.deploy.trial import Installed, tried
+    from forerun.deploy.trial import InstalledEngine, tried
     from forerun.plan.measured import read_prompts
 
-    engine: Installed
+    engine: InstalledEngine
     if name == "vllm":
         from forerun.deploy.in_vllm import InVllm
 
@@ -196,7 +196,7 @@ def _tried(name: str, drafting: Drafting, asked: TrialOptions) -> Trial:
         return tried(engine, prompts=given, tokens=asked.max_tokens, dtype=asked.dtype)
 
 
-def _show_trial(trial: Trial) -> None:
+def _show_trial(trial: EngineTrial) -> None:
     name = f"{trial.engine} {trial.version}"
     for note in trial.notes:
         console.warn(note)

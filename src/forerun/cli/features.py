@@ -73,7 +73,7 @@ def features(
         given = f"{asked.shard_gib} and {asked.batch_tokens}"
         raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {given}")
     with console.telling("looking at the data and the target"):
-        run = _Run(asked)
+        run = _FeatureRun(asked)
     if not _agreed(run, yes=yes):
         return 0
     checks = _extract(run)
@@ -90,7 +90,7 @@ def features(
     return 0
 
 
-class _Run:
+class _FeatureRun:
     """A `_FeatureRun` holds what was asked for, and what is known before a weight is loaded."""
 
     def __init__(self, asked: FeatureOptions) -> None:
@@ -143,7 +143,7 @@ def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
     return tuple(kind.head.Config.fields_for(kind.name, text, {})["boundaries"])
 
 
-def _agreed(run: _Run, *, yes: bool) -> bool:
+def _agreed(run: _FeatureRun, *, yes: bool) -> bool:
     """Report how much space it will take, and ask for consent where somebody can answer."""
     from forerun.training.features.store import check_room, human
 
@@ -163,7 +163,7 @@ def _agreed(run: _Run, *, yes: bool) -> bool:
     return sys.stdin.readline().strip().casefold() in ("y", "yes")
 
 
-def _extract(run: _Run) -> list[BoundaryCheck] | None:
+def _extract(run: _FeatureRun) -> list[BoundaryCheck] | None:
     """Store what is missing; return how the source compares with the target's own hidden states, if
     that was asked for.
     """
@@ -191,7 +191,7 @@ def _extract(run: _Run) -> list[BoundaryCheck] | None:
 
 
 @contextmanager
-def _source(run: _Run, tokens: list[int]) -> Iterator[tuple[Capture, dict[int, Tensor] | None]]:
+def _source(run: _FeatureRun, tokens: list[int]) -> Iterator[tuple[Capture, dict[int, Tensor] | None]]:
     """Yield the function that captures states and, if asked for, the target's own hidden states of
     `tokens`.
     """
@@ -222,7 +222,7 @@ def _source(run: _Run, tokens: list[int]) -> Iterator[tuple[Capture, dict[int, T
         engine.close()
 
 
-def _load(run: _Run, device: str | None) -> Any:
+def _load(run: _FeatureRun, device: str | None) -> Any:
     from forerun.model.load import LoadOptions, open_model
 
     options = LoadOptions(dtype=run.asked.target_dtype, device=device)

@@ -24,7 +24,7 @@ def generate(
     json: Json = False,
     speculation: options.SpeculationOptions = options.SPECULATION,
     sampling: options.SamplingOptions = options.SAMPLING,
-    loading: options.LoadOptions = options.LOADING,
+    loading: options.TargetOptions = options.LOADING,
 ) -> int:
     """Answer one prompt, with speculation if a drafter is named. A model with a chat template is talked to.
 

@@ -35,7 +35,7 @@ COPYING: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainedDrafter:
     """A `TrainedDrafter` is one that ships, or what `forerun train` left in a folder."""
 
     name: str
@@ -76,7 +76,7 @@ class Trained:
 
 
 @dataclass(kw_only=True, slots=True)
-class Entry:
+class BoardLine:
     """A `BoardLine` is one line of the table: a drafter, and what it brought at each temperature."""
 
     name: str
@@ -121,23 +121,23 @@ class Entry:
         return all(rule_named(rule).lossless for rule in self.rules)
 
 
-def entries(heads: Path | None) -> list[Entry]:
+def entries(heads: Path | None) -> list[BoardLine]:
     """Return the drafters that need no training, the shipped ones, and those in the folders below
     `heads`.
 
     `forerun train` left the latter. Heads draft a chain and a tree.
     """
-    found = [Entry(name=name, config=config) for name, config in COPYING.items()]
+    found = [BoardLine(name=name, config=config) for name, config in COPYING.items()]
     ours = [_draft("demo-draft", "demo-draft", "distill"), _head("demo-eagle3", "demo-eagle3")]
     for one in ours if heads is None else [*ours, *trained(heads)]:
         for shape, config in (("chain", one.chain(DEPTH)), ("tree", one.tree(NODES))):
             if config is not None:
                 name, size = f"{one.name}, {shape}", one.parameters
-                found.append(Entry(name=name, config=config, parameters=size, trained_s=one.seconds))
+                found.append(BoardLine(name=name, config=config, parameters=size, trained_s=one.seconds))
     return found
 
 
-def trained(folder: Path) -> list[Trained]:
+def trained(folder: Path) -> list[TrainedDrafter]:
     """Return the heads and draft models that `forerun train ... --output` left in folders below
     `folder`, by name.
 
@@ -165,19 +165,19 @@ def trained(folder: Path) -> list[Trained]:
     return found
 
 
-def _draft(name: str, source: str, kind: str, seconds: float | None = None) -> Trained:
+def _draft(name: str, source: str, kind: str, seconds: float | None = None) -> TrainedDrafter:
     from forerun.drafters.heads.kinds import kind_named
 
     size = _weights(Path(shipped.resolve(source)))
-    return Trained(name=name, kind=kind_named(kind), model=source, parameters=size, seconds=seconds)
+    return TrainedDrafter(name=name, kind=kind_named(kind), model=source, parameters=size, seconds=seconds)
 
 
-def _head(name: str, source: str, seconds: float | None = None) -> Trained:
+def _head(name: str, source: str, seconds: float | None = None) -> TrainedDrafter:
     from forerun.checkpoints import read_head
     from forerun.drafters.heads.kinds import kind_named
 
     head = read_head(shipped.resolve(source))
-    return Trained(
+    return TrainedDrafter(
         name=name,
         kind=kind_named(head.config.kind),
         model=source,
@@ -214,14 +214,14 @@ def questions(llm: LLM) -> list[Any]:
     return [*files, *(llm.chat_prompt(edit.messages) for edit in edits)]
 
 
-def run(llm: LLM, board: list[Entry], *, max_tokens: int) -> Entry:
+def run(llm: LLM, board: list[BoardLine], *, max_tokens: int) -> BoardLine:
     """Let plain decoding, which is returned, and every drafter answer all questions, in turns
     question by question.
     """
     from forerun.certify.reference import difference
     from forerun.types import SamplingParams
 
-    plain = Entry(name="plain", config={})
+    plain = BoardLine(name="plain", config={})
     asked = questions(llm)
     arms = [plain, *board]
     with console.progress_bar("answering", total=len(arms) * len(asked) * len(TEMPERATURES)) as advance:
@@ -247,7 +247,7 @@ def run(llm: LLM, board: list[Entry], *, max_tokens: int) -> Entry:
     return plain
 
 
-def table(plain: Entry, board: list[Entry], width: int) -> Table:
+def table(plain: BoardLine, board: list[BoardLine], width: int) -> Table:
     """Return the table, the fastest first, within so many columns."""
     roomy = width >= ROOMY
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
@@ -272,7 +272,7 @@ def table(plain: Entry, board: list[Entry], width: int) -> Table:
     return made
 
 
-def records(plain: Entry, board: list[Entry]) -> list[dict[str, Any]]:
+def records(plain: BoardLine, board: list[BoardLine]) -> list[dict[str, Any]]:
     """Return the records that ``demo --all --json`` prints."""
     return [
         {

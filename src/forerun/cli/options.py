@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
-"""A switch without a ``--no-...`` form is a `Flag`. `` form."""
+"""A `Flag` is a switch without a ``--no-...`` form."""
 Many = Parameter(consume_multiple=True, negative="")
 """An option with `Many` takes one or more values: ``--rows 1 4 16``."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
@@ -93,7 +93,7 @@ class SamplingOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
+class TargetOptions:
     """`TargetOptions` say how to load the target."""
 
     dtype: str = "auto"
@@ -110,7 +110,7 @@ class LoadOptions:
 
 SPECULATION = SpeculationOptions()
 SAMPLING = SamplingOptions()
-LOADING = LoadOptions()
+LOADING = TargetOptions()
 """These defaults of the verbs' parameters ask for nothing."""
 
 
@@ -163,9 +163,7 @@ def _no_json(word: str) -> None:
 
 
 def json_object(text: str, flag: str) -> dict[str, Any]:
-    """Parse what was given to `flag`; ArgumentError if it is no JSON object. ArgumentError: it is
-    no JSON object.
-    """
+    """Parse what was given to `flag`; ArgumentError if it is no JSON object."""
     try:
         value = json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError) as error:

@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Many, SpeculationOptions, numbers
+from forerun.cli.options import LOADING, SPECULATION, Json, Many, SpeculationOptions, TargetOptions, numbers
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import assumptions, theory
 from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
-from forerun.plan.planner import MOST_BATCH, Line, Load, judge, plan_tree
+from forerun.plan.planner import MOST_BATCH, PlanLine, PlanLoad, judge, plan_tree
 from forerun.plan.planner import plan as make_plan
 from forerun.plan.plot import draw_plan
 from forerun.plots import check_plot
@@ -27,7 +27,7 @@ from forerun.plots import check_plot
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.engine.costs import CostModel
-    from forerun.plan.measured import Measured
+    from forerun.plan.measured import MeasuredDrafter
 
 
 @Parameter(name="*")
@@ -38,9 +38,7 @@ class ForecastOptions:
     context: int | None = None
     """Committed tokens of each sequence; measured on the prompts where there are some, else 0."""
     temperature: Annotated[float | None, Parameter(alias="-t")] = None
-    """Temperature of the answers; measured at it, or an assumption for --text. 0 is greedy. 0 is
-    greedy.
-    """
+    """Temperature of the answers; measured at it, or an assumption for --text. 0 is greedy."""
     text: str | None = None
     """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
     alpha: float | None = None
@@ -102,7 +100,7 @@ class PlanOptions(ForecastOptions):
     bandwidth: float | None = None
     """Its peak memory bandwidth, 1e9 bytes a second."""
     speculation: SpeculationOptions = SPECULATION
-    loading: LoadOptions = LOADING
+    loading: TargetOptions = LOADING
 
     @property
     def k(self) -> int | None:
@@ -221,7 +219,9 @@ def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
     if asked.draft_cost is None and asked.draft_params is None:
         notes.append("drafting counts as free until --draft-cost says what it costs")
         uncosted.insert(0, "drafting")
-    load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
+    load = PlanLoad(
+        survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0
+    )
     return Shown(asked, load, [*assumed, *notes], uncosted=uncosted)
 
 
@@ -326,8 +326,8 @@ def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown
 
     assert asked.prompts is not None
     how: dict[str, Any] = {"temperature": asked.temperature, "max_tokens": asked.max_tokens, "limit": asked.limit}
-    answers = measured.Answers.of(llm, measured.read_prompts(asked.prompts), **how)
-    ranking: list[tuple[Measured, Line]] = []
+    answers = measured.EncodedPrompts.of(llm, measured.read_prompts(asked.prompts), **how)
+    ranking: list[tuple[MeasuredDrafter, PlanLine]] = []
     refused: dict[str, str] = {}
     if asked.choose_draft:
         options = {} if asked.k is None else {"num_speculative_tokens": asked.k}
@@ -363,11 +363,11 @@ class Shown:
     def __init__(
         self,
         asked: PlanOptions,
-        load: Load,
+        load: PlanLoad,
         notes: Sequence[str],
         *,
-        measured: Measured | None = None,
-        ranking: Sequence[tuple[Measured, Line]] = (),
+        measured: MeasuredDrafter | None = None,
+        ranking: Sequence[tuple[MeasuredDrafter, PlanLine]] = (),
         uncosted: Sequence[str] = (),
     ) -> None:
         """Plan the load.
@@ -438,7 +438,7 @@ class Shown:
         return found
 
 
-def roofline_record(line: Roofline, load: Load) -> dict[str, Any]:
+def roofline_record(line: Roofline, load: PlanLoad) -> dict[str, Any]:
     """Return the roofline's own figures at the load's batch and context."""
     terms = line.terms(1, load.rows, load.context)
     return {

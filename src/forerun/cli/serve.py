@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import Parameter
 
 from forerun.cli import session
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, Model, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Model, SpeculationOptions, TargetOptions
 from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
@@ -86,7 +86,7 @@ def serve(
     settings: ServeSettings = SETTINGS,
     speculation: SpeculationOptions = SPECULATION,
     adapting: AdaptOptions = ADAPTING,
-    loading: LoadOptions = LOADING,
+    loading: TargetOptions = LOADING,
 ) -> int:
     """Serve a model behind OpenAI's API.
 
@@ -136,7 +136,7 @@ def _short_name(model: str) -> str:
     return path.stem if path.is_file() else model
 
 
-def _load(model: str, loading: LoadOptions, options: dict[str, Any]) -> AsyncLLM:
+def _load(model: str, loading: TargetOptions, options: dict[str, Any]) -> AsyncLLM:
     with session.uncollected():
         from forerun import AsyncLLM
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LoadOptions
+from forerun.cli.options import TargetOptions
 from forerun.core import rules
 from forerun.engine.config import SpeculativeConfig, check_sizes
 from forerun.model import checks
@@ -175,7 +175,12 @@ def context_of(model: str) -> int:
 
 
 def load(
-    model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, *, announce: bool = False, **more: Any
+    model: str,
+    options: TargetOptions,
+    speculative_config: dict[str, Any] | None,
+    *,
+    announce: bool = False,
+    **more: Any,
 ) -> LLM:
     """Load a model behind the Python API, with its progress on stderr.
 
@@ -196,7 +201,7 @@ def load(
     return llm
 
 
-def check(model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, **engine: Any) -> None:
+def check(model: str, options: TargetOptions, speculative_config: dict[str, Any] | None, **engine: Any) -> None:
     """Refuse, within the first second, what is known to be wrong before torch is imported and a
     model loaded.
 
@@ -260,7 +265,7 @@ def warn_of_loss(speculative_config: dict[str, Any] | None) -> None:
         console.warn(f"the rule {name} is LOSSY: {what}. Leave --rule away for a lossless one.", "bold red")
 
 
-def loading_arguments(options: LoadOptions) -> dict[str, Any]:
+def loading_arguments(options: TargetOptions) -> dict[str, Any]:
     """Return the options as `LLM` and `AsyncLLM` take them."""
     arguments = asdict(options)
     if not options.compile:

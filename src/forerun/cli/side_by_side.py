@@ -32,7 +32,7 @@ _RUNS = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class ArmRun:
     """An `ArmRun` is one answer with its time and passes."""
 
     token_ids: list[int]
@@ -41,7 +41,7 @@ class Run:
     passes: int  # Of the target, the prompt's included
 
     @classmethod
-    def of(cls, output: RequestOutput) -> Run:
+    def of(cls, output: RequestOutput) -> ArmRun:
         """Return the run of a finished request."""
         answer, stats = output.outputs[0], output.outputs[0].speculation
         seconds = (output.time_to_first_token_s or 0.0) + (output.decode_s or 0.0)
@@ -49,13 +49,13 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
+class AnsweredPair:
     """An `AnsweredPair` is one question at one temperature, answered both ways."""
 
     question: Question
     temperature: float
-    plain: Run
-    speculative: Run
+    plain: ArmRun
+    speculative: ArmRun
     parted: Difference | None  # Where the two answers part; None where they are the same
 
     @property
@@ -76,7 +76,7 @@ class Answered:
         }
 
 
-def figures(answers: Sequence[Answered]) -> dict[str, float]:
+def figures(answers: Sequence[AnsweredPair]) -> dict[str, float]:
     """Return tokens per second of both arms, their ratio, and tokens per pass, over some answers."""
     speeds = {arm: _total(answers, arm, "tokens") / (_total(answers, arm, "seconds") or 1e-9) for arm in ARMS}
     tokens, passes = (round(_total(answers, "speculative", what)) for what in ("tokens", "passes"))
@@ -87,14 +87,14 @@ def figures(answers: Sequence[Answered]) -> dict[str, float]:
     }
 
 
-def _total(answers: Iterable[Answered], arm: str, what: str) -> float:
+def _total(answers: Iterable[AnsweredPair], arm: str, what: str) -> float:
     runs = (getattr(answer, arm) for answer in answers)
     return sum(len(run.token_ids) if what == "tokens" else getattr(run, what) for run in runs)
 
 
 def ask_all(
     llm: LLM, questions: Sequence[Question], params: Sequence[SamplingParams], *, show: bool
-) -> Iterator[Answered]:
+) -> Iterator[AnsweredPair]:
     """Ask every question with each of `params`, first plainly and then speculatively; with `show` on stdout."""
     warm_up(llm, questions[0], params[0])
     for question in questions:
@@ -123,10 +123,10 @@ def _asked(llm: LLM, question: Question, params: SamplingParams) -> dict[str, An
     return llm.read_prompt(question.text, params)
 
 
-def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) -> Answered:
+def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) -> AnsweredPair:
     from forerun.certify.reference import difference
 
-    prompt, runs = _asked(llm, question, params), dict[str, Run]()
+    prompt, runs = _asked(llm, question, params), dict[str, ArmRun]()
     temperature = float(params.temperature or 0.0)
     with _picture(temperature, show=show) as picture:
         for arm in ARMS:
@@ -137,11 +137,11 @@ def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) ->
                 picture.add(arm, chunk.tokens)
                 output = chunk.output or output
             assert output is not None, "a stream ends with its output"
-            runs[arm] = Run.of(output)
+            runs[arm] = ArmRun.of(output)
             picture.done(arm, runs[arm])
     plain, speculative = (runs[arm].token_ids for arm in ARMS)
     parted = difference(llm, prompt["prompt_token_ids"], (plain, speculative), 0)
-    return Answered(question=question, temperature=temperature, parted=parted, **runs)
+    return AnsweredPair(question=question, temperature=temperature, parted=parted, **runs)
 
 
 class _Picture:
@@ -162,7 +162,7 @@ class _Picture:
         else:
             self._texts[arm].append_text(coloured(tokens, self._out))
 
-    def done(self, arm: str, run: Run) -> None:
+    def done(self, arm: str, run: ArmRun) -> None:
         """Show the time and passes of an answer."""
         speed = len(run.token_ids) / run.seconds if run.seconds else 0.0
         said = f"{len(run.token_ids)} tokens in {run.seconds:.1f} s, {run.passes} passes: "
@@ -203,7 +203,7 @@ def _introduce(question: Question) -> None:
     out.print(Padding(Text(text, "dim"), (0, 0, 1, 0)), soft_wrap=False)
 
 
-def summary(answers: Sequence[Answered], note: str) -> Group:
+def summary(answers: Sequence[AnsweredPair], note: str) -> Group:
     """Return a table of all answers, the speed-up of all together, and whether anything differs."""
     arms = ("plain\ntokens/s", "speculative\ntokens/s")
     table = console.table("", "T", *arms, "speed-up", "tokens\nper pass", "same text", numbers_from=1)
@@ -226,13 +226,13 @@ def summary(answers: Sequence[Answered], note: str) -> Group:
     return Group(table, said, Text(note, "dim"))
 
 
-def _cells(answers: Sequence[Answered]) -> list[str]:
+def _cells(answers: Sequence[AnsweredPair]) -> list[str]:
     found = figures(answers)
     speeds = (f"{found[f'{arm}_tokens_per_second']:.1f}" for arm in ARMS)
     return [*speeds, f"{found['speedup']:.2f} x", f"{found['tokens_per_pass']:.2f}"]
 
 
-def _verdict(answer: Answered) -> Text:
+def _verdict(answer: AnsweredPair) -> Text:
     if answer.parted is None:
         return Text("yes", "green")
     return Text("no", "bold red") if answer.wrong else Text(f"up to {answer.parted.position}", "yellow")

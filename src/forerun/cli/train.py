@@ -72,7 +72,7 @@ def train(
     """
     from forerun.training.loop.distributed import Parallel
     from forerun.training.recipe import read_recipe
-    from forerun.training.run import Run
+    from forerun.training.run import TrainingRun
 
     file, assignments = _split(words)
     flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features}
@@ -80,7 +80,7 @@ def train(
     recipe = read_recipe(kind, file, assignments, flags)
     processes = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:
-        run = Run(recipe, processes)
+        run = TrainingRun(recipe, processes)
         outcome = run.plan() if dry_run else run.train(allow_changes=allow_changes)
         if processes.first:
             if outcome.get("reason") == "already_finished":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from forerun.cli import INTERRUPTED, OK, console
-from forerun.cli.options import LOADING, Json, LoadOptions, Model
+from forerun.cli.options import LOADING, Json, Model, TargetOptions
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class SearchOptions:
 
 
 @tune.command(name="skip-layers")
-def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, loading: LoadOptions = LOADING) -> int:
+def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, loading: TargetOptions = LOADING) -> int:
     """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far."""
     if asked.prompts is None and model != "demo":
         raise ArgumentError(

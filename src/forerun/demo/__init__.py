@@ -109,7 +109,7 @@ def edits() -> list[Edit]:
 
 def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[int]]:
     """Return `count` excerpts of `length` tokens out of the held-out files; ArgumentError if they
-    do not hold as many. ArgumentError: they do not hold as many.
+    do not hold as many.
     """
     encoded = [tokenizer.encode(prompt.text, add_special_tokens=False, verbose=False) for prompt in prompts()]
     excerpts: list[list[int]] = []

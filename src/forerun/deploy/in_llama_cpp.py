@@ -25,21 +25,29 @@ from typing import Any, ClassVar
 from forerun.checkpoints.gguf import OUTTYPES, SCRIPT, conversion
 from forerun.deploy.engines.llamacpp import SERVER, LlamaCpp
 from forerun.deploy.gguf_converter import UNKNOWN
-from forerun.deploy.trial import Answer, Drafting, Installed, Question, RefusedError, last_lines, refuse_apart
+from forerun.deploy.trial import (
+    HeadDrafting,
+    InstalledEngine,
+    RefusedError,
+    TrialAnswer,
+    TrialPrompts,
+    last_lines,
+    refuse_apart,
+)
 from forerun.errors import ArgumentError, ForerunError
 
 LOADING = 1800.0
 """Seconds that the server may take to load a model."""
 
 
-class InLlamaCpp(Installed):
+class InLlamaCpp(InstalledEngine):
     """`InLlamaCpp` runs llama.cpp from its sources, with ``llama-server`` built in ``build/bin`` or
     on the path.
     """
 
     title: ClassVar[str] = "llama.cpp"
 
-    def __init__(self, drafting: Drafting, sources: Path | None, python: Path, rows: int = 1) -> None:
+    def __init__(self, drafting: HeadDrafting, sources: Path | None, python: Path, rows: int = 1) -> None:
         """Find the converter and the server.
 
         Args:
@@ -69,7 +77,7 @@ class InLlamaCpp(Installed):
         self.server = server_of(sources)
         super().__init__(drafting, server_version(self.server))
 
-    def answers(self, question: Question) -> list[Answer]:
+    def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         """Answer the prompts, as `InstalledEngine.answers` describes."""
         drafting = self.drafting
         with tempfile.TemporaryDirectory() as work:
@@ -93,7 +101,7 @@ class InLlamaCpp(Installed):
 
 def server_of(sources: Path) -> Path:
     """Return the ``llama-server`` built in `sources`, or the one on the path; ArgumentError if
-    there is none. ArgumentError: there is none.
+    there is none.
     """
     built = sources / "build" / "bin" / SERVER
     found = built if built.is_file() else shutil.which(SERVER)
@@ -174,7 +182,7 @@ def _complaint(log: Path) -> str:
     return (wrong or lines or ["it said nothing"])[0 if wrong else -1]
 
 
-def _answer(address: str, prompt: Sequence[int], tokens: int) -> Answer:
+def _answer(address: str, prompt: Sequence[int], tokens: int) -> TrialAnswer:
     body = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0.0, "cache_prompt": False}
     body |= {"stream": True, "return_tokens": True, "timings_per_token": True}
     headers = {"Content-Type": "application/json"}
@@ -195,4 +203,4 @@ def _answer(address: str, prompt: Sequence[int], tokens: int) -> Answer:
                 drafted.append(now[0] - before[0])
                 accepted.append(now[1] - before[1])
             before = now
-    return Answer(token_ids=ids, text=text, drafted=drafted, accepted=accepted)
+    return TrialAnswer(token_ids=ids, text=text, drafted=drafted, accepted=accepted)

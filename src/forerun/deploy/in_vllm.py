@@ -15,8 +15,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.deploy.engines.vllm import Vllm
-from forerun.deploy.launch import Asked, version_of
-from forerun.deploy.trial import ROWS, Answer, Drafting, Installed, Question, RefusedError, last_lines, refuse_apart
+from forerun.deploy.launch import DeployRequest, version_of
+from forerun.deploy.trial import (
+    ROWS,
+    HeadDrafting,
+    InstalledEngine,
+    RefusedError,
+    TrialAnswer,
+    TrialPrompts,
+    last_lines,
+    refuse_apart,
+)
 from forerun.errors import ArgumentError, ForerunError
 
 _VERSION = """
@@ -37,12 +46,12 @@ ENVIRONMENT = {
 """vLLM's processes get these environment variables where the caller has not set them."""
 
 
-class InVllm(Installed):
+class InVllm(InstalledEngine):
     """`InVllm` runs vLLM in an environment of its own."""
 
     title: ClassVar[str] = "vLLM"
 
-    def __init__(self, drafting: Drafting, python: Path) -> None:
+    def __init__(self, drafting: HeadDrafting, python: Path) -> None:
         """Find vLLM in the environment of `python`.
 
         ArgumentError: it has no vLLM, or vLLM has no counterpart of the kind or reads such layers
@@ -52,10 +61,10 @@ class InVllm(Installed):
         self.python, engine = python, Vllm()
         refuse_apart(drafting, engine)
         known, self.notes = version_of(engine, self.version, force=True)
-        asked = Asked(model=drafting.target, config=drafting.config, version=known, force=True)
+        asked = DeployRequest(model=drafting.target, config=drafting.config, version=known, force=True)
         self.speculation, _ = engine.speculation(asked, list[str]())
 
-    def answers(self, question: Question) -> list[Answer]:
+    def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         """Answer the prompts, as `InstalledEngine.answers` describes."""
         kind = self.drafting.kind
         arm = {"target": self.drafting.target, "vllm": self.speculation, "environment": {}}
@@ -71,12 +80,12 @@ class InVllm(Installed):
             found = json.loads(result.read_text(encoding="utf-8"))
         if found.get("refused"):
             raise RefusedError(found["refused"])
-        return [Answer(**one) for one in found["answers"]]
+        return [TrialAnswer(**one) for one in found["answers"]]
 
 
 def vllm_version(python: Path) -> str:
     """Return the version of the vLLM that this Python has; ArgumentError if it has none, or cannot
-    be run. ArgumentError: it has none, or is no Python.
+    be run.
     """
     try:
         found = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)

@@ -15,7 +15,7 @@ from forerun.drafters.lookup.compiled.drafts import NONE, Ints, compiled
 _BLOCK = 64  # Tokens that are compared before a difference is looked for: without branches, so several at a time
 
 
-class Recognised(NamedTuple):
+class RecognisedRows(NamedTuple):
     """`RecognisedRows` says which known text each of the B rows of a step goes on with."""
 
     work: Longs  # (WORK, B): the place of each as its ROW, and where its new tokens are in `KnownRows.tokens`
@@ -42,9 +42,9 @@ class KnownRows:
         """Return all texts in one array, (R * W,), with space for W tokens each."""
         return self._known.held.reshape(-1)
 
-    def recognise(self, table: Ints, lengths: Ints) -> Recognised:
+    def recognise(self, table: Ints, lengths: Ints) -> RecognisedRows:
         """Take in the rows of a step, ``table[i, : lengths[i]]``; AssertionError for more rows than
-        were announced. AssertionError: more rows than were said.
+        were announced.
         """
         rows, known = len(lengths), self._known
         assert rows <= len(known.sizes), "more rows than the engine said"
@@ -55,7 +55,7 @@ class KnownRows:
             gone, new = _recognise(tuple(known), self._running, table, lengths, work)
         self._running = rows
         lost, begun = known.changes
-        return Recognised(work, lost[:gone].tolist() if gone else [], begun[:new].tolist() if new else [])
+        return RecognisedRows(work, lost[:gone].tolist() if gone else [], begun[:new].tolist() if new else [])
 
     def clear(self) -> None:
         """Forget all rows."""

@@ -1,7 +1,7 @@
 """A launch plan turns a speculative configuration into the commands, files and environment of
 another engine.
 
-An engine is an `Engine` in one file of `engines/` and one line in `ENGINES`. What engines make of a
+An engine is an `EngineInfo` in one file of `engines/` and one line in `ENGINES`. What engines make of a
 trained head is asked of `forerun.checkpoints`, as ``forerun doctor`` and ``forerun export`` do.
 """
 
@@ -44,7 +44,7 @@ _OWN = ("model", TOKENS, *_TREE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
+class DraftSpec:
     """A `DraftSpec` is one drafter that an engine is to run."""
 
     method: str  # A drafter's name in forerun
@@ -71,7 +71,7 @@ class Draft:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Counterpart:
     """A `Counterpart` says how an engine names one of our methods, and what it needs besides."""
 
     name: str
@@ -83,7 +83,7 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Examined:
+class ExaminedFiles:
     """`ExaminedFiles` hold what was read of the drafter's files."""
 
     launch: Launch | None = None  # For `checkpoints.engines.Destination`; None for what is no head
@@ -92,7 +92,7 @@ class Examined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class DeployRequest:
     """A `DeployRequest` says what is to be deployed, and where."""
 
     model: str
@@ -180,14 +180,14 @@ class Deployment:
     notes: tuple[str, ...] = ()  # What the engine does otherwise, and what that costs
 
 
-class Engine(ABC):
+class EngineInfo(ABC):
     """`EngineInfo` knows one engine's flags and keys, all from its own sources of the versions
     named.
     """
 
     title: ClassVar[str]
     versions: ClassVar[tuple[str, ...]]  # Known ones, the newest last
-    ways: ClassVar[Mapping[str, Way]]  # Our method -> the engine's
+    ways: ClassVar[Mapping[str, Counterpart]]  # Our method -> the engine's
     reads: ClassVar[str]  # Its name in `checkpoints.engines`
     rules: ClassVar[Mapping[str, Any]] = {}  # Our verification rules that it has
     combines: ClassVar[tuple[str, ...]] = ()  # Copying methods that it puts before a model
@@ -197,12 +197,12 @@ class Engine(ABC):
     routes: ClassVar[bool] = False  # Whether the plug-in chooses among drafters, too (`auto`)
 
     @abstractmethod
-    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
         """Return commands and files, and add what the engine does otherwise to `notes`;
-        ArgumentError if it cannot do it. ArgumentError: it cannot do it.
+        ArgumentError if it cannot do it.
         """
 
-    def chosen(self, asked: Asked, notes: list[str]) -> tuple[Draft, Way, Draft | None]:
+    def chosen(self, asked: DeployRequest, notes: list[str]) -> tuple[DraftSpec, Counterpart, DraftSpec | None]:
         """Return the drafter that the engine runs, its counterpart there, and a copying one that it
         puts before it.
 
@@ -233,7 +233,7 @@ class Engine(ABC):
         notes += self.leftover(main, way)
         return main, way, first
 
-    def drafts(self, config: SpeculativeConfig) -> list[Draft]:
+    def drafts(self, config: SpeculativeConfig) -> list[DraftSpec]:
         """Return the drafters that a configuration is made of, those that copy first.
 
         ArgumentError: it asks for a rule that the engine does not have, or for one in a plug-in,
@@ -256,7 +256,7 @@ class Engine(ABC):
         if found:
             yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
 
-    def _main(self, asked: Asked, drafts: Sequence[Draft]) -> Draft:
+    def _main(self, asked: DeployRequest, drafts: Sequence[DraftSpec]) -> DraftSpec:
         able = [one for one in drafts if self.has(one.method, asked.version)]
         if not able:
             given = ", ".join(one.method for one in drafts)
@@ -267,7 +267,7 @@ class Engine(ABC):
             )
         return next((one for one in able if not entry_named(one.method).copies), able[0])
 
-    def mapped(self, draft: Draft, way: Way) -> dict[str, Any]:
+    def mapped(self, draft: DraftSpec, way: Counterpart) -> dict[str, Any]:
         """Return the engine's options with the values that ours have, given or by default, because
         its own defaults differ.
         """
@@ -289,13 +289,13 @@ class Engine(ABC):
         way = self.ways.get(method)
         return way is not None and (not way.versions or version in way.versions)
 
-    def leftover(self, draft: Draft, way: Way) -> Iterator[str]:
+    def leftover(self, draft: DraftSpec, way: Counterpart) -> Iterator[str]:
         """Yield a sentence that names the options without a counterpart."""
         lost = [f"{key}={value}" for key, value in draft.options.items() if key not in way.options and key not in _OWN]
         if lost:
             yield f"{self.title} has no counterpart of {draft.method}'s {', '.join(lost)}; its own default holds"
 
-    def chain_only(self, asked: Asked, draft: Draft, k: int, notes: list[str]) -> None:
+    def chain_only(self, asked: DeployRequest, draft: DraftSpec, k: int, notes: list[str]) -> None:
         """Note that the tree of `draft` becomes a chain of `k`, and what that costs."""
         if draft.nodes == 0:
             return
@@ -303,7 +303,7 @@ class Engine(ABC):
         ask = "--rank-acceptance with --params and --device predicts what that costs"
         notes.append(f"{self.title} drafts this as a chain of {k}, not as a tree of {draft.nodes} nodes; {cost or ask}")
 
-    def schedule(self, asked: Asked, k: int, notes: list[str], *, able: bool = True) -> tuple[Stretch, ...]:
+    def schedule(self, asked: DeployRequest, k: int, notes: list[str], *, able: bool = True) -> tuple[Stretch, ...]:
         """Return what to draft at which batch size; empty where it is always `k`, or was asked to
         be.
 
@@ -331,7 +331,7 @@ class Engine(ABC):
             )
         return () if len(found) == 1 and found[0].k == k else found
 
-    def read_drafter(self, asked: Asked, draft: Draft, notes: list[str]) -> tuple[Examined, int]:
+    def read_drafter(self, asked: DeployRequest, draft: DraftSpec, notes: list[str]) -> tuple[ExaminedFiles, int]:
         """Read the drafter's files, add what `notes` should tell, and return them with the tokens
         on one path. Errors as `examined` and `depth`.
         """
@@ -341,14 +341,14 @@ class Engine(ABC):
             notes.append(f"K = {draft.k} is a guess: what the head was trained for is in its files; say it with -k")
         return examined, self.depth(draft, examined)
 
-    def guesses(self, draft: Draft, examined: Examined) -> bool:
+    def guesses(self, draft: DraftSpec, examined: ExaminedFiles) -> bool:
         """Return whether the draft length is a guess: the head drafts all tokens at once, and
         neither its files nor the user say how many.
         """
         at_once = draft.method in KINDS and KINDS[draft.method].drafts != "sequential"
         return at_once and examined.depth is None and TOKENS not in draft.options
 
-    def depth(self, draft: Draft, examined: Examined) -> int:
+    def depth(self, draft: DraftSpec, examined: ExaminedFiles) -> int:
         """Return the tokens on one path; ArgumentError for more than the head has."""
         most = examined.depth
         if most is None:
@@ -358,7 +358,7 @@ class Engine(ABC):
             raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were asked for")
         return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most
 
-    def examined(self, asked: Asked, draft: Draft) -> Examined:
+    def examined(self, asked: DeployRequest, draft: DraftSpec) -> ExaminedFiles:
         """Return what this engine would do with the drafter's files, where they and the target's
         are on this machine.
 
@@ -368,10 +368,10 @@ class Engine(ABC):
         if not asked.force:
             self._check_models(asked, draft)
         if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
-            return Examined()
+            return ExaminedFiles()
         if not (here(draft.model) and here(asked.model)):
             doctor = f"forerun doctor {draft.model} --target {asked.model}"
-            return Examined(notes=(f"the {draft.method} head was not looked at; `{doctor}` does",))
+            return ExaminedFiles(notes=(f"the {draft.method} head was not looked at; `{doctor}` does",))
         found, seen = _findings(asked.model, draft)
         found = [one for one in found if one.engine == self.reads and not any(word in one.why for word in self.settled)]
         wrong = [one for one in found if one.severity in ("degrades", "fails")]
@@ -384,7 +384,7 @@ class Engine(ABC):
             )
         return replace(seen, notes=tuple(self._told(one) for one in found if one.severity != "ok"))
 
-    def _check_models(self, asked: Asked, draft: Draft) -> None:
+    def _check_models(self, asked: DeployRequest, draft: DraftSpec) -> None:
         """Raise CheckpointError where the target brings no MTP layers, or the draft model has
         another vocabulary.
 
@@ -415,14 +415,14 @@ class Engine(ABC):
         return f"{finding.what}: {self.title} {finding.why}{remedy}"
 
 
-def engine_named(name: str) -> Engine:
+def engine_named(name: str) -> EngineInfo:
     """Return the engine of that name; an ArgumentError names the nearest where there is none."""
     if name not in ENGINES:
         raise ArgumentError(f"unknown engine {name!r}.{choices(name, ENGINES)}")
     return named(ENGINES[name])()  # type: ignore[no-any-return]
 
 
-def version_of(engine: Engine, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
+def version_of(engine: EngineInfo, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
     """Return the version to write for, and a note where it is not the one that was asked for.
 
     ArgumentError: nothing is known of `wanted`, and not `force`.
@@ -458,7 +458,7 @@ def _stated(folder: str) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
-def _findings(target: str, draft: Draft) -> tuple[list[Finding], Examined]:
+def _findings(target: str, draft: DraftSpec) -> tuple[list[Finding], ExaminedFiles]:
     """Return what engines do with the drafter's files."""
     from forerun.checkpoints.base import TargetFacts
     from forerun.checkpoints.engines import Launch, diagnose, diagnose_files
@@ -470,17 +470,17 @@ def _findings(target: str, draft: Draft) -> tuple[list[Finding], Examined]:
         model = PardModel.at(directory)
         if model is None:
             raise ArgumentError(f"{directory} holds no PARD draft model; deploy it with --drafter draft_model")
-        return list(model.findings(facts)), Examined()
+        return list(model.findings(facts)), ExaminedFiles()
     stored = read_files(directory)
     head = parse(stored, num_layers=facts.num_layers)
     if head.config.kind != KINDS[draft.method].stored_as:
         raise ArgumentError(f"{directory} holds a {head.config.kind} head: --drafter {head.config.kind}")
     found = diagnose(head, facts) + diagnose_files(stored, head, facts)
     launch = Launch(head=head, target=facts, directory=directory)
-    return found, Examined(launch=launch, depth=head.config.max_depth)
+    return found, ExaminedFiles(launch=launch, depth=head.config.max_depth)
 
 
-def _export(engine: Engine, asked: Asked, draft: Draft) -> str:
+def _export(engine: EngineInfo, asked: DeployRequest, draft: DraftSpec) -> str:
     from forerun.checkpoints.engines import engines_for
 
     known = (
@@ -514,9 +514,9 @@ def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
     return found
 
 
-def _draft(config: SpeculativeConfig) -> Draft:
+def _draft(config: SpeculativeConfig) -> DraftSpec:
     checked_options(config.method, config.drafter_options)
     k = config.num_speculative_tokens or default_length(config.method) or 1
     given = config.options.get("model")
     model = None if given is None else str(resolve(str(given)))
-    return Draft(method=config.method, k=k, model=model, options=config.drafter_options)
+    return DraftSpec(method=config.method, k=k, model=model, options=config.drafter_options)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from forerun.errors import ArgumentError
 from forerun.plan import theory
-from forerun.plan.planner import Load, plan_tree
+from forerun.plan.planner import PlanLoad, plan_tree
 
 
 class Stretch(NamedTuple):
@@ -28,7 +28,7 @@ class Stretch(NamedTuple):
 class Forecast:
     """A `Forecast` holds what the planner says of a deployment."""
 
-    load: Load
+    load: PlanLoad
     max_batch: int  # Most sequences that the server decodes together
     ranks: theory.RankAcceptance | None = None  # Acceptance by depth and rank, where it was given
 

@@ -23,7 +23,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.step import Emitted, context_for, proposed
 from forerun.core.tree import TokenTree
 from forerun.deploy import COPYING, check_plugged, methods, reads_text_alone
-from forerun.deploy.known_rows import KnownRows, Recognised
+from forerun.deploy.known_rows import KnownRows, RecognisedRows
 from forerun.drafters import AUTO, checked_options, drafter_class
 from forerun.drafters.base import DrafterSetup, warn_drafter
 from forerun.drafters.combined.members import options_of
@@ -79,7 +79,7 @@ def unvaried(variable: str, tokens: int) -> SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Stranger:
+class ForeignTarget:
     """A `ForeignTarget` holds what is known of a target that another engine runs."""
 
     vocab_size: int
@@ -92,7 +92,7 @@ class Stranger:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _DraftedStep:
     """A `_DraftedStep` keeps what was drafted, until it is known how the texts go on."""
 
     rows: Sequence[Row]
@@ -139,7 +139,9 @@ class Sequences:
                 of forerun that reads text alone.
         """
         parsed = checked(config)
-        setup = DrafterSetup(target=cast("Target", Stranger(vocab_size)), tokenizer=tokenizer, rows=rows, slots=slots)
+        setup = DrafterSetup(
+            target=cast("Target", ForeignTarget(vocab_size)), tokenizer=tokenizer, rows=rows, slots=slots
+        )
         self._policy: Policy | None = None
         if parsed.adaptive:
             arms = [one for one in arms_of(parsed) if reads_text_alone(one.method)]  # `auto` knows others
@@ -152,7 +154,7 @@ class Sequences:
         self._slots, self._nodes, self._chains, self._clock = slots, nodes, chains, clock
         self._known = KnownRows(rows)
         self._rows: dict[int, Row] = {}  # By the place where they are known
-        self._step: _Step | None = None
+        self._step: _DraftedStep | None = None
         inside = self.drafters[0].drafter if self._policy is None else None
         chained = isinstance(inside, LookupDrafter) and inside.kind(_GREEDY).chain
         self._lookup = cast("LookupDrafter[Any]", inside) if chained else None
@@ -207,7 +209,7 @@ class Sequences:
             chosen = [rows[index] for index in asked]
             drafted = self._drafted(chosen, [limits[index] for index in asked])
             trees = dict(zip(asked, drafted, strict=True))
-            self._step = _Step(chosen, [len(row.tokens) for row in chosen], drafted, began, self._clock())
+            self._step = _DraftedStep(chosen, [len(row.tokens) for row in chosen], drafted, began, self._clock())
         return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
 
     def _lose(self, error: BaseException) -> None:
@@ -251,7 +253,7 @@ class Sequences:
             trees = [tree if max(tree.depths) == tree.size else tree.only(tree.best_path()) for tree in trees]
         return trees
 
-    def _learn(self, policy: Policy, step: _Step, now: float) -> None:
+    def _learn(self, policy: Policy, step: _DraftedStep, now: float) -> None:
         """Tell the policy how the texts went on; the outcome for rows that have left is unknown."""
         running = {id(row) for row in self._rows.values()}
         gained = [row.tokens[length:] for row, length in zip(step.rows, step.lengths, strict=True)]
@@ -260,7 +262,7 @@ class Sequences:
         draft_ms, verify_ms = 1e3 * (step.ended - step.began), 1e3 * (now - step.ended)
         policy.learn([_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
 
-    def _recognised(self, table: Ints, lengths: Ints) -> Recognised:
+    def _recognised(self, table: Ints, lengths: Ints) -> RecognisedRows:
         """Recognise the rows of a step."""
         return self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
 
@@ -322,7 +324,6 @@ def _row(place: int, tokens: int) -> Row:
 
 def checked(config: Config) -> SpeculativeConfig:
     """Parse a plug-in's configuration; ArgumentError if no plug-in drafts by it, or an option is
-    unknown or missing. ArgumentError: no plug-in drafts by it, as `Sequences` says, or an option is
     unknown or missing.
     """
     parsed = SpeculativeConfig.parse(config)

@@ -21,12 +21,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.deploy.launch import DRAFTS_TREES, Engine, same_place
+from forerun.deploy.launch import DRAFTS_TREES, EngineInfo, same_place
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.params import SamplingParams
-from forerun.plan.measured import Answers, UserPrompt
+from forerun.plan.measured import EncodedPrompts, UserPrompt
 from forerun.types import CompletionOutput
 
 ROWS = 4
@@ -46,7 +46,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class TrialAnswer:
     """A `TrialAnswer` is one answer with its speculative steps, in order; steps without a draft are
     not among them.
     """
@@ -83,7 +83,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Steps:
+class ComparedSteps:
     """`ComparedSteps` count steps that both engines began at the same place of a text with room for
     a whole draft.
     """
@@ -98,7 +98,7 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drafting:
+class HeadDrafting:
     """`HeadDrafting` says what is tried: greedy chains of `k` tokens, the same at every step."""
 
     head: str  # Its directory
@@ -113,7 +113,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class TrialPrompts:
     """`TrialPrompts` are what an engine is to answer, greedily."""
 
     prompts: Sequence[list[int]]
@@ -122,7 +122,7 @@ class Question:
     room: int  # Tokens of the longest text, with what may be drafted behind it
 
 
-def refuse_apart(drafting: Drafting, engine: Engine) -> None:
+def refuse_apart(drafting: HeadDrafting, engine: EngineInfo) -> None:
     """Raise ArgumentError for layers that lie apart from the target in whose checkpoint the engine
     reads them.
     """
@@ -134,18 +134,18 @@ def refuse_apart(drafting: Drafting, engine: Engine) -> None:
         )
 
 
-class Installed(ABC):
+class InstalledEngine(ABC):
     """An `InstalledEngine` is an engine of this machine, which drafts with a head."""
 
     title: ClassVar[str]
 
-    def __init__(self, drafting: Drafting, version: str) -> None:
+    def __init__(self, drafting: HeadDrafting, version: str) -> None:
         self.drafting, self.version = drafting, version
         self.notes = list[str]()
         """Observations beside the answers."""
 
     @abstractmethod
-    def answers(self, question: Question) -> list[Answer]:
+    def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         """Answer in the order of the prompts, with the outcome of every draft.
 
         An answer that ends by itself may be shorter than was asked for.
@@ -157,7 +157,7 @@ class Installed(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class EngineTrial:
     """An `EngineTrial` is the result; of two numbers the first is forerun's, the second the
     engine's.
     """
@@ -167,7 +167,7 @@ class Trial:
     refused: str = ""  # What the engine said, where it did
     positions: Sequence[Position] = ()  # Of the drafted chain; empty if refused
     lengths: tuple[float, float] = (0.0, 0.0)  # Tokens of a step, the target's own included
-    steps: Steps = field(default_factory=lambda: Steps(same=0, compared=0))
+    steps: ComparedSteps = field(default_factory=lambda: ComparedSteps(same=0, compared=0))
     parted: int = 0  # Answers of the engine that are not our plain ones
     notes: Sequence[str] = ()
 
@@ -187,7 +187,7 @@ class Trial:
         return not self.refused and not self.worse
 
 
-def tried(engine: Installed, *, prompts: Sequence[UserPrompt], tokens: int, dtype: str) -> Trial:
+def tried(engine: InstalledEngine, *, prompts: Sequence[UserPrompt], tokens: int, dtype: str) -> EngineTrial:
     """Draft with a head here, then in its engine, and compare.
 
     Args:
@@ -202,7 +202,7 @@ def tried(engine: Installed, *, prompts: Sequence[UserPrompt], tokens: int, dtyp
     kind, k = drafting.kind, drafting.k
     chain = {"shape": [1] * k} if kind in DRAFTS_TREES else {}
     llm = LLM(drafting.target, dtype=dtype, max_num_seqs=ROWS)
-    asked = Answers.of(llm, prompts, temperature=0.0, max_tokens=tokens, limit=len(prompts))
+    asked = EncodedPrompts.of(llm, prompts, temperature=0.0, max_tokens=tokens, limit=len(prompts))
     encoded = [list(prompt) for prompt in asked.prompts]
     plain = answers(llm, encoded, tokens, False)
     ours = answers(
@@ -213,10 +213,10 @@ def tried(engine: Installed, *, prompts: Sequence[UserPrompt], tokens: int, dtyp
     _free_memory()
     room = max(map(len, encoded)) + tokens + k + 1
     try:
-        theirs = engine.answers(Question(prompts=encoded, tokens=tokens, dtype=shown, room=room))
+        theirs = engine.answers(TrialPrompts(prompts=encoded, tokens=tokens, dtype=shown, room=room))
     except RefusedError as error:
-        return Trial(engine=engine.title, version=engine.version, refused=str(error), notes=engine.notes)
-    return Trial(
+        return EngineTrial(engine=engine.title, version=engine.version, refused=str(error), notes=engine.notes)
+    return EngineTrial(
         engine=engine.title,
         version=engine.version,
         positions=positions(kind, ours, theirs, k),
@@ -238,7 +238,7 @@ def fisher(right: tuple[int, int], tried: tuple[int, int]) -> float:
     return sum(weight for weight in weights.values() if weight <= weights[right[0]]) / sum(weights.values())
 
 
-def positions(arm: str, ours: Sequence[Answer], theirs: Sequence[Answer], length: int) -> list[Position]:
+def positions(arm: str, ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswer], length: int) -> list[Position]:
     """Count both engines' drafts at each of the `length` positions of a chain."""
     return [
         Position(
@@ -251,7 +251,7 @@ def positions(arm: str, ours: Sequence[Answer], theirs: Sequence[Answer], length
     ]
 
 
-def same_steps(ours: Sequence[Answer], theirs: Sequence[Answer], length: int) -> Steps:
+def same_steps(ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswer], length: int) -> ComparedSteps:
     """Count the steps at which both engines accept the same number of tokens.
 
     It is only for drafters that always draft `length` tokens: then the place of a step follows from
@@ -265,10 +265,10 @@ def same_steps(ours: Sequence[Answer], theirs: Sequence[Answer], length: int) ->
         equal = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         same += equal
         compared += min(equal + 1, len(pairs))
-    return Steps(same=same, compared=compared)
+    return ComparedSteps(same=same, compared=compared)
 
 
-def mean_length(answers: Sequence[Answer]) -> float:
+def mean_length(answers: Sequence[TrialAnswer]) -> float:
     """Return the mean tokens of a step that drafted, the target's own included."""
     steps = [kept for answer in answers for kept in answer.accepted]
     return 1 + sum(steps) / max(1, len(steps))
@@ -281,13 +281,13 @@ def bound(lines: Sequence[Position]) -> float:
     return SIGNIFICANCE / max(1, len(lines))
 
 
-def _count(answers: Sequence[Answer], index: int, name: str) -> int:
+def _count(answers: Sequence[TrialAnswer], index: int, name: str) -> int:
     return sum(length > index for answer in answers for length in getattr(answer, name))
 
 
 def answers(
     llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, speculative: Any, salt: str | None = None
-) -> list[Answer]:
+) -> list[TrialAnswer]:
     """Return forerun's greedy answers of `tokens` tokens, with the outcome of every draft.
 
     Nothing learned under another `salt` is used.
@@ -304,16 +304,16 @@ def last_lines(logs: Iterable[Path], count: int = 12) -> str:
     return "\n".join(lines[-count:])
 
 
-def _begins(plain: Answer, other: Answer) -> bool:
+def _begins(plain: TrialAnswer, other: TrialAnswer) -> bool:
     """Return whether `other`, which may have ended by itself, is the plain answer as far as it
     goes.
     """
     return bool(other.token_ids) and plain.token_ids[: len(other.token_ids)] == other.token_ids
 
 
-def _answer(output: CompletionOutput) -> Answer:
+def _answer(output: CompletionOutput) -> TrialAnswer:
     steps = [step for step in output.trace if step.nodes]
-    return Answer(
+    return TrialAnswer(
         token_ids=list(output.token_ids),
         text=output.text,
         drafted=[len(step.nodes) for step in steps],

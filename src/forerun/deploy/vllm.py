@@ -81,7 +81,7 @@ class ForerunProposer:
 
 
 def _checked(schedule: Any) -> list[tuple[int, int, int]]:
-    """Return `schedule` as triples; ArgumentError if it is malformed. ArgumentError: it is none."""
+    """Return `schedule` as triples; ArgumentError if it is malformed."""
     expected = f"{VARIABLE}: {SCHEDULE} must be [[first, last, tokens], ...] in whole numbers, got {schedule!r}"
     if not isinstance(schedule, list):
         raise ArgumentError(expected)

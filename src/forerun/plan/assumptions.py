@@ -24,8 +24,8 @@ from forerun.errors import ArgumentError, choices, nearest
 from forerun.plan.theory import alpha_of
 
 
-class Text(NamedTuple):
-    """A `Text` holds the published figures for one kind of text."""
+class TextFigures(NamedTuple):
+    """`TextFigures` are the published figures for one kind of text."""
 
     tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
     k: int
@@ -37,21 +37,23 @@ class Text(NamedTuple):
 _BENCH = "EAGLE-3's tokens per pass on MT-Bench, scaled by its Spec-Bench speed-ups (Vicuna-13B)"
 _CHAT = "Llama-3.1-8B, EAGLE-3, MT-Bench, T = 0, vLLM's test of acceptance lengths"
 _USER = "code, scaled by one user's MTP speed-ups (0.91 over 1.35, llama.cpp)"
-TEXTS: dict[str, Text] = {
-    "chat": Text(2.60, 3, _CHAT, trained=("eagle", 2.84), untrained=("recycling", 2.37)),
-    "code": Text(3.10, 4, "Ling-Flash-2.0, EAGLE-3, HumanEval"),
-    "math": Text(3.41, 4, "Ling-Flash-2.0, EAGLE-3, GSM8K", trained=("eagle", 2.79), untrained=("recycling", 2.53)),
-    "creative": Text(3.10 * 0.91 / 1.35, 4, _USER),
-    "translation": Text(2.60 * 2.36 / 3.48, 3, _BENCH, trained=("eagle", 1.88), untrained=("recycling", 2.02)),
-    "summary": Text(2.60 * 3.14 / 3.48, 3, _BENCH, trained=("eagle", 2.34), untrained=("ngram", 2.66)),
-    "qa": Text(2.60 * 2.94 / 3.48, 3, _BENCH, trained=("eagle", 2.15), untrained=("recycling", 2.08)),
-    "rag": Text(2.60 * 2.78 / 3.48, 3, _BENCH, trained=("eagle", 2.13), untrained=("recycling", 2.02)),
+TEXTS: dict[str, TextFigures] = {
+    "chat": TextFigures(2.60, 3, _CHAT, trained=("eagle", 2.84), untrained=("recycling", 2.37)),
+    "code": TextFigures(3.10, 4, "Ling-Flash-2.0, EAGLE-3, HumanEval"),
+    "math": TextFigures(
+        3.41, 4, "Ling-Flash-2.0, EAGLE-3, GSM8K", trained=("eagle", 2.79), untrained=("recycling", 2.53)
+    ),
+    "creative": TextFigures(3.10 * 0.91 / 1.35, 4, _USER),
+    "translation": TextFigures(2.60 * 2.36 / 3.48, 3, _BENCH, trained=("eagle", 1.88), untrained=("recycling", 2.02)),
+    "summary": TextFigures(2.60 * 3.14 / 3.48, 3, _BENCH, trained=("eagle", 2.34), untrained=("ngram", 2.66)),
+    "qa": TextFigures(2.60 * 2.94 / 3.48, 3, _BENCH, trained=("eagle", 2.15), untrained=("recycling", 2.08)),
+    "rag": TextFigures(2.60 * 2.78 / 3.48, 3, _BENCH, trained=("eagle", 2.13), untrained=("recycling", 2.02)),
 }
 
 HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3  # Tokens per pass at temperature 1 over those at 0
 
 
-def text_named(name: str) -> Text:
+def text_named(name: str) -> TextFigures:
     """Return the figures of a kind of text; an ArgumentError names the nearest where there are none
     for it.
     """
@@ -218,7 +220,7 @@ class KeyValues:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class PassTerms:
     """`PassTerms` are the arithmetic and the memory time of one pass."""
 
     compute_ms: float
@@ -253,7 +255,7 @@ class Roofline:
         if self.tp < 1:
             raise ArgumentError(f"tensor parallelism needs at least one device, got --tp {self.tp}")
 
-    def terms(self, nodes: float, rows: int = 1, context: int = 0) -> Terms:
+    def terms(self, nodes: float, rows: int = 1, context: int = 0) -> PassTerms:
         """Return arithmetic and traffic of a pass over `nodes` nodes in each of `rows` rows behind
         `context` tokens.
         """
@@ -263,7 +265,7 @@ class Roofline:
         if self.kv is not None:
             operations += tokens * self.kv.operations(context)
             traffic += rows * (context + nodes) * self.kv.bytes_per_token
-        return Terms(
+        return PassTerms(
             compute_ms=operations / (self.tp * self.device.tflops * self.compute_efficiency * 1e9),
             memory_ms=traffic / (self.tp * self.device.bandwidth * self.bandwidth_efficiency * 1e9),
             operations=operations,

@@ -19,7 +19,7 @@ from forerun.engine.llm import LLM
 from forerun.engine.measuring import save
 from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, DataError, ForerunError
-from forerun.plan.planner import Load
+from forerun.plan.planner import PlanLoad
 from forerun.plan.trial import Trial, measure_draft, try_drafter
 from forerun.types import SamplingParams
 
@@ -31,7 +31,7 @@ LONGEST = 32  # Depth of a trial where neither user nor drafter says one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredDrafter:
     """A `MeasuredDrafter` holds what one drafter did on the user's prompts, and what its drafts
     cost.
     """
@@ -50,7 +50,7 @@ class Measured:
         """Return the levels of the deepest draft, at least 1: the K that was measured."""
         return max((done.depth for done in self.trial.steps), default=1) or 1
 
-    def load(self, cost: CostModel, *, rows: int) -> Load:
+    def load(self, cost: CostModel, *, rows: int) -> PlanLoad:
         """Return the planner's load for a batch of `rows`. At a batch the drafter's cost is assumed
         to grow as the target's plain pass does.
         """
@@ -60,7 +60,7 @@ class Measured:
             share = cost.pass_ms(1, batch, trial.context) / cost.pass_ms(1, 1, trial.context)
             return DraftCost(fixed_ms=draft.fixed_ms * share, level_ms=draft.level_ms * share)
 
-        return Load(
+        return PlanLoad(
             survival=trial.survival or [0.0],
             cost=cost,
             draft=draft_at,
@@ -91,8 +91,8 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answers:
-    """`TrialPrompts` are the prompts as the target reads them, with the parameters of their
+class EncodedPrompts:
+    """`EncodedPrompts` are the prompts as the target reads them, with the parameters of their
     answers.
     """
 
@@ -103,7 +103,7 @@ class Answers:
     @classmethod
     def of(
         cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
-    ) -> Answers:
+    ) -> EncodedPrompts:
         """Return token ids and resolved parameters; ArgumentError if there is no prompt, or one
         leaves no room for an answer.
         """
@@ -121,9 +121,9 @@ class Answers:
         return cls(prompts=[reader.tokens(text)[1] for text in texts], params=params, stop_ids=reader.end_ids())
 
 
-def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell: Tell) -> Measured:
+def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts, tell: Tell) -> MeasuredDrafter:
     """Measure how one drafter helps with the answers; ForerunError if it cannot be built, or no row
-    of the target is free. ForerunError: it cannot be built, or no row of the target is free.
+    of the target is free.
     """
     target = llm.target
     setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
@@ -138,7 +138,7 @@ def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell:
         raise ArgumentError("every answer ended with its first token; nothing could be measured")
     tell(f"what {config.method} costs")
     draft = measure_draft(target, drafter, prompts[0], depth=max(1, round(trial.depth) or depth))
-    return Measured(method=config.method, model=None if model is None else str(model), trial=trial, draft=draft)
+    return MeasuredDrafter(method=config.method, model=None if model is None else str(model), trial=trial, draft=draft)
 
 
 def depth_of(config: SpeculativeConfig) -> int:
@@ -149,12 +149,12 @@ def depth_of(config: SpeculativeConfig) -> int:
 
 
 def rank_models(
-    llm: LLM, models: Sequence[str], answers: Answers, tell: Tell, *, options: Mapping[str, Any]
-) -> tuple[list[Measured], dict[str, str]]:
+    llm: LLM, models: Sequence[str], answers: EncodedPrompts, tell: Tell, *, options: Mapping[str, Any]
+) -> tuple[list[MeasuredDrafter], dict[str, str]]:
     """Measure every candidate draft model on the same prompts; return those, and the refused ones
     with the reason.
     """
-    found, refused = list[Measured](), dict[str, str]()
+    found, refused = list[MeasuredDrafter](), dict[str, str]()
     for model in models:
         config = SpeculativeConfig.parse({"method": "draft_model", "model": model, **options})
         assert config is not None
@@ -175,7 +175,7 @@ def save_draft_cost(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft:
 
 def read_prompts(path: Path) -> list[UserPrompt]:
     """Return the prompts of a file, empty lines left out; DataError if it holds none, or something
-    else. DataError: it holds none, or something else.
+    else.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -24,7 +24,7 @@ DraftAt = Callable[[int], DraftCost]  # The drafter's cost for a batch of that m
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class PlanLoad:
     """A `PlanLoad` says what is decoded: acceptance, costs, batch."""
 
     survival: Sequence[float]  # By depth; beyond the last, its conditional acceptance goes on
@@ -40,7 +40,7 @@ class Load:
         if self.rows < 1 or self.context < 0:
             raise ArgumentError(f"--batch must be at least 1 and --context at least 0, got {self.rows}, {self.context}")
 
-    def predict(self, k: int, rows: int | None = None) -> theory.Prediction:
+    def predict(self, k: int, rows: int | None = None) -> theory.SpeedPrediction:
         """Predict what a draft of `k` levels brings; 0 is plain decoding."""
         rows = rows or self.rows
         return theory.predict(
@@ -56,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class PlanLine:
     """A `PlanLine` holds the prediction for one draft length."""
 
     k: int
@@ -70,18 +70,16 @@ class Line:
 class Plan:
     """A `Plan` holds the predictions by draft length and by batch, and the best of them."""
 
-    lines: tuple[Line, ...]  # By draft length, from 0
-    asked: Line  # The length that was asked for, else the best
-    best: Line
+    lines: tuple[PlanLine, ...]  # By draft length, from 0
+    asked: PlanLine  # The length that was asked for, else the best
+    best: PlanLine
     break_even_batch: int | None  # Largest batch at which `asked` (or K = 1) still gains 2 %; None: beyond `MOST_BATCH`
     batches: tuple[tuple[int, float], ...]  # (batch, speed-up of the best length there)
     unbounded: bool  # Neither drafting nor verifying costs anything on paper, so more is always better
 
 
-def plan(load: Load, *, k: int | None = None) -> Plan:
-    """Predict every draft length and every batch; ArgumentError if `k` is below 1. ArgumentError:
-    `k` is below 1.
-    """
+def plan(load: PlanLoad, *, k: int | None = None) -> Plan:
+    """Predict every draft length and every batch; ArgumentError if `k` is below 1."""
     if k is not None and k < 1:
         raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {k}")
     lines = [_line(load, length) for length in range(max(MOST_K, k or 0) + 1)]
@@ -100,14 +98,14 @@ def plan(load: Load, *, k: int | None = None) -> Plan:
     )
 
 
-def _line(load: Load, k: int) -> Line:
+def _line(load: PlanLoad, k: int) -> PlanLine:
     found = load.predict(k)
     nodes = 1 + round(k * load.nodes_per_level)
     verify = load.cost.pass_ms(nodes, load.rows, load.context) / load.cost.pass_ms(1, load.rows, load.context)
-    return Line(k=k, tokens_per_pass=found.tokens_per_pass, speedup=found.speedup, v=verify, step_ms=found.step_ms)
+    return PlanLine(k=k, tokens_per_pass=found.tokens_per_pass, speedup=found.speedup, v=verify, step_ms=found.step_ms)
 
 
-def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, depth: int) -> theory.TreeChoice:
+def plan_tree(load: PlanLoad, acceptance: theory.RankAcceptance, *, nodes: int, depth: int) -> theory.TreeChoice:
     """Return the fastest tree of at most `nodes` nodes and `depth` levels for acceptance by depth
     and rank.
     """
@@ -123,7 +121,7 @@ def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, dept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class PlanVerdict:
     """A `PlanVerdict` says whether speculation is worth it, and with which drafter."""
 
     worth_it: bool | None  # None where nothing says what drafting or verifying costs
@@ -132,7 +130,9 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
 
 
-def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None, uncosted: Sequence[str] = ()) -> Verdict:
+def judge(
+    found: Plan, load: PlanLoad, *, drafter: str | None, text: str | None, uncosted: Sequence[str] = ()
+) -> PlanVerdict:
     """Return the verdict for the measured `drafter`, or for the one that published figures favour
     for a kind of `text`.
 
@@ -148,17 +148,17 @@ def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None, unc
     if best.k == 0:
         gain = f"no draft of up to {found.lines[-1].k} tokens is faster than plain decoding at batch {load.rows}"
     if best.speedup < A_LITTLE:
-        return Verdict(worth_it=False, method=None, words=f"not worth it: {gain}", notes=_why_not(found, load))
+        return PlanVerdict(worth_it=False, method=None, words=f"not worth it: {gain}", notes=_why_not(found, load))
     method, notes = (drafter, list[str]()) if drafter is not None else _method(text, load.rows)
     if uncosted:
         words = f"no verdict: nothing says what {' and '.join(uncosted)} cost{'s' if len(uncosted) == 1 else ''}"
         words += f"; at most {gain}" if len(uncosted) == 1 else ""
-        return Verdict(worth_it=None, method=None, words=words, notes=[] if text is None else notes)
+        return PlanVerdict(worth_it=None, method=None, words=words, notes=[] if text is None else notes)
     how = "worth it" if best.speedup >= WORTH_IT else "a small gain, measure before you rely on it"
-    return Verdict(worth_it=True, method=method, words=f"{how}: {gain}", notes=notes)
+    return PlanVerdict(worth_it=True, method=method, words=f"{how}: {gain}", notes=notes)
 
 
-def _why_not(found: Plan, load: Load) -> list[str]:
+def _why_not(found: Plan, load: PlanLoad) -> list[str]:
     one = found.lines[1]
     plain = load.cost.pass_ms(1, load.rows, load.context)
     level = load.draft(load.rows).ms(1) / plain

@@ -69,7 +69,7 @@ def tokens_of(survival: Sequence[float]) -> float:
 
 def alpha_of(tokens: float, k: int) -> float:
     """Return the alpha whose `expected_tokens_per_pass` is `tokens`; ArgumentError if `tokens` is
-    not in 1 .. k + 1. ArgumentError: `tokens` is not in 1 .. k + 1.
+    not in 1 .. k + 1.
     """
     if k < 1 or not 1 <= tokens <= k + 1:
         raise ArgumentError(f"{k} drafted tokens give between 1 and {k + 1} tokens per pass, got {tokens}")
@@ -204,7 +204,7 @@ def _rank_rate(acceptance: RankAcceptance, depth: int, rank: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class SpeedPrediction:
     """A `SpeedPrediction` holds tokens per pass, speed-up and step times of one configuration."""
 
     tokens_per_pass: float  # Mean over all passes, those without a draft included; plain decoding is 1
@@ -223,7 +223,7 @@ def predict(
     rows: int = 1,
     context: int = 0,
     coverage: float = 1.0,
-) -> Prediction:
+) -> SpeedPrediction:
     """Predict the speed-up from measured acceptance and measured costs. ArgumentError: a rate or
     share is outside 0..1, or something is negative.
 
@@ -244,7 +244,7 @@ def predict(
         verify += (nodes - low) * (cost.pass_ms(low + 2, rows, context) - verify)
     step = coverage * (verify + draft.level_ms * depth) + (1 - coverage) * plain + draft.fixed_ms
     tokens = 1.0 + coverage * math.fsum(acceptance_per_depth)
-    return Prediction(tokens_per_pass=tokens, speedup=tokens * plain / step, step_ms=step, plain_ms=plain)
+    return SpeedPrediction(tokens_per_pass=tokens, speedup=tokens * plain / step, step_ms=step, plain_ms=plain)
 
 
 def _check_probabilities(values: Sequence[float]) -> None:

@@ -29,7 +29,16 @@ from forerun.errors import EngineError, ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer, size_of
-from forerun.serve.guards import OPEN_PATHS, Guard, Recorder, StrictRoute, aside, own_path, refusal_of, unless_gone
+from forerun.serve.guards import (
+    OPEN_PATHS,
+    Guard,
+    RequestRecorder,
+    StrictRoute,
+    aside,
+    own_path,
+    refusal_of,
+    unless_gone,
+)
 from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merged, names_of
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
@@ -60,7 +69,9 @@ def build_app(session: Session) -> FastAPI:
     if settings.allowed_origins:
         origins = list(settings.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Recorder, settings=settings, count=partial(session.metrics.count, "forerun:http_requests", 1))
+    app.add_middleware(
+        RequestRecorder, settings=settings, count=partial(session.metrics.count, "forerun:http_requests", 1)
+    )
     _add_errors(app, messages=settings.log_prompts)
     _add_completions(app, session)
     _add_tokens(app, session)

@@ -50,8 +50,8 @@ MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of 
 _LANES = Lanes("forerun-bodies")
 
 
-class Recorder:
-    """The `Recorder` is outermost: it gives each request its ``X-Request-Id`` and log line, and
+class RequestRecorder:
+    """The `RequestRecorder` is outermost: it gives each request its ``X-Request-Id`` and log line, and
     answers unexpected errors.
     """
 

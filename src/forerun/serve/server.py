@@ -60,9 +60,7 @@ def run(session: Session, *, host: str, port: int) -> int:
 
 
 def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
-    """Return a server that is ready to run; loggers are the caller's. Loggers are the caller's:
-    nothing is configured here.
-    """
+    """Return a server that is ready to run; loggers are the caller's, nothing is configured here."""
     settings, count = session.settings, partial(session.metrics.count, "forerun:connections_refused", 1)
     config = uvicorn.Config(
         build_app(session),

@@ -58,7 +58,7 @@ def soft_loss(
     *,
     mix: float = 0.1,
     skip_unknown: bool = False,
-    paths: Paths | None = None,
+    paths: DraftPaths | None = None,
 ) -> VocabularyLoss:
     """Return ``sum_r row_weights[r] * divergence(teacher probs of row r, student probs of row r)``
     in nats.
@@ -102,8 +102,8 @@ def _loss(hidden: Tensor, weight: Tensor, target: _Target, temperature: float) -
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
-    """`Paths` are rows that follow each other as the depths of drafts of `length`, and weigh what
+class DraftPaths:
+    """`DraftPaths` are rows that follow each other as the depths of drafts of `length`, and weigh what
     they bring.
 
     Depth j weighs the sum over m >= j of the chance that a draft gets beyond depth m (D-PACE, arXiv
@@ -201,7 +201,7 @@ class _Target:
     decay: float = 0.0
     mix: float = 0.0
     unknown: Tensor | None = None  # (Vt,) bool: a row is left out where one of these is the teacher's likeliest token
-    paths: Paths | None = None
+    paths: DraftPaths | None = None
 
 
 class _ChunkedLoss(torch.autograd.Function):

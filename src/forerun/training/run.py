@@ -31,7 +31,7 @@ from forerun.model.names import load_tokenizer, resolve
 from forerun.model.prepare import available_bytes, judge
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
-from forerun.training.data.on_policy import Writer
+from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore, describe, loaded_from
@@ -50,8 +50,8 @@ from forerun.writing import alone
 log = logging.getLogger(__name__)
 
 
-class Run:
-    """A `Run` is a recipe, loaded and checked on the device of this process. Every process makes
+class TrainingRun:
+    """A `TrainingRun` is a recipe, loaded and checked on the device of this process. Every process makes
     one and calls its methods.
     """
 
@@ -184,7 +184,7 @@ class RunBatches(Batches):
     read from disk.
     """
 
-    def __init__(self, run: Run, tokenizer: Any) -> None:
+    def __init__(self, run: TrainingRun, tokenizer: Any) -> None:
         recipe, trained = run.recipe, run.trained
         self.device: torch.device = run.model.device
         # Whether a pass of the target needs all processes, with the same tokens.
@@ -225,7 +225,7 @@ class RunBatches(Batches):
         return self.windows.batch(number, rank, world).to(self.device)
 
 
-def writer_for(run: Run) -> Writer | None:
+def writer_for(run: TrainingRun) -> AnswerWriter | None:
     """Return what writes the text that is trained on; None where the data stay as they are.
 
     The target is drafted for by a copy of what is trained, as evaluation's chain is; a target that
@@ -257,7 +257,7 @@ def writer_for(run: Run) -> Writer | None:
         steps = [step for step, _ in checkpoint.checkpoints(Path(recipe.output))]
         return min(steps, default=0) * recipe.training.accumulation
 
-    return Writer(
+    return AnswerWriter(
         writes,
         settings,
         seed=recipe.training.seed,

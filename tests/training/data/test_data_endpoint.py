@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data.regenerate import Director, Endpoint, EndpointError, Plan, with_endpoint
+from forerun.training.data.regenerate import AnswerRun, Director, Endpoint, EndpointError, with_endpoint
 from forerun.types import SamplingParams
 from training.data.conftest import byte_tokenizer, write_lines
 
@@ -67,15 +67,15 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def todo(folder: Path, records: list[Any], **more: Any) -> Plan:
+def todo(folder: Path, records: list[Any], **more: Any) -> AnswerRun:
     source = write_lines(folder / "in.jsonl", records)
     params = SamplingParams(**{"max_tokens": 1024, **more.pop("sampling", {})})
     variables = more.pop("variables", {})
     director = Director(tokenizer=byte_tokenizer(), prompt_tokens=4, params=params, variables=variables)
-    return Plan(source, folder / "out.jsonl", director, **more)
+    return AnswerRun(source, folder / "out.jsonl", director, **more)
 
 
-def ask(work: Plan, server: Server, *, concurrency: int = 4, retries: int = 3, **more: Any) -> Any:
+def ask(work: AnswerRun, server: Server, *, concurrency: int = 4, retries: int = 3, **more: Any) -> Any:
     endpoint = Endpoint(url="http://here", model="m", retries=retries, first_pause_s=0.001, **more)
     return with_endpoint(work, endpoint, concurrency=concurrency, transport=httpx.MockTransport(server))
 
@@ -280,7 +280,7 @@ def test_bad_input_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="limit"):
         todo(tmp_path, [{"prompt": "q"}], limit=0)
     with pytest.raises(ArgumentError, match="is the input"):
-        Plan(tmp_path / "in.jsonl", tmp_path / "in.jsonl", Director(tokenizer=None))
+        AnswerRun(tmp_path / "in.jsonl", tmp_path / "in.jsonl", Director(tokenizer=None))
     (tmp_path / "out.jsonl").write_text('{"no": "id"}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"out\.jsonl, line 1"):
         todo(tmp_path, [{"prompt": "q"}])

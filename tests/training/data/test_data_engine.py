@@ -13,7 +13,7 @@ from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
 from forerun.engine.completion import Request
 from forerun.training.data.prepare import prepare
-from forerun.training.data.regenerate import Director, Plan, with_engine
+from forerun.training.data.regenerate import AnswerRun, Director, with_engine
 from training.data.conftest import write_lines
 
 __all__ = ["checkpoint"]
@@ -29,7 +29,7 @@ def llm(checkpoint: Path) -> LLM:
 def run(llm: LLM, folder: Path, records: list[Any], **more: Any) -> list[dict[str, Any]]:
     source = write_lines(folder / "in.jsonl", records)
     director = Director(tokenizer=llm.tokenizer, prompt_tokens=4, **{"params": GREEDY, **more})
-    with_engine(Plan(source, folder / "out.jsonl", director), llm, concurrency=3)
+    with_engine(AnswerRun(source, folder / "out.jsonl", director), llm, concurrency=3)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -122,7 +122,7 @@ def test_an_answer_whose_text_hides_a_control_token_is_a_failure(llm: LLM, tmp_p
     hidden, shown = llm.tokenizer.pad_token_id, llm.tokenizer("a")["input_ids"][0]
     sampled = SamplingParams(max_tokens=16, temperature=50.0, seed=1, allowed_token_ids=[hidden, shown])
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the cat"}])
-    plan = Plan(source, tmp_path / "out.jsonl", Director(tokenizer=llm.tokenizer, params=sampled))
+    plan = AnswerRun(source, tmp_path / "out.jsonl", Director(tokenizer=llm.tokenizer, params=sampled))
     with_engine(plan, llm, concurrency=1)
     assert (plan.failed, plan.written) == (1, 0)
     assert "'<pad>' within its answer" in plan.complaints[0] and "--endpoint" in plan.complaints[0]

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from forerun import demo
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data.prepare import Encoder
+from forerun.training.data.prepare import RecordEncoder
 from forerun.training.data.records import Record
 from forerun.training.data.store import UNWRITTEN
 from training.data.conftest import CHAT, FORGETFUL, MARKED, PLAIN, byte_tokenizer, counted
@@ -22,44 +22,44 @@ def talk(*messages: dict[str, Any], **more: Any) -> Record:
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_the_answers_and_their_ends_count(template: str) -> None:
     tokenizer = byte_tokenizer(template)
-    encoded = Encoder(tokenizer).encode(talk(*CHAT))
+    encoded = RecordEncoder(tokenizer).encode(talk(*CHAT))
     assert counted(tokenizer, encoded) == ["yes</s>", "4</s>"]
     assert tokenizer.decode(encoded.tokens).startswith("<system>be brief</s>\n<user>hi</s>\n<assistant>yes</s>\n")
 
 
 def test_markers_and_prefixes_agree_on_the_demo_tokenizer() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.resolve("demo"))
-    marked = Encoder(tokenizer).encode(talk(*CHAT))
+    marked = RecordEncoder(tokenizer).encode(talk(*CHAT))
     assert counted(tokenizer, marked) == ["yes<|end|>", "4<|end|>"]
     template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     tokenizer.chat_template = template
-    assert Encoder(tokenizer).encode(talk(*CHAT)) == marked
+    assert RecordEncoder(tokenizer).encode(talk(*CHAT)) == marked
 
 
 def test_what_follows_the_last_answer_is_left_out() -> None:
     tokenizer = byte_tokenizer()
-    whole = Encoder(tokenizer).encode(talk(*CHAT))
-    assert Encoder(tokenizer).encode(talk(*CHAT, {"role": "user", "content": "bye"})) == whole
+    whole = RecordEncoder(tokenizer).encode(talk(*CHAT))
+    assert RecordEncoder(tokenizer).encode(talk(*CHAT, {"role": "user", "content": "bye"})) == whole
 
 
 def test_a_conversation_that_ends_with_its_user_gets_room_for_an_answer_where_that_is_asked_for() -> None:
     tokenizer = byte_tokenizer()
-    leaves_room = Encoder(tokenizer, answer_tokens=3)
+    leaves_room = RecordEncoder(tokenizer, answer_tokens=3)
     encoded = leaves_room.encode(talk(*CHAT[:2]))
     assert tokenizer.decode(encoded.tokens[:-3]) == "<system>be brief</s>\n<user>hi</s>\n<assistant>"
     assert encoded.tokens[-3:] == [UNWRITTEN] * 3
     assert encoded.mask == [False] * (len(encoded.tokens) - 3) + [True] * 3
-    assert leaves_room.encode(talk(*CHAT)) == Encoder(tokenizer).encode(talk(*CHAT)), "it has its answers"
+    assert leaves_room.encode(talk(*CHAT)) == RecordEncoder(tokenizer).encode(talk(*CHAT)), "it has its answers"
     further = leaves_room.encode(talk(*CHAT, {"role": "user", "content": "bye"}))
     assert further.mask.count(True) == 3, "earlier answers are a part of the prompt"
     with pytest.raises(DataError, match=r"no assistant turn.*--answer-tokens"):
-        Encoder(tokenizer).encode(talk(*CHAT[:2]))
+        RecordEncoder(tokenizer).encode(talk(*CHAT[:2]))
 
 
 def test_tool_messages_do_not_count() -> None:
     tokenizer = byte_tokenizer()
     result = {"role": "tool", "content": "4"}
-    encoded = Encoder(tokenizer).encode(talk(*CHAT[1:3], result, {"role": "assistant", "content": "it is 4"}))
+    encoded = RecordEncoder(tokenizer).encode(talk(*CHAT[1:3], result, {"role": "assistant", "content": "it is 4"}))
     assert counted(tokenizer, encoded) == ["yes</s>", "it is 4</s>"]
 
 
@@ -67,8 +67,8 @@ def test_a_template_that_rewrites_history_is_refused_with_the_reason() -> None:
     tokenizer = byte_tokenizer(FORGETFUL)
     thinking = [{**m, "content": "hm#" + m["content"]} if m["role"] == "assistant" else m for m in CHAT]
     with pytest.raises(DataError, match=r"no usable loss mask.*rewrites.*generation.*--last-turn-only"):
-        Encoder(tokenizer).encode(talk(*thinking))
-    last = Encoder(tokenizer, last_turn_only=True).encode(talk(*thinking))
+        RecordEncoder(tokenizer).encode(talk(*thinking))
+    last = RecordEncoder(tokenizer, last_turn_only=True).encode(talk(*thinking))
     assert counted(tokenizer, last) == ["hm#4</s>"] and "hm#yes" not in tokenizer.decode(last.tokens)
 
 
@@ -76,29 +76,29 @@ def test_a_prompt_that_merges_with_the_answer_is_refused_with_that_reason() -> N
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}x{% endif %}"
     tokenizer = byte_tokenizer(template, extra=["xy"])
     with pytest.raises(DataError, match="merge"):
-        Encoder(tokenizer).encode(talk({"role": "user", "content": "a"}, {"role": "assistant", "content": "xy"}))
+        RecordEncoder(tokenizer).encode(talk({"role": "user", "content": "a"}, {"role": "assistant", "content": "xy"}))
 
 
 def test_markers_around_nothing_are_refused() -> None:
     empty = "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}"
     with pytest.raises(DataError, match=r"markers enclose no token"):
-        Encoder(byte_tokenizer(empty)).encode(talk(*CHAT))
+        RecordEncoder(byte_tokenizer(empty)).encode(talk(*CHAT))
 
 
 def test_no_assistant_turn_no_template_and_a_template_that_objects() -> None:
     with pytest.raises(DataError, match="no assistant turn"):
-        Encoder(byte_tokenizer()).encode(talk(*CHAT[:2]))
+        RecordEncoder(byte_tokenizer()).encode(talk(*CHAT[:2]))
     with pytest.raises(DataError, match="no chat template"):
-        Encoder(byte_tokenizer(None)).encode(talk(*CHAT))
+        RecordEncoder(byte_tokenizer(None)).encode(talk(*CHAT))
     with pytest.raises(DataError, match="begins with the assistant"):
-        Encoder(byte_tokenizer()).encode(talk(*CHAT[2:]))
+        RecordEncoder(byte_tokenizer()).encode(talk(*CHAT[2:]))
     strict = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"refuses this conversation: roles must alternate"):
-        Encoder(byte_tokenizer(strict)).encode(talk(*CHAT))
+        RecordEncoder(byte_tokenizer(strict)).encode(talk(*CHAT))
 
 
 def test_plain_text_counts_from_the_end_of_its_prompt() -> None:
-    encoder = Encoder(byte_tokenizer())
+    encoder = RecordEncoder(byte_tokenizer())
     assert all(encoder.encode(Record(where="here", id="1", text="abcd")).mask)
     encoded = encoder.encode(Record(where="here", id="1", text="abcd", prompt_tokens=3))
     assert encoded.mask == [False, False, False, True]
@@ -107,13 +107,13 @@ def test_plain_text_counts_from_the_end_of_its_prompt() -> None:
 
 def test_a_pair_without_a_template_is_prompt_completion_and_end() -> None:
     tokenizer = byte_tokenizer(None)
-    encoded = Encoder(tokenizer).encode(talk(*CHAT[1:3], pair=("hi", "yes")))
+    encoded = RecordEncoder(tokenizer).encode(talk(*CHAT[1:3], pair=("hi", "yes")))
     assert counted(tokenizer, encoded) == ["yes</s>"] and tokenizer.decode(encoded.tokens) == "hiyes</s>"
 
 
 def test_the_end_of_a_truncated_answer_does_not_count() -> None:
     tokenizer = byte_tokenizer(MARKED)
-    encoded = Encoder(tokenizer).encode(talk(*CHAT, truncated=True))
+    encoded = RecordEncoder(tokenizer).encode(talk(*CHAT, truncated=True))
     assert counted(tokenizer, encoded) == ["yes</s>", "4"]
 
 
@@ -137,7 +137,7 @@ def cut(**answer: Any) -> Record:
 @pytest.mark.parametrize("written", ["<think>\nlong", "<think>\nhm\n</think>\n\nye", "ye ", ""])
 def test_a_truncated_answer_is_its_prompt_and_what_was_written(template: str, written: str) -> None:
     tokenizer = byte_tokenizer(template)
-    encoded = Encoder(tokenizer).encode(cut(content=written))
+    encoded = RecordEncoder(tokenizer).encode(cut(content=written))
     assert tokenizer.decode(encoded.tokens) == f"<user>hi</s>\n<assistant>{written}"
     assert "".join(counted(tokenizer, encoded)) == written
 
@@ -148,29 +148,29 @@ def test_a_truncated_answer_whose_thinking_was_told_apart_ends_where_it_was_cut(
         ({"reasoning_content": "long. "}, "<think>\nlong. "),
         ({"reasoning_content": "hm", "content": "\nye"}, "<think>\nhm\n</think>\n\nye"),
     ):
-        encoded = Encoder(tokenizer).encode(cut(**answer))
+        encoded = RecordEncoder(tokenizer).encode(cut(**answer))
         assert tokenizer.decode(encoded.tokens) == f"<user>hi</s>\n<assistant>{written}"
         assert counted(tokenizer, encoded) == [written]
     with pytest.raises(DataError, match=r"cut off.*does not show its reasoning_content.*--max-tokens"):
-        Encoder(byte_tokenizer(PLAIN)).encode(cut(reasoning_content="long"))
+        RecordEncoder(byte_tokenizer(PLAIN)).encode(cut(reasoning_content="long"))
 
 
 def test_earlier_answers_of_a_truncated_conversation_count_unless_only_the_last_one_does() -> None:
     for template in (PLAIN, MARKED):
         tokenizer = byte_tokenizer(template)
         record = talk(*CHAT, truncated=True)
-        assert counted(tokenizer, Encoder(tokenizer).encode(record)) == ["yes</s>", "4"]
-        assert counted(tokenizer, Encoder(tokenizer, last_turn_only=True).encode(record)) == ["4"]
+        assert counted(tokenizer, RecordEncoder(tokenizer).encode(record)) == ["yes</s>", "4"]
+        assert counted(tokenizer, RecordEncoder(tokenizer, last_turn_only=True).encode(record)) == ["4"]
     with pytest.raises(DataError, match="begins with the assistant"):
-        Encoder(byte_tokenizer(MARKED)).encode(talk(CHAT[2], truncated=True))
+        RecordEncoder(byte_tokenizer(MARKED)).encode(talk(CHAT[2], truncated=True))
 
 
 def test_truncated_texts_and_pairs_have_no_end() -> None:
     tokenizer = byte_tokenizer(None)
-    encoded = Encoder(tokenizer).encode(talk(*CHAT[1:3], pair=("hi", "yes"), truncated=True))
+    encoded = RecordEncoder(tokenizer).encode(talk(*CHAT[1:3], pair=("hi", "yes"), truncated=True))
     assert counted(tokenizer, encoded) == ["yes"] and tokenizer.decode(encoded.tokens) == "hiyes"
     for truncated, text in ((False, "abcd</s>"), (True, "abcd")):
-        encoded = Encoder(tokenizer).encode(Record(where="here", id="1", text="abcd</s>", truncated=truncated))
+        encoded = RecordEncoder(tokenizer).encode(Record(where="here", id="1", text="abcd</s>", truncated=truncated))
         assert tokenizer.decode(encoded.tokens) == text and all(encoded.mask)
 
 
@@ -191,7 +191,7 @@ CALLING = (
 def test_arguments_of_calls_are_rendered_as_the_model_writes_them(arguments: str) -> None:
     tokenizer = byte_tokenizer(CALLING.replace("ARGUMENTS", arguments))
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "é"}}}]}
-    encoded = Encoder(tokenizer).encode(talk(CHAT[1], call))
+    encoded = RecordEncoder(tokenizer).encode(talk(CHAT[1], call))
     assert counted(tokenizer, encoded) == ['{"a": "é"}</s>']
 
 
@@ -202,8 +202,8 @@ def test_calls_that_the_template_does_not_show_are_refused(template: str) -> Non
     tokenizer, called = byte_tokenizer(template), (CHAT[1], call, {"role": "tool", "content": "1"}, CHAT[2])
     for messages in ((CHAT[1], call), called):
         with pytest.raises(DataError, match=r"does not show the assistant's calls of tools \(tool_calls\)"):
-            Encoder(tokenizer).encode(talk(*messages))
-    last = Encoder(tokenizer, last_turn_only=True).encode(talk(*called))
+            RecordEncoder(tokenizer).encode(talk(*messages))
+    last = RecordEncoder(tokenizer, last_turn_only=True).encode(talk(*called))
     assert counted(tokenizer, last) == ["yes</s>"]
 
 
@@ -214,23 +214,23 @@ def test_a_call_that_the_template_drops_beside_others_is_refused() -> None:
     one, two = ({"function": {"name": "f", "arguments": {"a": value}}} for value in ("x", "y"))
     both = {"role": "assistant", "content": "", "tool_calls": [one, two]}
     tokenizer = byte_tokenizer(first)
-    Encoder(tokenizer).encode(talk(CHAT[1], {**both, "tool_calls": [one]}))
+    RecordEncoder(tokenizer).encode(talk(CHAT[1], {**both, "tool_calls": [one]}))
     with pytest.raises(DataError, match="leaves out call 2 of 2 in message 2"):
-        Encoder(tokenizer).encode(talk(CHAT[1], both))
+        RecordEncoder(tokenizer).encode(talk(CHAT[1], both))
     later = {"role": "assistant", "content": "so", "tool_calls": [two]}
     tokenizer = byte_tokenizer(silent)
     called = ({**both, "tool_calls": [one]}, {"role": "tool", "content": "1"})
-    Encoder(tokenizer).encode(talk(CHAT[1], *called, CHAT[2]))
+    RecordEncoder(tokenizer).encode(talk(CHAT[1], *called, CHAT[2]))
     with pytest.raises(DataError, match="leaves out call 1 of 1 in message 4"):
-        Encoder(tokenizer).encode(talk(CHAT[1], *called, later))
+        RecordEncoder(tokenizer).encode(talk(CHAT[1], *called, later))
 
 
 def test_variables_of_the_chat_template_are_handed_to_it() -> None:
     tokenizer = byte_tokenizer(THINKING)
-    off = Encoder(tokenizer, variables={"enable_thinking": False}, answer_tokens=1)
+    off = RecordEncoder(tokenizer, variables={"enable_thinking": False}, answer_tokens=1)
     assert tokenizer.decode(off.encode(talk(CHAT[1])).tokens[:-1]) == "<user>hi</s>\n<assistant><think>\n\n</think>\n\n"
     assert counted(tokenizer, off.encode(talk(*CHAT[1:3]))) == ["yes</s>"]
-    assert counted(tokenizer, Encoder(tokenizer).encode(talk(*CHAT[1:3]))) == ["<think>\n\n</think>\n\nyes</s>"]
+    assert counted(tokenizer, RecordEncoder(tokenizer).encode(talk(*CHAT[1:3]))) == ["<think>\n\n</think>\n\nyes</s>"]
     for name in ("tokenize", "add_generation_prompt", "messages"):
         with pytest.raises(ArgumentError, match=f"{name}: not a variable of the chat template"):
-            Encoder(tokenizer, variables={name: True})
+            RecordEncoder(tokenizer, variables={name: True})

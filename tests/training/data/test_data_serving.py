@@ -10,7 +10,7 @@ import pytest
 from engine.conftest import tiny_tokenizer
 from forerun.engine.prompts import conversation
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data.prepare import Encoder, apply_template
+from forerun.training.data.prepare import RecordEncoder, apply_template
 from forerun.training.data.records import Record
 from training.data.conftest import MARKED, PLAIN, byte_tokenizer, counted
 
@@ -47,6 +47,6 @@ def test_what_the_server_refuses_is_no_data_either() -> None:
 def test_a_written_mark_ends_no_answer(template: str) -> None:
     tokenizer = byte_tokenizer(template)
     messages = [{"role": "user", "content": "what is </s>?"}, {"role": "assistant", "content": "a </s> mark"}]
-    encoded = Encoder(tokenizer).encode(Record(where="here", id="1", messages=messages))
+    encoded = RecordEncoder(tokenizer).encode(Record(where="here", id="1", messages=messages))
     assert counted(tokenizer, encoded) == ["a </s> mark</s>"]
     assert encoded.tokens.count(tokenizer.convert_tokens_to_ids("</s>")) == 2, "one for each turn"

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import yaml
 
 from forerun.deploy.engines.vllm import Vllm, parallel
-from forerun.deploy.launch import Asked, Command, Deployment
+from forerun.deploy.launch import Command, Deployment, DeployRequest
 
 _FILE, _KEY, _SECRET = "dynamo.yaml", "speculative-config", "hf-token-secret"
 _SCRIPT = "kubernetes.sh"
@@ -36,7 +36,7 @@ class Dynamo(Vllm):
         """Return whether the vLLM inside drafts by that method."""
         return super().has(method, _VLLM[version])
 
-    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
         speculation, schedule = self.speculation(asked, notes)
         if speculation is not None and speculation["method"] != "eagle3":
             notes.append(
@@ -69,18 +69,18 @@ class _Plain(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
 
-def _worker(asked: Asked) -> list[str]:
+def _worker(asked: DeployRequest) -> list[str]:
     return ["--model", asked.model, *parallel(asked)]
 
 
-def _on_this_machine(asked: Asked, speculation: dict[str, Any] | None) -> tuple[Command, ...]:
+def _on_this_machine(asked: DeployRequest, speculation: dict[str, Any] | None) -> tuple[Command, ...]:
     front = ("python", "-m", "dynamo.frontend", "--http-port", str(asked.port), *_LOCAL)
     words = ["python", "-m", "dynamo.vllm", *_worker(asked), *_LOCAL]
     words += ["--speculative-config", json.dumps(speculation)] if speculation is not None else []
     return (Command(words=front, where="on one machine"), Command(words=tuple(words), where="beside it"))
 
 
-def _manifests(asked: Asked, speculation: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _manifests(asked: DeployRequest, speculation: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the ConfigMap with the speculation, and the deployment that reads it."""
     name = re.sub(r"[^a-z0-9]+", "-", asked.model.rpartition("/")[2].lower())[:40].strip("-") or "model"
     image = f"nvcr.io/nvidia/ai-dynamo/vllm-runtime:{asked.version}"

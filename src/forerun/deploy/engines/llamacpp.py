@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import engines_for
 from forerun.checkpoints.gguf import SCRIPT, conversion
-from forerun.deploy.launch import Asked, Command, Deployment, Engine, Examined, Way, here
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, ExaminedFiles, here
 from forerun.drafters.heads.kinds import KINDS
 from forerun.errors import ArgumentError
 
@@ -36,7 +36,7 @@ _MATCHES = (
 )
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(EngineInfo):
     """`LlamaCpp` starts ``llama-server``."""
 
     title: ClassVar[str] = "llama.cpp"
@@ -44,17 +44,17 @@ class LlamaCpp(Engine):
     reads: ClassVar[str] = "llama.cpp"
     apart: ClassVar[int | None] = 128
     combines: ClassVar[tuple[str, ...]] = ("ngram",)
-    ways: ClassVar[dict[str, Way]] = {
-        "ngram": Way(name="ngram-simple", options=_COPIES, model=False),
-        "draft_model": Way(name="draft-simple"),
-        "eagle3": Way(name="draft-eagle3", note=ONE_AT_A_TIME),
-        "dflash": Way(name="draft-dflash"),
-        "dflash2": Way(name="draft-dflash"),
-        "dspark": Way(name="draft-dspark"),
-        "mtp": Way(name="draft-mtp", model=False),
+    ways: ClassVar[dict[str, Counterpart]] = {
+        "ngram": Counterpart(name="ngram-simple", options=_COPIES, model=False),
+        "draft_model": Counterpart(name="draft-simple"),
+        "eagle3": Counterpart(name="draft-eagle3", note=ONE_AT_A_TIME),
+        "dflash": Counterpart(name="draft-dflash"),
+        "dflash2": Counterpart(name="draft-dflash"),
+        "dspark": Counterpart(name="draft-dspark"),
+        "mtp": Counterpart(name="draft-mtp", model=False),
     }
 
-    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
         if asked.nodes > 1:
             raise ArgumentError("llama.cpp is deployed on one machine: leave --nodes out, or take vllm or sglang")
         before = list[Command]()
@@ -67,7 +67,7 @@ class LlamaCpp(Engine):
         _probe(words, asked)
         return Deployment(commands=(*before, Command(words=tuple(words), where="then" if before else "")))
 
-    def _speculation(self, asked: Asked, before: list[Command], notes: list[str]) -> list[str]:
+    def _speculation(self, asked: DeployRequest, before: list[Command], notes: list[str]) -> list[str]:
         draft, way, first = self.chosen(asked, notes)
         notes.append(_MATCHES)
         examined, k = self.read_drafter(asked, draft, notes)
@@ -96,7 +96,7 @@ def _is_file(model: str) -> bool:
     return model.endswith(".gguf")
 
 
-def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
+def _gguf(model: str, examined: ExaminedFiles | None, before: list[Command]) -> str:
     """Return what llama.cpp opens: a file, or a hub id of GGUF files; a directory is converted
     `before`.
     """
@@ -112,7 +112,7 @@ def _gguf(model: str, examined: Examined | None, before: list[Command]) -> str:
     return words[-1]
 
 
-def _probe(words: list[str], asked: Asked) -> None:
+def _probe(words: list[str], asked: DeployRequest) -> None:
     """Refuse options that the ``llama-server`` of this machine does not have; without one nothing
     is known.
     """

@@ -11,7 +11,7 @@ import json
 from typing import ClassVar
 
 from forerun.checkpoints.eagle_engines import sglang_window
-from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Examined, Way
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
 from forerun.deploy.schedule import Stretch
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.engine.config import SpeculativeConfig
@@ -40,7 +40,7 @@ verify.
 _TRIE = "SGLang copies from one trie of all requests' n-grams, whose depth is --speculative-ngram-max-trie-depth"
 
 
-class SGLang(Engine):
+class SGLang(EngineInfo):
     """`SGLang` starts ``python -m sglang.launch_server``."""
 
     title: ClassVar[str] = "SGLang"
@@ -53,20 +53,20 @@ class SGLang(Engine):
         "token_rejection": "--speculative-use-rejection-sampling",
         "block": "--speculative-use-block-verification",
     }
-    ways: ClassVar[dict[str, Way]] = {
-        "ngram": Way(name="NGRAM", model=False, note=_TRIE),
-        "draft_model": Way(name="STANDALONE"),
-        "eagle": Way(name="EAGLE"),
-        "eagle2": Way(name="EAGLE"),
-        "eagle3": Way(name="EAGLE3"),
-        "dflash": Way(name="DFLASH"),
-        "dflash2": Way(name="DFLASH"),
-        "domino": Way(name="DFLASH"),
-        "dspark": Way(name="DSPARK"),
-        "mtp": Way(name="NEXTN", model=False),
+    ways: ClassVar[dict[str, Counterpart]] = {
+        "ngram": Counterpart(name="NGRAM", model=False, note=_TRIE),
+        "draft_model": Counterpart(name="STANDALONE"),
+        "eagle": Counterpart(name="EAGLE"),
+        "eagle2": Counterpart(name="EAGLE"),
+        "eagle3": Counterpart(name="EAGLE3"),
+        "dflash": Counterpart(name="DFLASH"),
+        "dflash2": Counterpart(name="DFLASH"),
+        "domino": Counterpart(name="DFLASH"),
+        "dspark": Counterpart(name="DSPARK"),
+        "mtp": Counterpart(name="NEXTN", model=False),
     }
 
-    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
         words = ["python", "-m", "sglang.launch_server", "--model-path", asked.model, "--port", str(asked.port)]
         words += asked.sharing("--tp-size", "--pp-size")
         speculation, schedule, environment = list[str](), tuple[Stretch, ...](), dict[str, str]()
@@ -85,9 +85,11 @@ class SGLang(Engine):
         commands = [Command.on_machine(rank, (*words, str(rank)), environment) for rank in range(asked.nodes)]
         return Deployment(commands=tuple(commands), files=files, schedule=schedule)
 
-    def _plugged(self, asked: Asked, config: SpeculativeConfig, notes: list[str]) -> tuple[list[str], dict[str, str]]:
+    def _plugged(
+        self, asked: DeployRequest, config: SpeculativeConfig, notes: list[str]
+    ) -> tuple[list[str], dict[str, str]]:
         """Return options and environment for forerun's own drafter inside SGLang; ArgumentError if
-        it should be adaptive. ArgumentError: it should be adaptive.
+        it should be adaptive.
         """
         drafts = self.drafts(config)
         if asked.adaptive:
@@ -106,7 +108,7 @@ class SGLang(Engine):
         words += [] if tree else ["--speculative-eagle-topk", "1"]
         return words, {VARIABLE: json.dumps({"method": config.method, **config.drafter_options})}
 
-    def _speculation(self, asked: Asked, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
+    def _speculation(self, asked: DeployRequest, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
         draft, way, _ = self.chosen(asked, notes)
         if way.name in ("DFLASH", "DSPARK") and asked.pp > 1:
             raise ArgumentError(f"SGLang runs {way.name} without pipeline parallelism only: leave --pp out, raise --tp")
@@ -127,7 +129,7 @@ class SGLang(Engine):
         words += ["--speculative-adaptive", "--speculative-adaptive-config", asked.path(_TABLE)] if schedule else []
         return words, schedule
 
-    def _count(self, draft: Draft, way: Way, k: int, branches: int, examined: Examined) -> list[str]:
+    def _count(self, draft: DraftSpec, way: Counterpart, k: int, branches: int, examined: ExaminedFiles) -> list[str]:
         """Return how many tokens are scored, the root among them.
 
         For a block that nobody has looked at, SGLang reads the number from the head.
@@ -143,7 +145,7 @@ class SGLang(Engine):
         block = ["--speculative-dspark-block-size", str(k)] if way.name == "DSPARK" else []
         return [*block, "--speculative-num-draft-tokens", str(count)]
 
-    def _branches(self, asked: Asked, draft: Draft, way: Way, k: int, notes: list[str]) -> int:
+    def _branches(self, asked: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]) -> int:
         """Return the number of continuations of a node; 1 for a chain."""
         given, grows = draft.options, draft.method == "eagle2"
         if way.name in _LEVELS and (grows or given.get("top_k")):
@@ -153,7 +155,7 @@ class SGLang(Engine):
         self.chain_only(asked, draft, k, notes)
         return 1
 
-    def _rule(self, asked: Asked, way: Way, branches: int) -> list[str]:
+    def _rule(self, asked: DeployRequest, way: Counterpart, branches: int) -> list[str]:
         rule = asked.config.rule if asked.config is not None else None
         if rule is None:
             return []
@@ -168,6 +170,6 @@ _TABLE = "sglang-adaptive.json"
 _PORT = 20000  # At which the first machine waits for the others
 
 
-def _window(examined: Examined) -> list[str]:
+def _window(examined: ExaminedFiles) -> list[str]:
     config = examined.launch.head.config if examined.launch is not None else None
     return sglang_window(config).split() if isinstance(config, EagleConfig) else []

@@ -14,7 +14,7 @@ import yaml
 
 from forerun.checkpoints.eagle_engines import TRTLLM
 from forerun.checkpoints.engines import engines_for
-from forerun.deploy.launch import Asked, Command, Deployment, Draft, Engine, Examined, Way
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
 from forerun.errors import ArgumentError
 
 _ENHANCED = ("Eagle3", "MTP", "PARD")  # Take a suffix automaton before the model
@@ -23,7 +23,7 @@ _TREES, _MOST_SIBLINGS = ("Eagle3", "MTP"), 32  # The latter with rejection samp
 _HOST = ("NGram", "Draft_Target")  # Draft on the host, for which the scheduler must not run ahead
 
 
-class TensorRtLlm(Engine):
+class TensorRtLlm(EngineInfo):
     """`TensorRtLlm` starts ``trtllm-serve``."""
 
     title: ClassVar[str] = "TensorRT-LLM"
@@ -32,18 +32,18 @@ class TensorRtLlm(Engine):
     settled: ClassVar[tuple[str, ...]] = ("in its YAML", f"reads them from {TRTLLM}")
     rules: ClassVar[dict[str, bool]] = {"token_rejection": True}
     combines: ClassVar[tuple[str, ...]] = ("suffix", "ngram")
-    ways: ClassVar[dict[str, Way]] = {
-        "ngram": Way(name="NGram", options={"prompt_lookup_max": "max_matching_ngram_size"}, model=False),
-        "suffix": Way(name="SA", model=False),
-        "draft_model": Way(name="Draft_Target"),
-        "pard": Way(name="PARD"),
-        "eagle3": Way(name="Eagle3"),
-        "dflash": Way(name="DFlash"),
-        "dspark": Way(name="DSpark"),
-        "mtp": Way(name="MTP", model=False),
+    ways: ClassVar[dict[str, Counterpart]] = {
+        "ngram": Counterpart(name="NGram", options={"prompt_lookup_max": "max_matching_ngram_size"}, model=False),
+        "suffix": Counterpart(name="SA", model=False),
+        "draft_model": Counterpart(name="Draft_Target"),
+        "pard": Counterpart(name="PARD"),
+        "eagle3": Counterpart(name="Eagle3"),
+        "dflash": Counterpart(name="DFlash"),
+        "dspark": Counterpart(name="DSpark"),
+        "mtp": Counterpart(name="MTP", model=False),
     }
 
-    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
         words = ["trtllm-serve", asked.model, "--port", str(asked.port)]
         words += asked.sharing("--tp_size", "--pp_size")
         files = dict[str, str]()
@@ -55,7 +55,7 @@ class TensorRtLlm(Engine):
             words = ["srun", "-N", str(asked.nodes), *ranks, *words, "--gpus_per_node", str(asked.devices)]
         return Deployment(commands=(Command(words=tuple(words)),), files=files)
 
-    def _speculation(self, asked: Asked, notes: list[str]) -> dict[str, Any]:
+    def _speculation(self, asked: DeployRequest, notes: list[str]) -> dict[str, Any]:
         assert asked.config is not None
         if asked.pp > 1:
             raise ArgumentError("TensorRT-LLM drafts without pipeline parallelism only: leave --pp out, raise --tp")
@@ -97,7 +97,7 @@ class TensorRtLlm(Engine):
         whole: dict[str, Any] = {"speculative_config": found}
         return whole | ({"disable_overlap_scheduler": True} if way.name in _HOST else {})
 
-    def _check_rule(self, rule: str | None, draft: Draft, way: Way, first: Draft | None) -> None:
+    def _check_rule(self, rule: str | None, draft: DraftSpec, way: Counterpart, first: DraftSpec | None) -> None:
         """Raise ArgumentError where TensorRT-LLM would not start with the rule."""
         if rule is None:
             return
@@ -117,7 +117,9 @@ class TensorRtLlm(Engine):
                 f"{draft.options['top_k']}: leave --rule out, or lower top_k"
             )
 
-    def _tree(self, asked: Asked, draft: Draft, way: Way, k: int, notes: list[str]) -> dict[str, Any]:
+    def _tree(
+        self, asked: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]
+    ) -> dict[str, Any]:
         top = draft.options.get("top_k")
         if not top or way.name not in _TREES:
             self.chain_only(asked, draft, k, notes)
@@ -126,7 +128,7 @@ class TensorRtLlm(Engine):
         return {"use_dynamic_tree": True, "dynamic_tree_max_topK": top, "max_total_draft_tokens": nodes}
 
 
-def _check_block(examined: Examined, k: int, notes: list[str]) -> None:
+def _check_block(examined: ExaminedFiles, k: int, notes: list[str]) -> None:
     """Raise ArgumentError for a DSpark head that is to draft less than its block; TensorRT-LLM does
     not start with that.
     """
@@ -139,7 +141,7 @@ def _check_block(examined: Examined, k: int, notes: list[str]) -> None:
         )
 
 
-def _of_head(examined: Examined) -> dict[str, Any]:
+def _of_head(examined: ExaminedFiles) -> dict[str, Any]:
     """Return what an export of the head writes into the file, such as the layers whose states it
     reads.
     """

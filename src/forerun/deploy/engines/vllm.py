@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import NAMES_METHOD
 from forerun.deploy import reads_text_alone
-from forerun.deploy.launch import Asked, Command, Deployment, Engine, Way
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo
 from forerun.deploy.schedule import Stretch
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
@@ -40,7 +40,7 @@ medusa asserts it, pard and peagle reshape by it.
 """
 
 
-class Vllm(Engine):
+class Vllm(EngineInfo):
     """`Vllm` starts ``vllm serve``."""
 
     title: ClassVar[str] = "vLLM"
@@ -50,34 +50,34 @@ class Vllm(Engine):
     variable: ClassVar[str] = VARIABLE
     routes: ClassVar[bool] = True
     rules: ClassVar[dict[str, str]] = {"token_rejection": "standard", "block": "block"}
-    ways: ClassVar[dict[str, Way]] = {
-        "ngram": Way(name="ngram", options=_NGRAM, model=False),
-        "suffix": Way(
+    ways: ClassVar[dict[str, Counterpart]] = {
+        "ngram": Counterpart(name="ngram", options=_NGRAM, model=False),
+        "suffix": Counterpart(
             name="suffix",
             options=_SUFFIX,
             model=False,
             note="suffix needs `pip install arctic-inference==0.1.1` beside vLLM, and its older model runner V1",
         ),
-        "draft_model": Way(name="draft_model"),
-        "pard": Way(name="draft_model", keys=_MASKS),
-        "tli": Way(
+        "draft_model": Counterpart(name="draft_model"),
+        "pard": Counterpart(name="draft_model", keys=_MASKS),
+        "tli": Counterpart(
             name="draft_model",
             keys={"use_heterogeneous_vocab": True},
             note="vLLM drafts greedily over two vocabularies, with its older model runner V1",
         ),
-        "eagle": Way(name="eagle"),
-        "eagle2": Way(name="eagle"),
-        "eagle3": Way(name="eagle3"),
-        "peagle": Way(name="eagle3", keys=_MASKS, note="P-EAGLE needs vLLM's older model runner V1"),
-        "dflash": Way(name="dflash"),
-        "dflash2": Way(name="dflash"),
-        "domino": Way(name="dflash", note="vLLM passes Domino's correction over; SGLang applies it"),
-        "dspark": Way(name="dspark"),
-        "mtp": Way(name="mtp", model=False),
-        "medusa": Way(name="medusa", versions=("0.31.0", "0.32.0")),
+        "eagle": Counterpart(name="eagle"),
+        "eagle2": Counterpart(name="eagle"),
+        "eagle3": Counterpart(name="eagle3"),
+        "peagle": Counterpart(name="eagle3", keys=_MASKS, note="P-EAGLE needs vLLM's older model runner V1"),
+        "dflash": Counterpart(name="dflash"),
+        "dflash2": Counterpart(name="dflash"),
+        "domino": Counterpart(name="dflash", note="vLLM passes Domino's correction over; SGLang applies it"),
+        "dspark": Counterpart(name="dspark"),
+        "mtp": Counterpart(name="mtp", model=False),
+        "medusa": Counterpart(name="medusa", versions=("0.31.0", "0.32.0")),
     }
 
-    def deployment(self, asked: Asked, notes: list[str]) -> Deployment:
+    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
         words = ["vllm", "serve", asked.model, "--port", str(asked.port), *parallel(asked)]
         environment: dict[str, str] = {}
         speculation: dict[str, Any] | None
@@ -97,7 +97,9 @@ class Vllm(Engine):
             commands.append(Command.on_machine(rank, (*words, *own, *headless), environment))
         return Deployment(commands=tuple(commands), schedule=schedule)
 
-    def _plugged(self, asked: Asked, notes: list[str]) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:
+    def _plugged(
+        self, asked: DeployRequest, notes: list[str]
+    ) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:
         """Return vLLM's ``speculative_config`` for forerun's own drafter in it, the schedule, and
         the environment.
         """
@@ -121,7 +123,7 @@ class Vllm(Engine):
         environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", VARIABLE: json.dumps(options)}
         return {"method": "custom_class", "model": PLUG_IN, "num_speculative_tokens": k}, schedule, environment
 
-    def speculation(self, asked: Asked, notes: list[str]) -> tuple[dict[str, Any] | None, tuple[Stretch, ...]]:
+    def speculation(self, asked: DeployRequest, notes: list[str]) -> tuple[dict[str, Any] | None, tuple[Stretch, ...]]:
         """Return vLLM's ``speculative_config``, None for plain decoding, and the schedule in it."""
         if asked.config is None:
             return None, ()
@@ -159,6 +161,6 @@ class Vllm(Engine):
         return found, schedule
 
 
-def parallel(asked: Asked) -> list[str]:
+def parallel(asked: DeployRequest) -> list[str]:
     """Return the flags that share the model out to devices."""
     return asked.sharing("--tensor-parallel-size", "--pipeline-parallel-size")

@@ -11,7 +11,7 @@ from forerun.serve.protocol import requests
 from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral, Nothing, Strict, ToolCall, joined
 
 
-class Text(Strict):
+class ResponseText(Strict):
     """A `ResponseText` is a part of a message, or of the reasoning that came with an earlier
     response.
     """
@@ -22,7 +22,7 @@ class Text(Strict):
     logprobs: list[Any] | None = None
 
 
-Texts = Annotated[list[Text], Field(max_length=requests.MAX_PARTS, fail_fast=True)]
+Texts = Annotated[list[ResponseText], Field(max_length=requests.MAX_PARTS, fail_fast=True)]
 
 
 class InputItem(Strict):

@@ -1,7 +1,7 @@
-"""Models write tool calls in these formats; adding one is one file and one line here. Adding one is
-one file and one line here.
+"""Models write tool calls in these formats; adding one is one file and one line here.
 
-The most particular formats come first: the first whose signs a chat template shows is taken for its own.
+The most particular formats come first: the first whose signs a chat template shows is taken for its
+own.
 """
 
 from __future__ import annotations

@@ -246,8 +246,7 @@ class ConvertedModel:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as every module does, but refuse weights without the head if they would
-        leave a trained head as it is. Weights without the head are refused if they would leave a
-        trained head as it is.
+        leave a trained head as it is.
         """
         if (
             not strict
@@ -277,7 +276,7 @@ class ConvertedModel:
 
     def _convert_wants(self, given: Mapping[str, Any]) -> bool:
         """Return whether a call asks for the loss; one with a cache comes from ``generate``, also
-        in train mode. One with a cache comes from ``generate``, also in train mode.
+        in train mode.
         """
         if self._convert_reading:
             return False

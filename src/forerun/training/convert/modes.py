@@ -81,7 +81,7 @@ class Mode:
 
     def head(self, model: Any) -> Head:
         """Return a head to begin with; one of a reduced vocabulary that is not known yet has the
-        first tokens. One of a reduced vocabulary that is not known yet has the first tokens.
+        first tokens.
         """
         config = self.shape(model)
         ids = None if self.token_ids is None else checked_ids(self.token_ids, config)
@@ -169,7 +169,7 @@ _LLAMA = "the head is made of Llama-like layers"
 
 class DFlashMode(Mode):
     """`DFlashMode` is a DFlash head; what its architecture does not say follows from the base
-    model. What its architecture does not say follows from the base model.
+    model.
     """
 
     algorithm = "dflash"

@@ -32,7 +32,7 @@ from forerun.writing import written
 _WRITTEN = 2  # Stream of the seed; 0 and 1 pack and order the windows
 
 
-class Writer:
+class AnswerWriter:
     """An `AnswerWriter` writes the answers of windows anew: of each document, or with a chance.
 
     An answer goes from the first counted token to where it ended; a document that has none yet

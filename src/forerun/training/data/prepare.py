@@ -74,7 +74,7 @@ def prepare(
         if path.resolve() in {other.resolve() for other in files[:index]}:
             raise DataError(f"data file {path} is named twice")
     variables = dict(chat_template_kwargs or {})
-    encoder = Encoder(tokenizer, last_turn_only=last_turn_only, answer_tokens=answer_tokens, variables=variables)
+    encoder = RecordEncoder(tokenizer, last_turn_only=last_turn_only, answer_tokens=answer_tokens, variables=variables)
     bad = BadRecords(skip=skip_bad)
     options = {
         "max_length": max_length,
@@ -137,7 +137,7 @@ class Encoded(NamedTuple):
     mask: list[bool]
 
 
-class Encoder:
+class RecordEncoder:
     """A `RecordEncoder` encodes records with one tokenizer: token ids and the mask of what the
     assistant wrote.
 

@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(max_tokens=1024)
 Write = Callable[[dict[str, Any]], None]
 
 
-class Plan:
+class AnswerRun:
     """An `AnswerRun` holds the records that are left to answer, and counts: progress while it runs,
     then the outcome.
     """
@@ -49,7 +49,7 @@ class Plan:
         *,
         limit: int | None = None,
         skip_bad: bool = False,
-        tell: Callable[[Plan], None] = lambda _: None,
+        tell: Callable[[AnswerRun], None] = lambda _: None,
     ) -> None:
         """Read the input, data of any kind that `forerun data prepare` reads, and see what an
         earlier run has finished.
@@ -118,7 +118,7 @@ class Plan:
         self.tell(self)
 
 
-def with_engine(todo: Plan, llm: LLM, *, concurrency: int) -> Plan:
+def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int) -> AnswerRun:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
     added = {} if llm.tokenizer is None else llm.tokenizer.added_tokens_decoder
     marks = {token: mark.content for token, mark in added.items() if mark.special}
@@ -127,7 +127,7 @@ def with_engine(todo: Plan, llm: LLM, *, concurrency: int) -> Plan:
     def step() -> None:
         ended.update((chunk.request_id, chunk) for chunk in llm.engine.step() if chunk.output or chunk.error)
 
-    async def ask(question: Question) -> Answer:
+    async def ask(question: TargetPrompt) -> TargetAnswer:
         prompt: Any = question.prompt
         if question.messages:
             prompt = llm.chat_prompt(question.messages, question.tools or None, **question.variables)
@@ -144,7 +144,7 @@ def with_engine(todo: Plan, llm: LLM, *, concurrency: int) -> Plan:
         written = chunk.output.outputs[0]
         if mark := _hidden_mark(written.token_ids, marks):
             raise DataError(_HIDDEN.format(mark=mark))
-        return Answer(written.text, written.finish_reason == "length")
+        return TargetAnswer(written.text, written.finish_reason == "length")
 
     asyncio.run(_answer_all(todo, ask, concurrency, step))
     return todo
@@ -164,7 +164,7 @@ def _hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | No
     return next((marks[token] for token in token_ids[:end] if token in marks), None)
 
 
-def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int, transport: Any = None) -> Plan:
+def with_endpoint(todo: AnswerRun, endpoint: Endpoint, *, concurrency: int, transport: Any = None) -> AnswerRun:
     """Answer everything with an endpoint, `concurrency` records at a time.
 
     `transport` replaces httpx's, for tests. EndpointError if it refuses everything, or cannot be
@@ -180,7 +180,10 @@ def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int, transport
 
 
 async def _answer_all(
-    todo: Plan, ask: Callable[[Question], Awaitable[Answer]], concurrency: int, step: Callable[[], None] | None = None
+    todo: AnswerRun,
+    ask: Callable[[TargetPrompt], Awaitable[TargetAnswer]],
+    concurrency: int,
+    step: Callable[[], None] | None = None,
 ) -> None:
     """Go through the scripts, `concurrency` at a time; `step`, if given, is what answers all that were asked."""
     waiting, failures = iter(todo.records), 0  # the workers share both
@@ -190,7 +193,7 @@ async def _answer_all(
         for record in waiting:
             script, answer = todo.director.script(record), None
             try:
-                while isinstance(question := _next(script, answer), Question):
+                while isinstance(question := _next(script, answer), TargetPrompt):
                     answer = await ask(question)
                     todo.answers += 1
             except EndpointError as error:
@@ -215,7 +218,7 @@ async def _answer_all(
             raise errors.exceptions[0] from None
 
 
-def _next(script: Script, answer: Answer | None) -> Question | dict[str, Any]:
+def _next(script: Script, answer: TargetAnswer | None) -> TargetPrompt | dict[str, Any]:
     try:
         return next(script) if answer is None else script.send(answer)
     except StopIteration as end:
@@ -296,7 +299,7 @@ class Endpoint:
             transport=transport,
         )
 
-    async def ask(self, client: Any, question: Question) -> Answer:
+    async def ask(self, client: Any, question: TargetPrompt) -> TargetAnswer:
         """Ask one question; DataError if it is refused, EndpointError if the endpoint stays busy or refuses all."""
         path = "/chat/completions" if question.messages else "/completions"
         sampling = {name: getattr(question.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
@@ -317,7 +320,7 @@ class Endpoint:
             ) from error
         if question.messages and not text and not truncated:
             raise DataError("the endpoint's answer has no text")
-        return Answer(text, truncated, thought if isinstance(thought, str) else "")
+        return TargetAnswer(text, truncated, thought if isinstance(thought, str) else "")
 
     async def _post(self, client: Any, path: str, body: dict[str, Any]) -> Any:
         import httpx
@@ -441,12 +444,14 @@ class Director:
         offsets = self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
         return offsets
 
-    def _question(self, record: Record, messages: tuple[Message, ...], prompt: str, turn: int) -> Question:
+    def _question(self, record: Record, messages: tuple[Message, ...], prompt: str, turn: int) -> TargetPrompt:
         params = self.params
         if params.seed is not None:
             digest = hashlib.sha256(f"{params.seed}/{record.id}/{turn}".encode()).digest()
             params = replace(params, seed=int.from_bytes(digest[:4], "big") >> 1)  # below 2**31
-        return Question(messages=messages, tools=record.tools, variables=self.variables, prompt=prompt, params=params)
+        return TargetPrompt(
+            messages=messages, tools=record.tools, variables=self.variables, prompt=prompt, params=params
+        )
 
 
 def _askable(messages: Sequence[Message]) -> list[Message]:
@@ -466,7 +471,7 @@ def _askable(messages: Sequence[Message]) -> list[Message]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class TargetPrompt:
     """A `TargetPrompt` is one thing to generate: the next turn of a conversation, or what follows a
     text.
     """
@@ -478,7 +483,7 @@ class Question:
     params: SamplingParams
 
 
-class Answer(NamedTuple):
+class TargetAnswer(NamedTuple):
     """A `TargetAnswer` is what the target wrote."""
 
     text: str
@@ -486,4 +491,6 @@ class Answer(NamedTuple):
     reasoning: str = ""  # What an endpoint reports separately as the target's thinking
 
 
-Script = Generator[Question, Answer, dict[str, Any]]  # Asks about a record; returns the record's line of output
+Script = Generator[
+    TargetPrompt, TargetAnswer, dict[str, Any]
+]  # Asks about a record; returns the record's line of output

@@ -330,7 +330,7 @@ class PackedWindows:
 
 def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
     """Return document, offset and length of each segment, (segments, 3) int64; only what is longer
-    than the window is split. Only what is longer than the window is split.
+    than the window is split.
     """
     segments = []
     for document, tokens in enumerate(data.lengths.tolist()):

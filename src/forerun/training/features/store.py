@@ -250,7 +250,7 @@ class Shard:
 
 def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name: str) -> Records:
     """Encode states (L, Ht) by boundary as records (L, record_bytes); DataError or NumericError,
-    naming `name`, for others. DataError or NumericError, naming `name`, for others.
+    naming `name`, for others.
     """
     dtype, parts, scales = DTYPES[manifest.dtype], [], []
     expected = (len(next(iter(features.values()), ())), manifest.hidden_size)

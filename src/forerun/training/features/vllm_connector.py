@@ -30,7 +30,7 @@ LAYER = "cache_only_layers"  # Part of the name of the one layer whose cache hol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
+class CapturedPrompt:
     """A `CapturedPrompt` is a prompt that this step computes as a whole."""
 
     path: str
@@ -39,10 +39,10 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
+class CapturedPrompts(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
     """`CapturedPrompts` are what the scheduler tells the workers about one step."""
 
-    prompts: list[Prompt]
+    prompts: list[CapturedPrompt]
 
 
 class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -60,14 +60,16 @@ class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     # The scheduler's side.
 
-    def build_connector_meta(self, scheduler_output: Any) -> Prompts:
+    def build_connector_meta(self, scheduler_output: Any) -> CapturedPrompts:
         """Return the prompts of this step; one that is cut up is left out, and its reader finds no
         file.
         """
         scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
-        return Prompts(
+        return CapturedPrompts(
             prompts=[
-                Prompt(path=self._path(new.req_id), tokens=new.prompt_token_ids, blocks=new.block_ids[self._group])
+                CapturedPrompt(
+                    path=self._path(new.req_id), tokens=new.prompt_token_ids, blocks=new.block_ids[self._group]
+                )
                 for new in scheduler_output.scheduled_new_reqs
                 if scheduled[new.req_id] == len(new.prompt_token_ids)
             ]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, Objective, TokenBatch, working_dtype
-from forerun.training.chunked_loss import Divergence, Paths, Teacher, VocabularyLoss, chunk_elements, soft_loss
+from forerun.training.chunked_loss import Divergence, DraftPaths, Teacher, VocabularyLoss, chunk_elements, soft_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +101,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def chances(self, states: Tensor, ids: Tensor) -> Tensor:
-        """Return the target's probability of `ids` (..) after `states` (.., Ht), (..,) float32. )
-        after `states` (.., Ht).
-        """
+        """Return the target's probability of `ids` (..) after `states` (.., Ht), as (..,) float32."""
         teacher, flat = self.teacher(states, None), ids.flatten().unsqueeze(1)
         size = max(1, chunk_elements(flat.device) // len(self.lm_head))
         rows = torch.split(torch.arange(len(flat), device=flat.device), size)
@@ -179,7 +177,7 @@ class DecoderObjective(Objective):
         return own
 
     def divergence(
-        self, outputs: Tensor, weight: Tensor, shares: Tensor, states: Tensor, paths: Paths | None = None
+        self, outputs: Tensor, weight: Tensor, shares: Tensor, states: Tensor, paths: DraftPaths | None = None
     ) -> VocabularyLoss:
         """Return the `soft_loss` of `outputs` (R, H) through `weight` (Vd, H), from the target's
         distributions after `states`.
@@ -238,9 +236,7 @@ def unrolled_weights(steps: int, decay: float) -> list[float]:
 
 
 def ahead(values: Tensor, steps: int, fill: float) -> Tensor:
-    """Move (B, S, ..) `steps` to the left; what is missing on the right is `fill`. ) moved `steps`
-    to the left; what is missing on the right is `fill`.
-    """
+    """Move (B, S, ..) `steps` to the left; what is missing on the right is `fill`."""
     moved = torch.full_like(values, fill)
     if steps < values.shape[1]:
         moved[:, : values.shape[1] - steps] = values[:, steps:]
@@ -248,9 +244,7 @@ def ahead(values: Tensor, steps: int, fill: float) -> Tensor:
 
 
 def behind(values: Tensor, steps: int) -> Tensor:
-    """Move (B, S, ..) `steps` to the right; what is missing on the left is 0. ) moved `steps` to
-    the right; what is missing on the left is 0.
-    """
+    """Move (B, S, ..) `steps` to the right; what is missing on the left is 0."""
     kept = values[:, : max(0, values.shape[1] - steps)]
     return torch.cat([torch.zeros_like(values[:, : values.shape[1] - kept.shape[1]]), kept], 1)
 

@@ -96,8 +96,7 @@ class Masked:
         return _pick(values, self.depths, self.entries)
 
     def following(self, values: Tensor) -> Tensor:
-        """Pick (B, N, ..) from (B, S, ..): of the state that the target's distribution of each
-        prediction comes from. ) -> (B, N, ..): of the state that the target's distribution of each
+        """Pick (B, N, ..) from (B, S, ..): the state that the target's distribution of each
         prediction comes from.
         """
         index = (self.entries + self.depths + self.ahead).clamp_max(values.shape[1] - 1)

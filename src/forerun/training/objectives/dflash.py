@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from forerun.drafters.heads.dflash import DFlashHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, TokenBatch
-from forerun.training.chunked_loss import Paths, VocabularyLoss
+from forerun.training.chunked_loss import DraftPaths, VocabularyLoss
 from forerun.training.objectives.base import DecoderObjective, DecoderSettings, chain_metrics, computed, counted, evenly
 from forerun.types import LAST_HIDDEN
 
@@ -52,7 +52,7 @@ class DFlashSettings(DecoderSettings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
+class BlockOutputs:
     """`BlockOutputs` are the blocks of a batch, A in a row."""
 
     anchors: Tensor  # (B, A) int64: index of each root in its row
@@ -80,7 +80,7 @@ class DFlashObjective(DecoderObjective):
         metrics = chain_metrics(blocks.counted.movedim(-1, 0), agrees, overlap)
         return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
 
-    def blocks(self, batch: FeatureBatch) -> Blocks:
+    def blocks(self, batch: FeatureBatch) -> BlockOutputs:
         """Return the head's outputs behind the anchors."""
         tokens, config = batch.batch, self.head.config
         anchors, chosen = self._anchors(tokens)
@@ -108,7 +108,7 @@ class DFlashObjective(DecoderObjective):
         output = computed(run, embeds, again=self.settings.gradient_checkpointing)
         output = output.view(*anchors.shape, size, -1)[:, :, self.head.first : self.head.first + depths]
         each = torch.stack([counted(tokens, depth - 1).gather(1, anchors) for depth in range(depths)], -1)
-        return Blocks(anchors=anchors, counted=each & chosen.unsqueeze(-1), output=output)
+        return BlockOutputs(anchors=anchors, counted=each & chosen.unsqueeze(-1), output=output)
 
     def _anchors(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return indices (B, A) of roots, rising, and which of them are in use.
@@ -139,33 +139,33 @@ class DFlashObjective(DecoderObjective):
             beside = beside & (positions.unsqueeze(2) - positions.unsqueeze(1) < window)
         return torch.cat([before, beside], 2)
 
-    def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+    def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         """Return the loss of all blocks at once, in the order of `weights` (B, A, K)."""
         return self._of_blocks(blocks.output, self.output_head(), weights, blocks, batch.features[LAST_HIDDEN])
 
     def _of_blocks(
-        self, output: Tensor, weight: Tensor, weights: Tensor, blocks: Blocks, last: Tensor
+        self, output: Tensor, weight: Tensor, weights: Tensor, blocks: BlockOutputs, last: Tensor
     ) -> VocabularyLoss:
         """Return the loss of `output` (B, A, K, H) through `weight` (Vd, H) from the target, whose
         states `last` are (B, S, Ht).
         """
         states = self.behind(blocks, last)
-        paths = Paths(weights.shape[-1], self.settings.smoothing) if self.settings.gamma is None else None
+        paths = DraftPaths(weights.shape[-1], self.settings.smoothing) if self.settings.gamma is None else None
         return self.divergence(output.flatten(0, 2), weight, weights.flatten(), states, paths)
 
-    def behind(self, blocks: Blocks, last: Tensor) -> Tensor:
+    def behind(self, blocks: BlockOutputs, last: Tensor) -> Tensor:
         """Return the target's state, (B, A * K, Ht) of `last` (B, S, Ht), from which it predicts
         each depth's token.
         """
         index = self._places_above(blocks, last.shape[1])
         return last.gather(1, index.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
 
-    def above(self, blocks: Blocks, batch: FeatureBatch) -> Tensor:
+    def above(self, blocks: BlockOutputs, batch: FeatureBatch) -> Tensor:
         """Return the token (B * A, K) that came before each depth's: the root above the first."""
         tokens = batch.batch.tokens
         return tokens.gather(1, self._places_above(blocks, tokens.shape[1])).view(blocks.counted.shape).flatten(0, 1)
 
-    def _places_above(self, blocks: Blocks, length: int) -> Tensor:
+    def _places_above(self, blocks: BlockOutputs, length: int) -> Tensor:
         """Return the index (B, A * K) of the token above each depth's in rows of so many tokens."""
         depths = torch.arange(blocks.counted.shape[-1], device=blocks.anchors.device)
         return (blocks.anchors.unsqueeze(-1) + depths).clamp_max(length - 1).flatten(1)

@@ -19,7 +19,7 @@ from forerun.drafters.heads.dflash2 import DFlash2Head
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch
 from forerun.training.chunked_loss import VocabularyLoss, chunk_elements
-from forerun.training.objectives.dflash import Blocks, DFlashObjective, DFlashSettings
+from forerun.training.objectives.dflash import BlockOutputs, DFlashObjective, DFlashSettings
 from forerun.types import LAST_HIDDEN
 
 
@@ -47,13 +47,13 @@ class DFlash2Objective(DFlashObjective):
     head: DFlash2Head
     settings: DFlash2Settings
 
-    def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+    def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         found = super()._loss(blocks, weights, batch)
         losses, agrees, overlap = self._selected(blocks, found.weights, batch)
         loss = found.loss + self.settings.selector_weight * (losses * found.weights).sum()
         return dataclasses.replace(found, loss=loss, agrees=agrees, overlap=overlap)
 
-    def _selected(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _selected(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return, (R,) each, the selector's cross-entropy, whether its likeliest token is the
         target's, and its acceptance.
 

@@ -17,7 +17,7 @@ from forerun.drafters.heads.domino import DominoHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch
 from forerun.training.chunked_loss import VocabularyLoss
-from forerun.training.objectives.dflash import Blocks, DFlashSettings
+from forerun.training.objectives.dflash import BlockOutputs, DFlashSettings
 from forerun.training.objectives.dspark import FollowingObjective
 from forerun.types import LAST_HIDDEN
 
@@ -51,7 +51,7 @@ class DominoObjective(FollowingObjective):
     head: DominoHead
     settings: DominoSettings
 
-    def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+    def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         last = batch.features[LAST_HIDDEN]
         found = self._of_blocks(*self.corrected(blocks, batch), weights, blocks, last)
         share = self.share(batch.done) if self.head.training else 0.0

@@ -20,7 +20,7 @@ from forerun.drafters.heads.dspark import DSparkHead, FollowingHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch
 from forerun.training.chunked_loss import Divergence, VocabularyLoss
-from forerun.training.objectives.dflash import Blocks, DFlashObjective, DFlashSettings
+from forerun.training.objectives.dflash import BlockOutputs, DFlashObjective, DFlashSettings
 from forerun.types import LAST_HIDDEN
 
 
@@ -47,7 +47,7 @@ class FollowingObjective(DFlashObjective):
 
     head: FollowingHead
 
-    def corrected(self, blocks: Blocks, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
+    def corrected(self, blocks: BlockOutputs, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
         """Return outputs (B, A, K, H + r) and weights (Vd, H + r) whose product is the corrected
         logits.
         """
@@ -70,7 +70,7 @@ class DSparkObjective(FollowingObjective):
     head: DSparkHead
     settings: DSparkSettings
 
-    def _loss(self, blocks: Blocks, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+    def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         found = self._of_blocks(*self.corrected(blocks, batch), weights, blocks, batch.features[LAST_HIDDEN])
         said = self.head.confidence(blocks.output.flatten(0, 1), self.above(blocks, batch))
         if said is None:

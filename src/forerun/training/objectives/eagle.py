@@ -19,7 +19,7 @@ from torch.nn.functional import smooth_l1_loss
 
 from forerun.errors import ArgumentError
 from forerun.training.chunked_loss import VocabularyLoss
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, Unrolled
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, UnrolledStep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class EagleObjective(Eagle3Objective):
     Settings: ClassVar[type[EagleSettings]] = EagleSettings
     settings: EagleSettings
 
-    def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
+    def _loss(self, steps: Sequence[UnrolledStep], weights: Tensor, last: Tensor) -> VocabularyLoss:
         found = super()._loss(steps, weights, last)
         loss = self.settings.token_weight * found.loss
         for step, weight in zip(steps, found.weights, strict=True):

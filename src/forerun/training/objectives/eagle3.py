@@ -1,9 +1,10 @@
 """EAGLE-3's objective is the training-time test (arXiv 2503.01840): the head is unrolled on its own
-features for T steps. The head is unrolled on its own features for T steps.
+features for T steps.
 
-At step t, index i reads the embedding of token i + 1 + t and its own feature of step t - 1 (at t = 0 the target's),
-stands at position i + t, and predicts token i + 2 + t: its distribution is pulled towards the target's after token
-i + 1 + t. Only predictions of counted tokens of the same document enter.
+At step t, index i reads the embedding of token i + 1 + t and its own feature of step t - 1 (at t =
+0 the target's), stands at position i + t, and predicts token i + 2 + t: its distribution is pulled
+towards the target's after token i + 1 + t. Only predictions of counted tokens of the same document
+enter.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Eagle3Settings(DecoderSettings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unrolled:
+class UnrolledStep:
     """An `UnrolledStep` is one step of the unrolled head."""
 
     step: int
@@ -88,7 +89,7 @@ class Eagle3Objective(DecoderObjective):
         metrics = chain_metrics(counts, found.agrees, found.overlap)
         return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
 
-    def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
+    def unroll(self, batch: FeatureBatch) -> Iterator[UnrolledStep]:
         """Yield the head's outputs, step by step."""
         tokens, past = batch.batch, list[tuple[Tensor, ...]]()
         features = self.fused(batch)
@@ -103,7 +104,7 @@ class Eagle3Objective(DecoderObjective):
             ids = ahead(tokens.tokens, step + 1, 0)
             features, output, *own = self._advance(ids, features, tokens.positions + step, blocks, past)
             past.append(tuple(own))
-            yield Unrolled(step=step, output=output, counted=counted(tokens, step))
+            yield UnrolledStep(step=step, output=output, counted=counted(tokens, step))
 
     def _advance(
         self,
@@ -114,7 +115,7 @@ class Eagle3Objective(DecoderObjective):
         past: list[tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
         """Return (feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one
-        step; `blocks` are by window. ) of one step; `blocks` by window.
+        step; `blocks` are by window.
         """
 
         def run(features: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
@@ -137,7 +138,7 @@ class Eagle3Objective(DecoderObjective):
         found: tuple[Tensor, ...] = computed(run, features, *flat, again=self.settings.gradient_checkpointing)
         return found
 
-    def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
+    def _loss(self, steps: Sequence[UnrolledStep], weights: Tensor, last: Tensor) -> VocabularyLoss:
         """Return the loss of all steps at once, so that the output head has one gradient.
 
         `weights` are (T, B, S), `last` is (B, S, Ht). It is arranged by the predicted token: there
@@ -160,7 +161,7 @@ cache.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class QueryBlock:
     """A `QueryBlock` is queries that are computed together, and what they see of step 0."""
 
     queries: slice
@@ -168,11 +169,11 @@ class Block:
     hidden: Tensor  # (B, queries, keys) bool: pairs that do not see each other
 
 
-Mask = Sequence[Block] | FlexMask
+Mask = Sequence[QueryBlock] | FlexMask
 """An attention mask says which positions see each other in a row of documents."""
 
 
-def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
+def blocks_of(documents: Tensor, reach: int | None = None) -> list[QueryBlock]:
     """Return the blocks of `documents` (B, S), int64, rising from left to right within a row, -1
     for padding at its end.
 
@@ -191,7 +192,7 @@ def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
         queries, keys = slice(first, last), slice(lowest, last)
         distance = index[queries, None] - index[keys]
         foreign = documents[:, None, keys] != documents[:, queries, None]
-        blocks.append(Block(queries=queries, keys=keys, hidden=foreign | (distance < 0) | (distance >= reach)))
+        blocks.append(QueryBlock(queries=queries, keys=keys, hidden=foreign | (distance < 0) | (distance >= reach)))
     return blocks
 
 
@@ -222,7 +223,7 @@ class _TttAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, blocks: Sequence[Block], query: Tensor, key: Tensor, value: Tensor, *own: Tensor
+        context: Any, blocks: Sequence[QueryBlock], query: Tensor, key: Tensor, value: Tensor, *own: Tensor
     ) -> Tensor:
         grouped = _grouped(query, key) * query.shape[-1] ** -0.5
         lines = _lines(grouped, own[::2])
@@ -263,7 +264,7 @@ class _TttAttention(torch.autograd.Function):
         return None, query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *own_grad
 
 
-def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: QueryBlock) -> tuple[Tensor, Tensor]:
     """Return a block's probabilities, float32: (B, groups, R, n, m) over step 0, (.., t) over the
     queries' own line.
     """

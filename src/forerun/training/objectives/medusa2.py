@@ -66,7 +66,7 @@ class Medusa2Objective(Objective):
 
     def __init__(self, module: TargetAndHead, target: FrozenTarget, settings: Medusa2Settings | None = None) -> None:
         """Take `module`, which is trained, and `target`, the model in it as it was; errors as in
-        `DraftStates`. Errors as `DraftStates`.
+        `DraftStates`.
         """
         self.module, self.target, self.settings = module, target, settings or Medusa2Settings()
         self.reader = DraftStates(module.model, gradient_checkpointing=self.settings.gradient_checkpointing)
