@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from forerun.caching import cache_root
 from forerun.demo import edits, prompts, resolve
 from forerun.demo.scale import ScaledModel
-from forerun.deploy.in_llama_cpp import converted
+from forerun.deploy.in_llama_cpp import convert_to_gguf
 from forerun.deploy.llama_cpp import ForerunDraft
 
 CONTEXT = 2048
@@ -41,7 +41,7 @@ def quantised(billions: float, sources: Path) -> Path:
     file = cache_root() / "gguf" / f"{scaled.name}-q4_0.gguf"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        whole = converted(sources, Path(sys.executable), scaled, file.with_suffix(".f32.gguf"), dtype="float32")
+        whole = convert_to_gguf(sources, Path(sys.executable), scaled, file.with_suffix(".f32.gguf"), dtype="float32")
         options = llama_cpp.llama_model_quantize_default_params()
         options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
         partial = file.with_suffix(".part")

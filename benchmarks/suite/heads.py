@@ -24,7 +24,7 @@ from benchmarks.suite.acceptance import (
 from benchmarks.suite.goals import Goal, at_least
 from benchmarks.suite.speed import Progress
 from forerun import LLM
-from forerun.cli.leaderboard import TrainedDrafter, trained
+from forerun.cli.leaderboard import TrainedDrafter, find_trained
 from forerun.demo import contexts, edits
 
 TEMPERATURES = (0.0, 1.0)
@@ -96,7 +96,7 @@ def measure_heads(
 ) -> HeadBoard:
     """Every head in `folder` on the same prompts, each in an `engine` of its own, for an engine keeps what has drafted.
     ArgumentError: there is no head."""
-    board = HeadBoard(heads=trained(folder), found=Acceptance(head=str(folder)))
+    board = HeadBoard(heads=find_trained(folder), found=Acceptance(head=str(folder)))
     for head in board.heads:
         llm = engine()
         board.found.lines += [measure_way(llm, way, prompts, plan, progress) for way in ways(head)]

@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.suite.goals import at_most
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.batch import FeatureBatch
-from forerun.training.loop.distributed import Parallel, spread
+from forerun.training.loop.distributed import Parallel, wrap_parallel
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import backward, build_optimizers, scale
 from forerun.training.objectives.base import FrozenTarget
@@ -93,7 +93,7 @@ def measure_one(given: Mapping[str, Any]) -> dict[str, float]:
         head, target, Eagle3Settings(steps=given["steps"], gradient_checkpointing=given["checkpointing"])
     )
     parallel = Parallel(device=device)
-    model, batches = spread(objective, parallel), RandomBatches(given, device)
+    model, batches = wrap_parallel(objective, parallel), RandomBatches(given, device)
     settings = TrainSettings(optimizer="adamw")
     optimizers = build_optimizers(head, settings)
 

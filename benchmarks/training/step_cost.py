@@ -26,7 +26,7 @@ from benchmarks.suite.goals import at_least
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.batch import FeatureBatch, LossReport
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.loop.distributed import Parallel, spread
+from forerun.training.loop.distributed import Parallel, wrap_parallel
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import backward, build_optimizers, scale, set_rate
 from forerun.training.objectives.base import FrozenTarget
@@ -80,7 +80,7 @@ class Step:
         source = OnlineFeatures(model, self.head.config.boundaries)
         self.batches = WindowBatches(windows=windows, rows=arguments.rows, source=source, clock=self.clock)
         self.parallel = Parallel(device=model.device)
-        self.model = spread(objective, self.parallel)
+        self.model = wrap_parallel(objective, self.parallel)
         self.optimizers = build_optimizers(self.head, self.settings)
         self.position = 0
 

@@ -31,10 +31,10 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
     """Return what `write_sealed` was given; DataError, with the `remedy`, if it is no JSON object
     or has changed.
     """
-    return _unsealed(path, read_object(path, remedy), remedy)
+    return _unseal(path, read_object(path, remedy), remedy)
 
 
-def digest_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return the sha256 of a file, which is read whole."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -55,7 +55,7 @@ def read_object(path: Path, remedy: str, kind: type[ForerunError] = DataError) -
     return found
 
 
-def _unsealed(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
+def _unseal(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
     if found.pop(SEAL, None) != _hash(found):
         raise DataError(f"{path} has changed since it was written: its checksum does not fit; {remedy}")
     return found
@@ -90,7 +90,7 @@ class ManifestKind:
             why = "an older forerun wrote it, without what this one checks" if older else "another forerun wrote it"
             differs = f"has format version {version!r}, this forerun reads {self.version}"
             raise DataError(f"{path} {differs}: {why}; {self.remedy}")
-        entries = _unsealed(path, found, self.remedy)
+        entries = _unseal(path, found, self.remedy)
         del entries["format"], entries["version"]
         return entries
 

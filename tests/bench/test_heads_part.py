@@ -20,7 +20,7 @@ from benchmarks.suite.heads import HeadBoard, forms, head_goals, measure_heads
 from benchmarks.suite.suite import as_json
 from forerun import LLM
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, write_head
-from forerun.cli.leaderboard import TrainedDrafter, trained
+from forerun.cli.leaderboard import TrainedDrafter, find_trained
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError
 from trained import checkpoint_of
@@ -78,7 +78,7 @@ def test_the_board_is_shown_and_written(board: HeadBoard) -> None:
 def test_a_folder_without_heads_is_refused(tmp_path: Path) -> None:
     for empty in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ArgumentError, match="holds no folder with a trained head or draft model"):
-            trained(empty)
+            find_trained(empty)
 
 
 def judged(kinds: list[str], lengths: dict[tuple[str, str], int]) -> dict[str, Any]:

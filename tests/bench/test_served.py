@@ -15,10 +15,10 @@ import pytest
 
 from bench.scripted import Script, said, scripted
 from forerun.bench.client import BenchAnswer, RequestOptions, Server
-from forerun.bench.counters import SpeculationCounts, between, parse, together, told
+from forerun.bench.counters import SpeculationCounts, diff_counts, parse, read_counts, sum_counts
 from forerun.bench.load import BenchLoad, LoadResult, measure
-from forerun.bench.summary import objectives, summarise, worse
-from forerun.bench.workloads import Task, drawn, read_workload
+from forerun.bench.summary import find_worse, parse_objectives, summarise
+from forerun.bench.workloads import Task, draw_tasks, read_workload
 from forerun.cli import main
 from forerun.errors import ArgumentError, DataError
 
@@ -71,7 +71,7 @@ class TestSummary:
         assert summarise(measured, {"ttft": 200.0, "tpot": 150.0})["request_goodput"] == 0.5
         assert summarise(measured, {"e2el": 1e4})["request_goodput"] == 1.5
         with pytest.raises(ArgumentError) as refused:
-            objectives(["itl:5"])
+            parse_objectives(["itl:5"])
         assert "Did you mean" not in str(refused.value), "gaps between chunks are no objective"
 
     def test_a_category_has_figures_of_its_own(self) -> None:
@@ -85,12 +85,12 @@ class TestSummary:
     def test_only_what_is_worse_by_more_than_the_tolerance_is_said(self) -> None:
         old = {"load": "1 user", "output_throughput": 100.0, "median_tpot_ms": 10.0, "median_ttft_ms": 50.0}
         new = {**old, "output_throughput": 94.0, "median_tpot_ms": 10.4, "median_ttft_ms": 20.0}
-        (said_,) = worse({"loads": [new]}, {"loads": [old]}, 0.05)
+        (said_,) = find_worse({"loads": [new]}, {"loads": [old]}, 0.05)
         assert "output_throughput 100 -> 94 (-6.0%)" in said_
-        assert worse({"loads": [new]}, {"loads": [old]}, 0.07) == []
-        assert worse({"loads": [old]}, {"loads": [{**old, "output_throughput": 0.0}]}, 0.05) == []
+        assert find_worse({"loads": [new]}, {"loads": [old]}, 0.07) == []
+        assert find_worse({"loads": [old]}, {"loads": [{**old, "output_throughput": 0.0}]}, 0.05) == []
         with pytest.raises(ArgumentError, match=r"1 user.*2 users"):
-            worse({"loads": [{**new, "load": "2 users"}]}, {"loads": [old]}, 0.05)
+            find_worse({"loads": [{**new, "load": "2 users"}]}, {"loads": [old]}, 0.05)
 
     @pytest.mark.parametrize(
         ("was", "now", "words"),
@@ -107,7 +107,7 @@ class TestSummary:
     )
     def test_what_fell_to_nothing_is_worse(self, was: dict[str, Any], now: dict[str, Any], words: str) -> None:
         loads = [{"loads": [{"load": "1 user", **figures}]} for figures in (now, was)]
-        assert worse(*loads, 0.05) == ([f"1 user: {words}"] if words else [])
+        assert find_worse(*loads, 0.05) == ([f"1 user: {words}"] if words else [])
 
 
 VLLM_PAGE = """\
@@ -136,17 +136,17 @@ sglang:spec_accept_length 9.9
 class TestCounters:
     def test_vllm(self) -> None:
         before, after = parse(VLLM_PAGE.format(5, 10, 4, 3, 1)), parse(VLLM_PAGE.format(15, 30, 16, 11, 5))
-        found = between(before, after)
+        found = diff_counts(before, after)
         assert found is not None
         assert (found.drafts, found.draft_tokens, found.accepted_tokens) == (10, 20, 12)
         assert (found.acceptance_length, found.acceptance_rate) == (2.2, 0.6)
         assert found.record()["spec_decode_per_position_acceptance_rates"] == [0.8, 0.4]
         assert found.record()["spec_decode_acceptance_rate"] == 60.0, "in percent, as vLLM has it"
-        assert between({}, after) is not None, "a counter that was not there before began at 0"
+        assert diff_counts({}, after) is not None, "a counter that was not there before began at 0"
 
     def test_sglang_counts_each_requests_first_token_and_we_do_not(self) -> None:
         """Four requests of 25 tokens in 40 passes: 24 of each are from passes, so 96 / 40, not 100 / 40."""
-        found = between(parse(SGLANG_PAGE.format(0, 0, 0)), parse(SGLANG_PAGE.format(40, 100, 4)))
+        found = diff_counts(parse(SGLANG_PAGE.format(0, 0, 0)), parse(SGLANG_PAGE.format(40, 100, 4)))
         assert found is not None
         assert found.acceptance_length == pytest.approx(96 / 40)
         assert found.acceptance_rate is None and "first token" in found.source
@@ -155,29 +155,29 @@ class TestCounters:
         pages = [
             VLLM_PAGE.replace("vllm:", "llamacpp:").format(*counts) for counts in ((5, 10, 4, 3, 1), (9, 18, 9, 6, 3))
         ]
-        found = between(*map(parse, pages))
+        found = diff_counts(*map(parse, pages))
         assert found is not None and found.source == "the server's llamacpp:spec_decode counters"
         assert (found.drafts, found.draft_tokens, found.accepted_tokens) == (4, 8, 5)
         assert found.accepted_per_position == (3, 2)
 
     def test_llama_cpp_tells_in_the_answer(self) -> None:
         """21 tokens, 12 of them accepted drafts: the first is the prompt's, so 8 passes wrote 20."""
-        found = told({"timings": {"predicted_n": 21, "draft_n": 16, "draft_n_accepted": 12}}, 21)
+        found = read_counts({"timings": {"predicted_n": 21, "draft_n": 16, "draft_n_accepted": 12}}, 21)
         assert found is not None
         assert (found.drafts, found.acceptance_length, found.acceptance_rate) == (8, 2.5, 0.75)
-        assert told({"timings": {"predicted_n": 21}}, 21) is None, "no draft, nothing to tell"
+        assert read_counts({"timings": {"predicted_n": 21}}, 21) is None, "no draft, nothing to tell"
 
     def test_vllms_and_our_answers_tell_too_and_add_up(self) -> None:
         counts = {"num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
-        one = told({"metrics": {"speculative_decoding": {**counts, "acceptance_histogram": [1, 1, 2]}}}, 9)
+        one = read_counts({"metrics": {"speculative_decoding": {**counts, "acceptance_histogram": [1, 1, 2]}}}, 9)
         assert one is not None and one.accepted_per_position == (3, 2)
-        both = together([one, None, one])
+        both = sum_counts([one, None, one])
         assert both is not None
         assert (both.drafts, both.accepted_tokens, both.accepted_per_position) == (8, 10, (6, 4))
-        assert together([None]) is None
+        assert sum_counts([None]) is None
 
     def test_a_server_without_speculation_tells_nothing(self) -> None:
-        assert between(parse("# TYPE up gauge\nup 1\n"), parse("# TYPE up gauge\nup 1\n")) is None
+        assert diff_counts(parse("# TYPE up gauge\nup 1\n"), parse("# TYPE up gauge\nup 1\n")) is None
         with pytest.raises(ValueError):
             parse("<html>not found</html>")
 
@@ -323,16 +323,16 @@ class TestWorkloads:
     def test_each_load_asks_what_was_not_asked_before(self) -> None:
         """Neither by the warm-up nor by another load, and the same when loads are added later."""
         tasks = read_workload(["demo"])
-        asked = drawn(tasks, loads=3, warmup=2, count=14, seed=1)
+        asked = draw_tasks(tasks, loads=3, warmup=2, count=14, seed=1)
         ids = [task.id for part in (asked.warmup, *asked.loads) for task in part]
         assert asked.apart and len(ids) == len(set(ids)) == 2 + 3 * 14 == len(tasks)
-        assert drawn(tasks, loads=1, warmup=2, count=14, seed=1).loads == [asked.loads[0]]
-        assert drawn(tasks, loads=3, warmup=2, count=14, seed=2).loads != asked.loads
+        assert draw_tasks(tasks, loads=1, warmup=2, count=14, seed=1).loads == [asked.loads[0]]
+        assert draw_tasks(tasks, loads=3, warmup=2, count=14, seed=2).loads != asked.loads
 
     @pytest.mark.parametrize(("warmup", "left"), [(0, 44), (2, 42), (22, 22), (23, 44)])
     def test_one_load_asks_all_that_the_warm_up_does_not(self, warmup: int, left: int) -> None:
         tasks = read_workload(["demo"])
-        asked = drawn(tasks, loads=1, warmup=warmup)
+        asked = draw_tasks(tasks, loads=1, warmup=warmup)
         (load,) = asked.loads
         assert (len(asked.warmup), len(load)) == (warmup, left)
         assert asked.apart == (warmup < 23) == all(task not in load for task in asked.warmup)
@@ -340,7 +340,7 @@ class TestWorkloads:
     def test_where_there_are_too_few_all_loads_ask_the_same(self) -> None:
         tasks = read_workload(["demo"])
         for count in (15, 43, 44, None):
-            asked = drawn(tasks, loads=3, warmup=2, count=count)
+            asked = draw_tasks(tasks, loads=3, warmup=2, count=count)
             assert not asked.apart and asked.loads[0] == asked.loads[1] == asked.loads[2]
             assert len(asked.warmup) == 2 and len(asked.loads[0]) == (count or len(tasks))
             assert sum(task in asked.loads[0] for task in asked.warmup) == 2 - min(2, len(tasks) - len(asked.loads[0]))

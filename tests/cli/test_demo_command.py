@@ -171,17 +171,17 @@ def test_an_edit_is_asked_for_and_looked_at(
 def test_what_an_edit_changed_is_marked_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
     before = "def f(old):\n    x = old + 1\n    return x\n"
     after = "def f(new):\n    x = new + 1\n    return x\n    # done here"
-    shown = demo.changes(before, after)
+    shown = demo.mark_changes(before, after)
     lines = ["- def f(old):", "+ def f(new):", "-     x = old + 1", "+     x = new + 1", "+     # done here"]
     assert shown.plain.splitlines() == lines
     marked = [shown.plain[span.start : span.end] for span in shown.spans if "reverse" in str(span.style)]
     assert marked == ["old", "new", "old", "new"], "a line that is new stands for itself"
-    assert demo.changes(before, before).plain == "nothing\n"
-    assert all("bold" in str(span.style) for span in demo.changes(before, after, plain=True).spans)
+    assert demo.mark_changes(before, before).plain == "nothing\n"
+    assert all("bold" in str(span.style) for span in demo.mark_changes(before, after, plain=True).spans)
     demo._print_changes("", "\n".join(map(str, range(30))))
     printed = capsys.readouterr().out.splitlines()
     assert printed[:2] == ["- ", "+ 0"] and printed[-1] == "... and 7 lines more"
-    fewer = demo.changes("a = 1\nb = [2]\n", "a = [1, 2]").plain
+    fewer = demo.mark_changes("a = 1\nb = [2]\n", "a = [1, 2]").plain
     assert fewer.splitlines() == ["- a = 1", "- b = [2]", "+ a = [1, 2]"]
 
 

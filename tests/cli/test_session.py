@@ -26,7 +26,7 @@ def rendered(*, terminal: bool, no_color: bool = False) -> str:
         color_system="truecolor" if terminal else None,
         soft_wrap=True,
     )
-    screen.print(session.coloured(TOKENS, screen), end="")
+    screen.print(session.colour_tokens(TOKENS, screen), end="")
     return screen.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 

@@ -22,7 +22,7 @@ from forerun.cli.leaderboard import DEPTH
 from forerun.demo import resolve
 from forerun.drafters.heads.kinds import KINDS
 from forerun.training.recipe import read_recipe
-from forerun.training.shrink import spaced
+from forerun.training.shrink import space_evenly
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -288,7 +288,7 @@ def test_the_leader_board_has_every_kind_of_head(recipe: Path) -> None:
             config = kind.head.Config.for_target(name, model, asked.draft.vocab_size, asked.draft.options)
             assert config.max_depth is None or config.max_depth >= DEPTH, f"{name} drafts no chain of {DEPTH} tokens"
         else:
-            assert len(spaced(asked.draft.options["layers"], model.config.num_hidden_layers)) > 1
+            assert len(space_evenly(asked.draft.options["layers"], model.config.num_hidden_layers)) > 1
             assert asked.objective.depths >= DEPTH
 
 

@@ -26,9 +26,9 @@ from forerun.checkpoints import write_head
 from forerun.checkpoints.base import HeadCheckpoint
 from forerun.checkpoints.engines import Launch, engines_for
 from forerun.demo import resolve
-from forerun.deploy.launch import ENGINES, DeployRequest, engine_named
+from forerun.deploy.launch import ENGINES, DeployRequest, find_engine
 from forerun.deploy.schedule import Forecast
-from forerun.deploy.sequences import Sequences, options
+from forerun.deploy.sequences import Sequences, read_options
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import DraftCost
 from forerun.errors import ArgumentError
@@ -273,7 +273,7 @@ def test_what_only_copies_and_vllm_has_not_goes_there_as_a_plug_in(
         "a dotted path, as vLLM takes it"
     )
     monkeypatch.setenv("FORERUN_VLLM_CONFIG", command["environment"]["FORERUN_VLLM_CONFIG"])
-    given = options("FORERUN_VLLM_CONFIG")
+    given = read_options("FORERUN_VLLM_CONFIG")
     assert given["method"] == "merge" and given["schedule"][0][0] == 1 and given["schedule"][-1][1] == 256
     said = forerun("deploy", "vllm", "m", *MERGED)
     assert "pip install forerun" in said.err and "drafts with" not in said.err
@@ -302,7 +302,7 @@ def test_auto_chooses_among_what_copies_inside_vllm(forerun: Run, monkeypatch: p
         (command,) = json.loads(ran.out)["commands"]
         assert command["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
         monkeypatch.setenv("FORERUN_VLLM_CONFIG", command["environment"]["FORERUN_VLLM_CONFIG"])
-        given = options("FORERUN_VLLM_CONFIG")
+        given = read_options("FORERUN_VLLM_CONFIG")
         assert given["method"] == "auto" and bool(given.get("drafters")) == bool(more)
         made = Sequences({"num_speculative_tokens": 8, **given}, vocab_size=50, rows=2, slots=100, nodes=8)
         assert {one.method for one in made.drafters} == {"suffix", "prediction"}
@@ -349,7 +349,7 @@ def test_what_only_copies_and_sglang_has_not_goes_there_as_a_plug_in(
         assert words[words.index("--speculative-num-draft-tokens") + 1] == count
         assert ("--speculative-eagle-topk" in words) == chain, given
         monkeypatch.setenv("FORERUN_SGLANG_CONFIG", command["environment"]["FORERUN_SGLANG_CONFIG"])
-        assert options("FORERUN_SGLANG_CONFIG")["method"] == given[0]
+        assert read_options("FORERUN_SGLANG_CONFIG")["method"] == given[0]
     several = forerun(
         "deploy", "sglang", "m", "--drafter", "suffix", "--nodes", "2", "--tp", "2", "--head-address", "h"
     )
@@ -625,7 +625,7 @@ def test_what_becomes_of_sampled_requests_is_said(
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_way_of_every_engine(name: str) -> None:
     """Each method that an engine claims gives a command, and every method that forerun has is taken or refused."""
-    engine = engine_named(name)
+    engine = find_engine(name)
     for method, way in engine.ways.items():
         for version in way.versions or engine.versions:
             if name == "dynamo" and way.versions and version not in engine.versions:

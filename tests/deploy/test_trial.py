@@ -67,15 +67,15 @@ def mirrored(monkeypatch: pytest.MonkeyPatch, change: Change | None) -> EngineTr
     """The shipped head, in that engine."""
     from forerun.demo import prompts
 
-    ours, own = list[TrialAnswer](), trial.answers
+    ours, own = list[TrialAnswer](), trial.answer_prompts
 
     def answers(*arguments: Any) -> list[TrialAnswer]:
         ours[:] = own(*arguments)
         return list(ours)
 
-    monkeypatch.setattr(trial, "answers", answers)
+    monkeypatch.setattr(trial, "answer_prompts", answers)
     engine = Mirror(ours, change)
-    found = trial.tried(engine, prompts=[one.text[:600] for one in prompts()[:4]], tokens=24, dtype="float32")
+    found = trial.run_trial(engine, prompts=[one.text[:600] for one in prompts()[:4]], tokens=24, dtype="float32")
     (asked,) = engine.asked
     assert len(asked.prompts) == 4 and (asked.tokens, asked.dtype) == (24, "float32")
     assert asked.room == max(map(len, asked.prompts)) + 24 + K + 1
@@ -311,7 +311,7 @@ def test_a_head_is_tried_with_as_many_tokens_as_it_drafts(
         asked.append(engine)
         return EngineTrial(engine="vLLM", version="0.32.0", refused="ValueError: not here")
 
-    monkeypatch.setattr(trial, "tried", tried)
+    monkeypatch.setattr(trial, "run_trial", tried)
     monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
     assert main(["doctor", str(folder), "--target", "demo", "--run", *words]) == 1, capsys.readouterr().err
     (engine,) = asked
@@ -332,7 +332,7 @@ def test_what_the_doctor_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert main(asked) == 2 and "has no vLLM" in capsys.readouterr().err
     assert main([*asked, "--engine", "llama.cpp"]) == 2 and "--llama-cpp DIR" in capsys.readouterr().err
     made = mirrored(monkeypatch, lambda one: replace(one, accepted=[0] * len(one.accepted)))
-    monkeypatch.setattr(trial, "tried", lambda *_, **__: made)
+    monkeypatch.setattr(trial, "run_trial", lambda *_, **__: made)
     monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
     assert main(asked) == 1
     shown = capsys.readouterr()
@@ -340,7 +340,7 @@ def test_what_the_doctor_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert main([*asked, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["run"]["worse"] == [one.index for one in made.worse]
     refused = replace(made, refused="ValueError: no", positions=(), notes=("an odd tokenizer",))
-    monkeypatch.setattr(trial, "tried", lambda *_, **__: refused)
+    monkeypatch.setattr(trial, "run_trial", lambda *_, **__: refused)
     assert main(asked) == 1
     said = capsys.readouterr().err
     assert "does not draft with it: ValueError: no" in said and "an odd tokenizer" in said

@@ -20,7 +20,7 @@ from forerun.drafters.lookup.datastore import ITEM, SEPARATOR, SORTED_TOKENS, Da
 from forerun.drafters.lookup.rest import merge
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
-from forerun.training.data.datastore import build, sorted_places, suffix_order, write
+from forerun.training.data.datastore import build, sort_places, suffix_order, write
 from forerun.training.data.records import BadRecords
 
 IDENTITY = TokenizerIdentity(name="tiny", vocab_size=9, vocabulary="abc", template="")
@@ -34,7 +34,7 @@ def in_memory(documents: Sequence[Sequence[int]]) -> Datastore:
     for document in documents:
         text += [*document, SEPARATOR]
     array = np.array(text, dtype=ITEM)
-    return Datastore(folder=Path(), manifest=None, tokens=array, places=sorted_places(array))  # type: ignore[arg-type]
+    return Datastore(folder=Path(), manifest=None, tokens=array, places=sort_places(array))  # type: ignore[arg-type]
 
 
 def searched(documents: Sequence[Sequence[int]], text: Sequence[int], low: int, high: int) -> tuple[int, Counter[Any]]:

@@ -12,7 +12,7 @@ from forerun.errors import ArgumentError, DataError
 from forerun.plan import planner, theory
 from forerun.plan.assumptions import DEVICES, FreeVerification, Roofline, Size
 from forerun.plan.measured import read_prompts
-from forerun.plan.planner import PlanLoad, judge, plan, plan_tree
+from forerun.plan.planner import PlanLoad, decide, plan, plan_tree
 
 MEASURED = CostModel(
     nodes=(1, 2, 4, 8, 16), rows=(1,), contexts=(0,), pass_times_ms=(((20.0, 21.0, 22.0, 30.0, 60.0),),), stairs=True
@@ -95,30 +95,30 @@ def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
 class TestVerdict:
     def test_worth_it(self) -> None:
         at = load(0.8)
-        found = judge(plan(at), at, drafter="ngram", text=None)
+        found = decide(plan(at), at, drafter="ngram", text=None)
         assert found.worth_it and found.method == "ngram" and found.words.startswith("worth it: ")
 
     def test_a_small_gain_is_called_one(self) -> None:
         at = load(0.3, level=1.0)
         best = plan(at).best.speedup
         assert planner.A_LITTLE <= best < planner.WORTH_IT
-        assert "measure before" in judge(plan(at), at, drafter=None, text=None).words
+        assert "measure before" in decide(plan(at), at, drafter=None, text=None).words
 
     def test_dear_drafts_are_not_worth_it_and_the_reason_is_said(self) -> None:
         at = load(0.3, level=15.0)
-        found = judge(plan(at), at, drafter="draft_model", text=None)
+        found = decide(plan(at), at, drafter="draft_model", text=None)
         assert not found.worth_it and found.method is None and "drafting a token costs" in found.notes[0]
 
     def test_a_full_device_is_named_as_the_reason(self) -> None:
         full = CostModel(nodes=(1, 2, 4), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 20.0, 40.0),),))
         at = load(0.7, cost=full)
-        assert "fills the device" in judge(plan(at), at, drafter=None, text=None).notes[0]
+        assert "fills the device" in decide(plan(at), at, drafter=None, text=None).notes[0]
 
     def test_published_figures_choose_between_methods(self) -> None:
         at = load(0.8)
-        found = judge(plan(at), at, drafter=None, text="summary")
+        found = decide(plan(at), at, drafter=None, text="summary")
         assert found.method == "ngram" and "2.66" in found.notes[0]
-        assert judge(plan(at), at, drafter=None, text="qa").method in ("eagle", "recycling")
+        assert decide(plan(at), at, drafter=None, text="qa").method in ("eagle", "recycling")
 
 
 class TestPrompts:

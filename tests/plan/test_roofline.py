@@ -14,10 +14,10 @@ from forerun.plan.assumptions import (
     KeyValues,
     Roofline,
     Size,
-    assumed_alpha,
-    device_named,
-    dtype_named,
-    text_named,
+    assume_alpha,
+    find_device,
+    find_text,
+    parse_dtype,
 )
 from forerun.plan.theory import expected_tokens_per_pass
 
@@ -125,16 +125,16 @@ def test_impossible_sizes_are_refused(wrong: object) -> None:
 
 def test_names_of_devices() -> None:
     for name in ("H100", "h100-sxm", "NVIDIA H100 SXM5", "a100-80gb", "RTX 4090", "mi300x", "AMD Instinct MI300X"):
-        assert device_named(name).name
+        assert find_device(name).name
     for name, near in (("h10", "h100"), ("l40x", "l40s"), ("rtx3091", "3090")):
         with pytest.raises(ArgumentError, match=f"Did you mean '{near}'"):
-            device_named(name)
+            find_device(name)
 
 
 def test_names_of_dtypes() -> None:
-    assert [dtype_named(name) for name in ("bf16", "auto", "FP8", "int4")] == ["bfloat16", "bfloat16", "fp8", "int4"]
+    assert [parse_dtype(name) for name in ("bf16", "auto", "FP8", "int4")] == ["bfloat16", "bfloat16", "fp8", "int4"]
     with pytest.raises(ArgumentError, match="unknown dtype 'bf61'"):
-        dtype_named("bf61")
+        parse_dtype("bf61")
 
 
 def test_free_verification_is_free() -> None:
@@ -144,21 +144,21 @@ def test_free_verification_is_free() -> None:
 class TestAssumptions:
     def test_the_published_length_comes_out_again(self) -> None:
         for name, kind in TEXTS.items():
-            alpha, notes = assumed_alpha(name, 0.0)
+            alpha, notes = assume_alpha(name, 0.0)
             assert expected_tokens_per_pass(alpha, kind.k) == pytest.approx(kind.tokens) and kind.source in notes[0]
 
     def test_creative_and_translated_text_accept_less_than_code_and_chat(self) -> None:
-        alphas = {name: assumed_alpha(name, 0.0)[0] for name in TEXTS}
+        alphas = {name: assume_alpha(name, 0.0)[0] for name in TEXTS}
         assert alphas["creative"] < alphas["code"] and alphas["translation"] < alphas["rag"] < alphas["chat"]
 
     def test_temperature_lowers_acceptance_and_says_so(self) -> None:
-        cold, warm, hot = (assumed_alpha("chat", t)[0] for t in (0.0, 0.5, 1.0))
-        assert cold > warm > hot == assumed_alpha("chat", 1.5)[0]
+        cold, warm, hot = (assume_alpha("chat", t)[0] for t in (0.0, 0.5, 1.0))
+        assert cold > warm > hot == assume_alpha("chat", 1.5)[0]
         assert expected_tokens_per_pass(hot, 3) == pytest.approx(2.60 * HOT)
-        assert len(assumed_alpha("chat", 0.0)[1]) == 1 and "temperature 0.5" in assumed_alpha("chat", 0.5)[1][1]
+        assert len(assume_alpha("chat", 0.0)[1]) == 1 and "temperature 0.5" in assume_alpha("chat", 0.5)[1][1]
 
     def test_what_there_are_no_figures_for(self) -> None:
         with pytest.raises(ArgumentError, match="Did you mean 'summary'"):
-            text_named("summaries")
+            find_text("summaries")
         with pytest.raises(ArgumentError):
-            assumed_alpha("chat", -1.0)
+            assume_alpha("chat", -1.0)

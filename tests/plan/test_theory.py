@@ -112,8 +112,8 @@ def test_acceptance_by_position() -> None:
     survival = theory.survival_of(rates)
     assert survival == pytest.approx([0.9, 0.45, 0.36])
     assert theory.conditional_of(survival) == pytest.approx(rates)
-    assert theory.stretched(survival, 5) == pytest.approx([0.9, 0.45, 0.36, 0.288, 0.2304])
-    assert theory.stretched(survival, 2) == survival[:2] and theory.stretched([], 2) == [0.0, 0.0]
+    assert theory.stretch(survival, 5) == pytest.approx([0.9, 0.45, 0.36, 0.288, 0.2304])
+    assert theory.stretch(survival, 2) == survival[:2] and theory.stretch([], 2) == [0.0, 0.0]
     chance = random.Random(0)
     total = 0
     for _ in range(40_000):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.bench.counters import between, parse, told
+from forerun.bench.counters import diff_counts, parse, read_counts
 from forerun.cli import main
 from forerun.engine import core
 from forerun.types import Source, SpeculationStats
@@ -77,14 +77,14 @@ def test_answer_log_metrics_and_bench_say_what_was_counted(
     assert counts["num_passes"] == true and counts["tokens_per_pass"] == tokens / true
     assert kept.of(f"figures-{drafting}")["tokens_per_pass"] == pytest.approx(tokens / true, abs=1e-5)
     assert (counts["num_spec_steps"] > 0) == drafting and (tokens > true) == drafting
-    for figures in (between(before, parse(live.get("/metrics").text)), told(answer, tokens)):
+    for figures in (diff_counts(before, parse(live.get("/metrics").text)), read_counts(answer, tokens)):
         assert figures is not None and figures.tokens_per_pass == tokens / true
 
 
 def test_other_engines_passes_are_inferred() -> None:
     """vLLM counts no passes: each gave one token of its own and what it accepted."""
     counts = {"num_spec_steps": 5, "num_draft_tokens": 15, "num_accepted_draft_tokens": 7}
-    figures = told({"metrics": {"speculative_decoding": counts}}, 48)
+    figures = read_counts({"metrics": {"speculative_decoding": counts}}, 48)
     assert figures is not None and figures.tokens_per_pass == 48 / 41 and figures.acceptance_length == 1 + 7 / 5
 
 

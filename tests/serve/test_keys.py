@@ -16,7 +16,7 @@ import pytest
 
 from forerun.errors import ArgumentError
 from forerun.serve import guards
-from forerun.serve.guards import client_of
+from forerun.serve.guards import identify_client
 from forerun.serve.settings import ServeSettings
 from selection import one_in, slow
 from serve.attacks import (
@@ -93,7 +93,7 @@ class TestDomains:
 
     def test_a_salt_narrows_it_and_leads_into_no_other(self, checkpoint: Path) -> None:
         with serving(checkpoint, **OPEN) as live:
-            salts = [guards._hashed("key", VICTIM), "a", "a", "b"]
+            salts = [guards._hash("key", VICTIM), "a", "a", "b"]
             found = [self.cached(live, VICTIM), *(self.cached(live, ATTACKER, cache_salt=salt) for salt in salts)]
             assert found == [0, 0, 0, 32, 0]
             assert self.cached(live, VICTIM, cache_salt="a") == 0
@@ -165,7 +165,7 @@ class TestWhatIsTold:
         with serving(checkpoint, **OPEN, log_prompts=True, log_clients=True) as live:
             live.post("/v1/completions", ASK, headers=keyed(VICTIM))
             text = live.get("/metrics").text + caplog.text
-            name = guards._hashed("key", VICTIM)
+            name = guards._hash("key", VICTIM)
         assert VICTIM not in text and name not in text
 
 
@@ -199,7 +199,7 @@ class TestTurns:
     def test_without_keys_an_address_is_a_client(self) -> None:
         settings = ServeSettings(model_names=("tiny",))
         asked = [{"client": (host, 1), "headers": []} for host in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
-        one, same, other = (client_of(scope, settings) for scope in asked)
+        one, same, other = (identify_client(scope, settings) for scope in asked)
         assert one is not None and same is not None and other is not None
         assert one.name == same.name != other.name and len({one.domain, same.domain, other.domain}) == 3
 
@@ -218,14 +218,14 @@ class TestLearning:
     def test_keys_that_allow_it(self, settings: dict[str, Any], allowed: set[str]) -> None:
         made = ServeSettings(model_names=("tiny",), **settings)
         named = {key: (b"authorization", b"Bearer " + key.encode()) for key in made.api_keys}
-        found = {key: client_of({"headers": [header]}, made) for key, header in named.items()}
+        found = {key: identify_client({"headers": [header]}, made) for key, header in named.items()}
         assert {key for key, client in found.items() if client is not None and client.adapt} == allowed
         assert made.may_learn == bool(allowed)
 
     @pytest.mark.parametrize("shared", [False, True])
     def test_requests_without_a_key(self, shared: bool) -> None:
         made = ServeSettings(model_names=("tiny",), share_unnamed=shared)
-        client = client_of({"headers": []}, made)
+        client = identify_client({"headers": []}, made)
         assert client is not None and client.adapt == made.may_learn == shared
 
     def test_a_key_that_is_none_of_the_servers_is_refused(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import ArgumentError, CheckpointError, EngineError
-from forerun.serve.protocol.errors import ApiError, presentable
+from forerun.serve.protocol.errors import ApiError, clean_message
 from serve.conftest import Live, serving, with_template
 from serve.test_logs import Kept, kept, named
 
@@ -140,7 +140,7 @@ def test_nor_does_whatever_the_engine_raises(
     ],
 )
 def test_what_is_left_of_a_message(message: str, shown: str) -> None:
-    assert presentable(message) == shown == str(ApiError(400, message))
+    assert clean_message(message) == shown == str(ApiError(400, message))
 
 
 def test_a_failure_of_many_is_written_once(checkpoint: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from forerun.engine.grammar import GrammarCompiler
 from forerun.errors import ArgumentError
 from forerun.serve.chat_format import ChatFormat
 from forerun.serve.protocol.requests import ChatRequest
-from forerun.serve.reasoning import Marks, begins_inside, marks_of, read_reasoning
+from forerun.serve.reasoning import Marks, begins_inside, find_marks, read_reasoning
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, PieceReader, Steps
 from forerun.types import StructuredOutputs
 from serve.conftest import NAME, Live, serving, with_template
@@ -55,11 +55,13 @@ def test_texts_wherever_they_are_cut(text: str, inside: bool, expected: tuple[st
 
 
 def test_who_says_which_marks() -> None:
-    assert marks_of("auto", "{{ '<think>' }}") == THINK and marks_of("auto", "[THINK]") == Marks("[THINK]", "[/THINK]")
-    assert marks_of("auto", "nothing") is None and marks_of("none", "<think>") is None
-    assert marks_of("<r> </r>", "") == Marks("<r>", "</r>")
+    assert find_marks("auto", "{{ '<think>' }}") == THINK and find_marks("auto", "[THINK]") == Marks(
+        "[THINK]", "[/THINK]"
+    )
+    assert find_marks("auto", "nothing") is None and find_marks("none", "<think>") is None
+    assert find_marks("<r> </r>", "") == Marks("<r>", "</r>")
     with pytest.raises(ArgumentError, match="Did you mean 'qwen3'"):
-        marks_of("qwen33", "")
+        find_marks("qwen33", "")
 
 
 def test_where_an_answer_begins() -> None:

@@ -24,7 +24,7 @@ from forerun.serve.completing import ChatWriter, MessageWriter
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.settings import ServeSettings
-from forerun.serve.tools import FORMATS, format_of
+from forerun.serve.tools import FORMATS, find_format
 from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark, ToolFormat
 from forerun.serve.tools.deepseek_v3 import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
@@ -170,8 +170,8 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_the_template_shows_the_format(name: str) -> None:
-    assert format_of("auto", TEMPLATES[name]) is FORMATS[name]
-    assert format_of(name, "") is FORMATS[name] and format_of("none", TEMPLATES[name]) is None
+    assert find_format("auto", TEMPLATES[name]) is FORMATS[name]
+    assert find_format(name, "") is FORMATS[name] and find_format("none", TEMPLATES[name]) is None
 
 
 @pytest.fixture(scope="module")

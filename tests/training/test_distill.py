@@ -27,7 +27,7 @@ from forerun.training.loop.distributed import Parallel
 from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings
 from forerun.training.objectives.distill import DistillObjective, DistillSettings, DraftStates, most_to_gain
 from forerun.training.recipe import make_recipe
-from forerun.training.run import writer_for
+from forerun.training.run import make_writer
 from forerun.types import SpeculationStats
 from llamas import tiny_llama
 from selection import slow
@@ -347,7 +347,7 @@ def test_a_spread_draft_model_does_not_write() -> None:
         run = SimpleNamespace(recipe=make_recipe(kind, given), parallel=Parallel(mode="fsdp"), trained=None)
         run.module = run.model = None
         with pytest.raises(ArgumentError, match=rf"objective\.writer={writer} needs the whole .*--parallel ddp"):
-            writer_for(run)  # type: ignore[arg-type]
+            make_writer(run)  # type: ignore[arg-type]
 
 
 def test_stored_features_train_the_draft_that_online_ones_do(

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from forerun.drafters.heads.kinds import KINDS
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.loop.update import build_optimizers, embeddings, moved_by_muon
+from forerun.training.loop.update import build_optimizers, embeddings, select_muon_parameters
 from forerun.training.objectives.medusa2 import TargetAndHead
 from training.ttt import FIRST, HIDDEN, dflash, head, hydra, kangaroo, medusa, mlp_speculator, model, mtp, peagle
 
@@ -39,7 +39,7 @@ def test_of_a_head_it_moves_what_no_vocabulary_shapes(kind: str) -> None:
     wider = dict(type(made)(dataclasses.replace(made.config, **sizes)).named_parameters())
     matrices = {name: parameter for name, parameter in made.named_parameters() if parameter.ndim == 2}
     tables = {name for name, parameter in matrices.items() if parameter.shape != wider[name].shape}
-    assert moved_by_muon(made) == matrices.keys() - tables
+    assert select_muon_parameters(made) == matrices.keys() - tables
     assert embeddings(made) <= tables
     assert tables or kind in {"eagle", "kangaroo", "mtp", "dflash"}, "the target's are used"
 
@@ -52,16 +52,18 @@ def test_a_draft_vocabulary_as_large_as_a_layer_is_wide_leaves_the_layers_alone(
     made = head(draft_vocab_size=HIDDEN)
     matrices = {name for name, parameter in made.named_parameters() if parameter.ndim == 2}
     layers = {name for name in matrices if name.startswith("layers.")}
-    assert layers and layers <= moved_by_muon(made) and "lm_head.weight" not in moved_by_muon(made)
+    assert layers and layers <= select_muon_parameters(made) and "lm_head.weight" not in select_muon_parameters(made)
 
 
 def test_of_a_target_it_leaves_embeddings_and_output_head() -> None:
     both = TargetAndHead(model(), medusa(num_heads=1))
-    left = {name for name, parameter in both.named_parameters() if parameter.ndim == 2} - moved_by_muon(both)
+    left = {name for name, parameter in both.named_parameters() if parameter.ndim == 2} - select_muon_parameters(both)
     assert left == {"model.model.embed_tokens.weight", "model.lm_head.weight", "head.heads.0.1.weight"}
     gpt = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=8))
     assert embeddings(gpt) == {"transformer.wte.weight", "transformer.wpe.weight"}
-    assert not moved_by_muon(gpt) & embeddings(gpt) and "transformer.h.0.attn.c_attn.weight" in moved_by_muon(gpt)
+    assert not select_muon_parameters(gpt) & embeddings(
+        gpt
+    ) and "transformer.h.0.attn.c_attn.weight" in select_muon_parameters(gpt)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

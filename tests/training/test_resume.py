@@ -19,7 +19,7 @@ from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.training.data.store import PreparedData, write_prepared
 from forerun.training.loop.distributed import Parallel
-from forerun.training.recipe import flat, make_recipe, read_recipe
+from forerun.training.recipe import flatten, make_recipe, read_recipe
 from forerun.training.run import TrainingRun
 from training.conftest import words
 
@@ -51,7 +51,7 @@ OTHER: dict[str, Any] = {
 }
 """Another value of each key that is no number and no switch."""
 SHA = "sha256 [0-9a-f]{16}"
-KEYS = sorted(flat(make_recipe("eagle3", {"target": "a", "data": "b", "output": "c"})).keys() - ELSEWHERE)
+KEYS = sorted(flatten(make_recipe("eagle3", {"target": "a", "data": "b", "output": "c"})).keys() - ELSEWHERE)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def under(run: TrainingRun, key: str, value: Any) -> TrainingRun:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_that_decides_what_is_trained_must_not_change(finished: TrainingRun, key: str) -> None:
     """Every key of the recipe in turn; one that is new is refused until somebody says that it is harmless."""
-    former = json.loads(json.dumps(flat(finished.recipe)[key]))
+    former = json.loads(json.dumps(flatten(finished.recipe)[key]))
     value = another(key, former)
     other = under(finished, key, value)
     if key in HARMLESS:

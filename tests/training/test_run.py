@@ -99,12 +99,12 @@ def test_a_prompt_ends_where_the_answer_begins(tmp_path: Path, caplog: pytest.Lo
     identity = TokenizerIdentity(name="other", vocab_size=40, vocabulary="v", template="t")
     data = write_prepared(tmp_path / "data", [*answered, asked, text], identity)
     prompts = [[*range(9)], [1, 2, 3], [5, 6], [*range(10, 16)]]
-    assert run.prompts_of(data, EvaluationRecipe(prompt_tokens=6)) == prompts[1:]
+    assert run.select_prompts(data, EvaluationRecipe(prompt_tokens=6)) == prompts[1:]
     assert "3 of 4 documents" in caplog.text
-    assert run.prompts_of(data, EvaluationRecipe(prompt_tokens=9, count=3)) == prompts[:3]
+    assert run.select_prompts(data, EvaluationRecipe(prompt_tokens=9, count=3)) == prompts[:3]
     only = write_prepared(tmp_path / "long", answered, identity)
     with pytest.raises(DataError, match="prompt_tokens=2; the shortest has 3 tokens"):
-        run.prompts_of(only, EvaluationRecipe(prompt_tokens=2))
+        run.select_prompts(only, EvaluationRecipe(prompt_tokens=2))
 
 
 @pytest.mark.parametrize(

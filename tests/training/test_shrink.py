@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM as Auto
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.training.shrink import shrunk, spaced
+from forerun.training.shrink import shrink, space_evenly
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -39,13 +39,13 @@ def logits(model: Any) -> torch.Tensor:
 def test_all_layers_and_widths_are_the_target(style: str, tied: bool) -> None:
     target = made(style, tie_word_embeddings=tied)
     options = {"layers": 4, "hidden_size": 24, "intermediate_size": 32, "num_key_value_heads": 2}
-    assert torch.equal(logits(shrunk(target, options)), logits(target))
+    assert torch.equal(logits(shrink(target, options)), logits(target))
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_chosen_layers_are_those_of_the_target(style: str) -> None:
     target = made(style)
-    small = shrunk(target, {"layers": [0, 2]})
+    small = shrink(target, {"layers": [0, 2]})
     del target.model.layers[3], target.model.layers[1]
     target.config.num_hidden_layers = small.config.num_hidden_layers
     for index, layer in enumerate(target.model.layers):
@@ -54,7 +54,7 @@ def test_chosen_layers_are_those_of_the_target(style: str) -> None:
 
 
 def test_layers_are_evenly_spaced() -> None:
-    assert [spaced(count, 8) for count in (1, 2, 3, 8)] == [[0], [0, 7], [0, 4, 7], list(range(8))]
+    assert [space_evenly(count, 8) for count in (1, 2, 3, 8)] == [[0], [0, 7], [0, 4, 7], list(range(8))]
 
 
 @pytest.mark.parametrize("width", ["intermediate_size", "num_key_value_heads", "hidden_size"])
@@ -74,7 +74,7 @@ def test_what_writes_nothing_goes_without_a_trace(style: str, width: str, tmp_pa
                 layer.mlp.down_proj.weight[silent] = layer.self_attn.o_proj.weight[silent] = 0
         if width == "hidden_size":
             target.model.embed_tokens.weight[:, silent] = 0
-    small = shrunk(target, {width: kept})
+    small = shrink(target, {width: kept})
     torch.testing.assert_close(logits(small), logits(target), atol=2e-4, rtol=1e-4)
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in target.parameters())
     small.save_pretrained(tmp_path)
@@ -96,10 +96,10 @@ def test_what_writes_nothing_goes_without_a_trace(style: str, width: str, tmp_pa
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        shrunk(made("llama"), options)
+        shrink(made("llama"), options)
 
 
 def test_other_architectures_are_refused_by_name() -> None:
     other = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(UnsupportedModelError, match=r"gpt2 cannot be shrunk; llama, mistral, qwen2, qwen3 can"):
-        shrunk(other, {"layers": 1})
+        shrink(other, {"layers": 1})

@@ -24,7 +24,7 @@ from forerun.training.loop.distributed import Parallel
 from forerun.training.objectives.base import ObjectiveSettings
 from forerun.training.recipe import make_recipe
 from forerun.training.run import TrainingRun
-from forerun.training.trained import trained_by
+from forerun.training.trained import trained_class
 from training.conftest import in_two_processes, words
 from training.ttt import VOCABULARY, model
 
@@ -241,4 +241,4 @@ def test_two_processes_train_the_head_that_one_trains(target: Path, foreign: Pat
 )
 def test_what_contradicts_itself_is_refused(kind: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        trained_by(kind_named(kind))(make_recipe(kind, {"target": "a", "data": "b", "output": "c", **given}))
+        trained_class(kind_named(kind))(make_recipe(kind, {"target": "a", "data": "b", "output": "c", **given}))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.bench.counters import Samples, SpeculationCounts, parse, told
+from forerun.bench.counters import Samples, SpeculationCounts, parse, read_counts
 from forerun.bench.workloads import Task
 from forerun.errors import ArgumentError, ForerunError
 from forerun.training.data.records import Message
@@ -127,7 +127,7 @@ class Server:
                 f"no server answers at {self.url} ({error or type(error).__name__}); is it up?"
             ) from error
         if response.status_code != 200:
-            raise ServerError(f"{self.url}/v1/models answered {response.status_code}: {complaint(response.text)}")
+            raise ServerError(f"{self.url}/v1/models answered {response.status_code}: {read_complaint(response.text)}")
         try:
             return {str(one["id"]): str(one.get("owned_by", "")) for one in response.json()["data"]}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -188,7 +188,7 @@ class Server:
             async with asyncio.timeout(asking.timeout_s), waiting as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode("utf-8", "replace")
-                    heard.error = f"status {response.status_code}: {complaint(text)}"
+                    heard.error = f"status {response.status_code}: {read_complaint(text)}"
                 else:
                     await heard.listen(response.aiter_bytes())
         except (httpx.TimeoutException, TimeoutError):
@@ -225,7 +225,7 @@ class _Heard:
                 self.error = f"a chunk is no JSON: {data[:100]}"
                 return
             if isinstance(chunk, dict) and chunk.get("error") is not None:
-                self.error = complaint(data)
+                self.error = read_complaint(data)
                 return
             try:
                 self.hear(chunk)
@@ -241,7 +241,7 @@ class _Heard:
             tokens = usage.get("completion_tokens")
             self.tokens = None if tokens is None else int(tokens)
             self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
-        self.speculation = told(chunk, self.found) or self.speculation
+        self.speculation = read_counts(chunk, self.found) or self.speculation
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             said = (
@@ -301,7 +301,7 @@ def _address(url: str, what: str) -> str:
     return url
 
 
-def complaint(text: str) -> str:
+def read_complaint(text: str) -> str:
     """Return the message in an error's body, in the forms of OpenAI, vLLM, SGLang and llama.cpp."""
     try:
         said = json.loads(text)

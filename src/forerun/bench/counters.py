@@ -90,7 +90,7 @@ def parse(text: str) -> Samples:
     return found
 
 
-def between(before: Samples, after: Samples) -> SpeculationCounts | None:
+def diff_counts(before: Samples, after: Samples) -> SpeculationCounts | None:
     """Return what was counted between two pages of an engine's metrics; None where they have no
     speculation counters.
     """
@@ -139,7 +139,7 @@ def _positions(before: Samples, after: Samples, name: str) -> tuple[int, ...]:
     return tuple(round(totals[place]) for place in sorted(totals))
 
 
-def told(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | None:
+def read_counts(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | None:
     """Return the counts that a response, or the last chunk of a stream, gives for its own request.
 
     These are vLLM's (and forerun's) ``metrics`` or llama.cpp's ``timings``; `tokens` is the number
@@ -170,7 +170,7 @@ def told(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | None:
     return None
 
 
-def together(parts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:
+def sum_counts(parts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:
     """Return the sum of several requests' counts; None where no request has any."""
     found = [part for part in parts if part is not None]
     if not found:

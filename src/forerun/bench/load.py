@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.bench.client import BenchAnswer, RequestOptions, Server
-from forerun.bench.counters import SpeculationCounts, between, together
+from forerun.bench.counters import SpeculationCounts, diff_counts, sum_counts
 from forerun.bench.workloads import Task
 from forerun.errors import ArgumentError
 from forerun.training.data.records import Message
@@ -102,8 +102,8 @@ async def measure(
     answers = [answer for one in users for answer in one.result()]
     seconds = time.perf_counter() - began
     after = await server.metrics()
-    counted = None if before is None or after is None else between(before, after)
-    told = together(answer.speculation for answer in answers)
+    counted = None if before is None or after is None else diff_counts(before, after)
+    told = sum_counts(answer.speculation for answer in answers)
     return LoadResult(load=load, answers=answers, seconds=seconds, speculation=counted or told)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.summary import figures
+from forerun.bench.summary import select_figures
 from forerun.plots import COLOURS, pyplot, save
 from forerun.writing import written
 
@@ -39,7 +39,7 @@ td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.da
 """
 
 
-def shown(value: float | None) -> str:
+def format_figure(value: float | None) -> str:
     """Format a figure: whole numbers as they are, others with three digits, None as an empty
     string.
     """
@@ -48,7 +48,7 @@ def shown(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def source_of(record: Mapping[str, Any]) -> str:
+def describe_source(record: Mapping[str, Any]) -> str:
     """Return a sentence that says where the acceptance figures are from; empty where no engine
     reported any.
     """
@@ -72,7 +72,10 @@ def write_page(record: Mapping[str, Any], path: Path) -> None:
     pictures = {"light": _svg(record, "default"), "dark": _svg(record, "dark_background")}
     page = Environment(autoescape=True).from_string(PAGE)
     text = page.render(
-        {**record["about"], **record, **pictures}, figures=figures, shown=shown, source=source_of(record)
+        {**record["about"], **record, **pictures},
+        figures=select_figures,
+        shown=format_figure,
+        source=describe_source(record),
     )
     with written(path) as fresh:
         fresh.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forerun.bench.client import BenchAnswer
-from forerun.bench.counters import together
+from forerun.bench.counters import sum_counts
 from forerun.bench.load import LoadResult
 from forerun.errors import ArgumentError, nearest
 
@@ -49,12 +49,12 @@ FIGURES = (
 )
 
 
-def figures(records: Collection[Mapping[str, Any]]) -> list[Figure]:
+def select_figures(records: Collection[Mapping[str, Any]]) -> list[Figure]:
     """Return the figures that at least one of the records has."""
     return [figure for figure in FIGURES if any(record.get(figure.key) is not None for record in records)]
 
 
-def objectives(words: Sequence[str]) -> dict[str, float]:
+def parse_objectives(words: Sequence[str]) -> dict[str, float]:
     """Parse ``ttft:200`` and the like into the milliseconds that a good request stays within;
     ArgumentError if malformed.
     """
@@ -129,7 +129,7 @@ def summarise(found: LoadResult, limits: Mapping[str, float] | None = None) -> d
 
 
 def _category(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
-    counted = together(answer.speculation for answer in answers)
+    counted = sum_counts(answer.speculation for answer in answers)
     record = {"completed": len(answers), **_part(answers, None)}
     return record | ({} if counted is None else counted.record())
 
@@ -158,7 +158,7 @@ def _part(answers: Sequence[BenchAnswer], seconds: float | None) -> dict[str, An
     return found
 
 
-def older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+def find_older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return the loads of an older record that have one of the `labels`; ArgumentError if none has."""
     known = {load["load"]: load for load in before.get("loads", ())}
     found = {label: known[label] for label in labels if label in known}
@@ -170,7 +170,7 @@ def older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, M
     return found
 
 
-def worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -> list[str]:
+def find_worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -> list[str]:
     """Return a sentence for each figure that is worse than in an older record of the same loads by
     more than `tolerance`.
 
@@ -178,7 +178,7 @@ def worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -
     ArgumentError: the two records have no load in common.
     """
     loads, found = {load["load"]: load for load in now["loads"]}, []
-    for label, old in older_loads(before, [*loads]).items():
+    for label, old in find_older_loads(before, [*loads]).items():
         load = loads[label]
         for figure in FIGURES:
             new, was = load.get(figure.key), old.get(figure.key)

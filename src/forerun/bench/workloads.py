@@ -71,7 +71,9 @@ class DrawnTasks:
     """
 
 
-def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None = None, seed: int = 0) -> DrawnTasks:
+def draw_tasks(
+    tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None = None, seed: int = 0
+) -> DrawnTasks:
     """Draw `count` tasks for each load by `seed`, and others to warm up with where there are
     enough.
 
@@ -95,7 +97,7 @@ def drawn(tasks: Sequence[Task], *, loads: int, warmup: int, count: int | None =
     return DrawnTasks(warmup=share(0, warmup), loads=[share(start, count) for start in starts], apart=apart)
 
 
-def repeated(asked: DrawnTasks) -> int:
+def count_repeated(asked: DrawnTasks) -> int:
     """Count the tasks of the loads that ask what the warm-up, an earlier load or an earlier task
     asked before.
     """

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.text import Text
 
-from forerun.bench.report import draw, shown, source_of, write_page
-from forerun.bench.summary import FIGURES, figures, older_loads, worse
+from forerun.bench.report import describe_source, draw, format_figure, write_page
+from forerun.bench.summary import FIGURES, find_older_loads, find_worse, select_figures
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, Many, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
@@ -122,22 +122,22 @@ def bench(
     """
     from forerun.bench.client import Server
     from forerun.bench.run import Bench
-    from forerun.bench.summary import objectives
-    from forerun.bench.workloads import drawn, read_workload, repeated
+    from forerun.bench.summary import parse_objectives
+    from forerun.bench.workloads import count_repeated, draw_tasks, read_workload
 
-    loads, limits, asking = _loads(load), objectives(goodput), _asking(workload, load, sampling)
+    loads, limits, asking = _loads(load), parse_objectives(goodput), _asking(workload, load, sampling)
     _check_files(out=out, plot=plot, report=report)
     older = _older(compare, tolerance, loads)
     tasks = read_workload(workload.workload, subset=workload.subset, split=workload.split)
     count, seed = workload.num_prompts, sampling.seed or 0
-    asked = drawn(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=seed)
+    asked = draw_tasks(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=seed)
     size = len(asked.loads[0])
     about: dict[str, Any] = {"server": server, "baseline_server": baseline_server, "model": model}
     about |= {"workload": list(workload.workload), "subset": workload.subset, "split": workload.split, "tasks": size}
     about |= {"endpoint": asking.endpoint, "max_tokens": asking.max_tokens}
     about |= {"sampling": dict(asking.sampling), "goodput": limits}
     about = as_json.loads(as_json.dumps(about))  # As a file has it: lists, no tuples
-    record = _begun(out, about)
+    record = _begin_record(out, about)
     for difference in _differences(older or {}, about):
         console.warn(f"{compare} was measured with another {difference}")
     key = {"model": model, "api_key": api_key or os.environ.get("OPENAI_API_KEY")}
@@ -147,9 +147,11 @@ def bench(
             with written(out) as fresh:
                 fresh.write_text(console.pretty(record) + "\n", encoding="utf-8")
 
-    record["repeated_prompts"] = repeated(asked)
+    record["repeated_prompts"] = count_repeated(asked)
     if record["repeated_prompts"]:
-        console.warn(_asked_again(asked, record["repeated_prompts"], most=(len(tasks) - load.warmup) // len(loads)))
+        console.warn(
+            _describe_repeated(asked, record["repeated_prompts"], most=(len(tasks) - load.warmup) // len(loads))
+        )
 
     async def measure() -> int:
         made = Bench(
@@ -175,7 +177,7 @@ def bench(
         draw(record, plot)
     if report is not None:
         write_page(record, report)
-    complaints = [] if older is None else worse(record, older, tolerance)
+    complaints = [] if older is None else find_worse(record, older, tolerance)
     if json:
         console.write_json({**record, "worse": complaints})
     else:
@@ -207,7 +209,7 @@ def _asking(workload: WorkloadOptions, load: ArrivalOptions, sampling: SamplingO
     )
 
 
-def _asked_again(asked: DrawnTasks, again: int, most: int) -> str:
+def _describe_repeated(asked: DrawnTasks, again: int, most: int) -> str:
     """Say how many prompts are asked more than once, what that means, and what to do.
 
     `most` tasks leave each load, and the warm-up, its own.
@@ -265,11 +267,11 @@ def _older(compare: Path | None, tolerance: float, loads: Sequence[BenchLoad]) -
     if compare is None:
         return None
     older = _read(compare)
-    older_loads(older, [load.label for load in loads])
+    find_older_loads(older, [load.label for load in loads])
     return older
 
 
-def _begun(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
+def _begin_record(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
     """Return what `out` holds of the same measurement, else an empty record; ArgumentError if it
     holds another one.
     """
@@ -299,7 +301,7 @@ def _show(record: Mapping[str, Any], complaints: Sequence[str], compared: bool) 
             console.warn(f"{load['load']}: {count} failed: {said}")
         if not load["tokens_counted_by_server"]:
             console.warn(f"{load['load']}: the server does not count tokens in a stream; chunks are counted")
-    if source := source_of(record):
+    if source := describe_source(record):
         screen.print(Text(source, style="dim"))
     for complaint in complaints:
         console.warn(f"worse than before: {complaint}", style="red")
@@ -314,12 +316,14 @@ def _rows(load: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     failed = any(row.get("failed") for _, row in rows)
-    columns = [one for one in figures([row for _, row in rows]) if one.column and (failed or one.key != "failed")]
+    columns = [
+        one for one in select_figures([row for _, row in rows]) if one.column and (failed or one.key != "failed")
+    ]
     out, spare = console.out(), list(LEAST_WANTED)
     while True:
         table = console.table(first, *(one.column for one in columns), title=title, numbers_from=1)
         for name, row in rows:
-            table.add_row(name, *(shown(row.get(one.key)) for one in columns))
+            table.add_row(name, *(format_figure(row.get(one.key)) for one in columns))
         wanted = out.measure(table, options=out.options.update(max_width=1000)).maximum
         if not spare or wanted <= out.width:
             break

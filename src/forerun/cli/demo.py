@@ -130,7 +130,7 @@ def demo(
     from forerun.cli import session
     from forerun.types import SamplingParams
 
-    path, drafting, note = enlarged(model, config, scale) if scale is not None else (model, config, None)
+    path, drafting, note = enlarge(model, config, scale) if scale is not None else (model, config, None)
     if loading.dtype == "auto" and scale is None:
         loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
     llm = session.load(path, loading, drafting, max_num_seqs=1)
@@ -211,9 +211,9 @@ def _all(
         raise ArgumentError(f"--all compares the drafters of the demo model; got {model}")
     from forerun.cli import leaderboard, session
 
-    board, path, note = leaderboard.entries(heads), model, None
+    board, path, note = leaderboard.list_lines(heads), model, None
     if scale is not None:
-        scaled = _scaled(model, scale)
+        scaled = _enlarge_model(model, scale)
         path, note, board = str(scaled.path), scaled.note, [*_fitting(board, scaled)]
     llm = session.load(path, loading, None, max_num_seqs=1)
     plain = leaderboard.run(llm, board, max_tokens=max_tokens)
@@ -241,15 +241,15 @@ def question(name: str) -> Edit | Prompt:
     return known[name]
 
 
-def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
+def enlarge(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
     """Return the enlarged model's path, `config` with heads that fit it, and the line that
     describes the model.
     """
-    scaled = _scaled(model, billions)
+    scaled = _enlarge_model(model, billions)
     return str(scaled.path), _with_heads_for(scaled, config), scaled.note
 
 
-def _scaled(model: str, billions: float) -> ScaledModel:
+def _enlarge_model(model: str, billions: float) -> ScaledModel:
     from forerun.demo.scale import ScaledModel
 
     with console.telling(f"enlarging {model} to {billions:g} B parameters"):
@@ -301,7 +301,7 @@ def _introduce(setting: _Setting) -> None:
     out.print(Text("\n".join(shown), "dim"))
 
 
-def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
+def _show_arm(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
     from forerun.cli.session import print_stream
 
     out = console.out()
@@ -330,7 +330,7 @@ class Race:
             options: dict[str, Any] = {"speculative": None if arm == "speculative" else False}
             options["cache_salt"] = f"run {next(numbers)}"
             if show:
-                return _shown(arm, llm.stream(prompt, params, **options))
+                return _show_arm(arm, llm.stream(prompt, params, **options))
             return llm.generate([prompt], params, **options)[0]
 
         # The first run of an arm pays for what is made once and for the printing, so it is not timed.
@@ -394,16 +394,16 @@ def _text(found: Race) -> str:
 
 
 def _print_changes(before: str, after: str) -> None:
-    """Print `changes`, only the first lines where there are many."""
+    """Print `mark_changes`, only the first lines where there are many."""
     out = console.out()
-    lines = changes(before, after, plain=out.no_color).split("\n")
+    lines = mark_changes(before, after, plain=out.no_color).split("\n")
     for line in lines[:CHANGED_LINES]:
         out.print(line)
     if len(lines) > CHANGED_LINES:
         out.print(Text(f"... and {len(lines) - CHANGED_LINES} lines more", "dim"))
 
 
-def changes(before: str, after: str, *, plain: bool = False) -> Text:
+def mark_changes(before: str, after: str, *, plain: bool = False) -> Text:
     """Show the lines that differ, an old one above the new one, with the words that differ marked;
     `plain` uses no colour.
     """
@@ -415,12 +415,12 @@ def changes(before: str, after: str, *, plain: bool = False) -> Text:
         if b - a == d - c:
             pairs = [([one], [other]) for one, other in zip(old[a:b], new[c:d], strict=True)]
         for lines, others in pairs:
-            shown.append_text(_marked("-", lines, others, "bold" if plain else "red"))
-            shown.append_text(_marked("+", others, lines, "bold" if plain else "green"))
+            shown.append_text(_mark_words("-", lines, others, "bold" if plain else "red"))
+            shown.append_text(_mark_words("+", others, lines, "bold" if plain else "green"))
     return shown or Text("nothing\n", "bold yellow")
 
 
-def _marked(sign: str, lines: list[str], others: list[str], style: str) -> Text:
+def _mark_words(sign: str, lines: list[str], others: list[str], style: str) -> Text:
     """Show each of `lines` behind a sign, the words that `others` lack reversed; none where there
     are no `others`.
     """

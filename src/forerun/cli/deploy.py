@@ -92,11 +92,11 @@ def deploy(
         Go on for a version that is not known, or with a head that the engine serves worse than it was trained.
     """
     from forerun.demo import resolve
-    from forerun.deploy.launch import DeployRequest, engine_named, version_of
+    from forerun.deploy.launch import DeployRequest, choose_version, find_engine
     from forerun.engine.config import SpeculativeConfig
 
-    chosen = engine_named(engine)
-    version, notes = version_of(chosen, engine_version, force=force)
+    chosen = find_engine(engine)
+    version, notes = choose_version(chosen, engine_version, force=force)
     where: dict[str, Any] = {"tp": tp, "pp": pp, "nodes": nodes, "head_address": head_address, "port": port, "out": out}
     forecast = _forecast(forecasting, speculation, tp, notes)
     with console.telling("reading"):

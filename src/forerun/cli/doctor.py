@@ -150,7 +150,7 @@ def _examine_head(
 
         kind, depth = ("pard", None) if model else (checkpoint.config.kind, checkpoint.config.max_depth)
         k = next(tokens for tokens in (asked.num_speculative_tokens, depth, TOKENS) if tokens is not None)
-        trial = _tried(chosen[0], HeadDrafting(head=head, kind=kind, target=str(demo.resolve(target)), k=k), asked)
+        trial = _try_head(chosen[0], HeadDrafting(head=head, kind=kind, target=str(demo.resolve(target)), k=k), asked)
     if json:
         findings = [asdict(finding) for finding in found]
         report = {"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)}
@@ -177,9 +177,9 @@ def _facts(target: str) -> TargetFacts:
         ) from error
 
 
-def _tried(name: str, drafting: HeadDrafting, asked: TrialOptions) -> EngineTrial:
+def _try_head(name: str, drafting: HeadDrafting, asked: TrialOptions) -> EngineTrial:
     from forerun import demo
-    from forerun.deploy.trial import InstalledEngine, tried
+    from forerun.deploy.trial import InstalledEngine, run_trial
     from forerun.plan.measured import read_prompts
 
     engine: InstalledEngine
@@ -193,7 +193,7 @@ def _tried(name: str, drafting: HeadDrafting, asked: TrialOptions) -> EngineTria
         engine = InLlamaCpp(drafting, asked.llama_cpp, asked.python)
     given = read_prompts(asked.prompts) if asked.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]
     with console.telling(f"drafting here, then in {engine.title}"):
-        return tried(engine, prompts=given, tokens=asked.max_tokens, dtype=asked.dtype)
+        return run_trial(engine, prompts=given, tokens=asked.max_tokens, dtype=asked.dtype)
 
 
 def _show_trial(trial: EngineTrial) -> None:

@@ -17,7 +17,7 @@ drafters = App(name="drafters", help="List what there is to draft with, or check
 
 
 @drafters.default
-def listed(*, json: Json = False) -> int:
+def list_drafters(*, json: Json = False) -> int:
     """List the drafters."""
     if json:
         told = ("needs_training", "lossless", "summary")

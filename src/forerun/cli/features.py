@@ -74,10 +74,10 @@ def features(
         raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {given}")
     with console.telling("looking at the data and the target"):
         run = _FeatureRun(asked)
-    if not _agreed(run, yes=yes):
+    if not _ask_consent(run, yes=yes):
         return 0
     checks = _extract(run)
-    from forerun.training.features.store import FeatureStore, human
+    from forerun.training.features.store import FeatureStore, format_bytes
 
     store, size = FeatureStore(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
     if json:
@@ -86,7 +86,7 @@ def features(
         return 0
     for check in checks or ():
         console.log().print(check.summary, markup=False)
-    console.out().print(f"{asked.output}: {len(store)} documents, {run.manifest.tokens} tokens, {human(size)}")
+    console.out().print(f"{asked.output}: {len(store)} documents, {run.manifest.tokens} tokens, {format_bytes(size)}")
     return 0
 
 
@@ -143,9 +143,9 @@ def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
     return tuple(kind.head.Config.fields_for(kind.name, text, {})["boundaries"])
 
 
-def _agreed(run: _FeatureRun, *, yes: bool) -> bool:
+def _ask_consent(run: _FeatureRun, *, yes: bool) -> bool:
     """Report how much space it will take, and ask for consent where somebody can answer."""
-    from forerun.training.features.store import check_room, human
+    from forerun.training.features.store import check_room, format_bytes
 
     manifest, output = run.manifest, run.asked.output
     total = manifest.tokens * manifest.record_bytes
@@ -153,9 +153,9 @@ def _agreed(run: _FeatureRun, *, yes: bool) -> bool:
     free = check_room(output, total - present)
     ids = ", ".join(map(str, manifest.boundaries))
     read = f"boundaries {ids} and the last state" if ids else "the last state"
-    already = f", {human(present)} of it are there" if present else ""
-    size = f"{manifest.documents} documents, {manifest.tokens} tokens x {human(manifest.record_bytes)}"
-    told = f"{size} ({read}, {manifest.dtype}) = {human(total)}{already}; {human(free)} free in {output}"
+    already = f", {format_bytes(present)} of it are there" if present else ""
+    size = f"{manifest.documents} documents, {manifest.tokens} tokens x {format_bytes(manifest.record_bytes)}"
+    told = f"{size} ({read}, {manifest.dtype}) = {format_bytes(total)}{already}; {format_bytes(free)} free in {output}"
     console.log().print(told, soft_wrap=True, markup=False)
     if yes or not (sys.stdin is not None and sys.stdin.isatty() and console.log().is_terminal):
         return True

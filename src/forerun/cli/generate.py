@@ -59,7 +59,7 @@ def generate(
         console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
     log, chunks = console.log(), llm.stream({**given, **expected}, params)
-    log.print(session.asked_line(llm, params, templated=templated), soft_wrap=True)
+    log.print(session.describe_asking(llm, params, templated=templated), soft_wrap=True)
     finished = session.print_stream(chunks, show_draft=show_draft)
     if show_draft:
         log.print(session.legend(log))

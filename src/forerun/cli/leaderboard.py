@@ -121,7 +121,7 @@ class BoardLine:
         return all(rule_named(rule).lossless for rule in self.rules)
 
 
-def entries(heads: Path | None) -> list[BoardLine]:
+def list_lines(heads: Path | None) -> list[BoardLine]:
     """Return the drafters that need no training, the shipped ones, and those in the folders below
     `heads`.
 
@@ -129,7 +129,7 @@ def entries(heads: Path | None) -> list[BoardLine]:
     """
     found = [BoardLine(name=name, config=config) for name, config in COPYING.items()]
     ours = [_draft("demo-draft", "demo-draft", "distill"), _head("demo-eagle3", "demo-eagle3")]
-    for one in ours if heads is None else [*ours, *trained(heads)]:
+    for one in ours if heads is None else [*ours, *find_trained(heads)]:
         for shape, config in (("chain", one.chain(DEPTH)), ("tree", one.tree(NODES))):
             if config is not None:
                 name, size = f"{one.name}, {shape}", one.parameters
@@ -137,7 +137,7 @@ def entries(heads: Path | None) -> list[BoardLine]:
     return found
 
 
-def trained(folder: Path) -> list[TrainedDrafter]:
+def find_trained(folder: Path) -> list[TrainedDrafter]:
     """Return the heads and draft models that `forerun train ... --output` left in folders below
     `folder`, by name.
 

@@ -19,7 +19,7 @@ from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import assumptions, theory
 from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
-from forerun.plan.planner import MOST_BATCH, PlanLine, PlanLoad, judge, plan_tree
+from forerun.plan.planner import MOST_BATCH, PlanLine, PlanLoad, decide, plan_tree
 from forerun.plan.planner import plan as make_plan
 from forerun.plan.plot import draw_plan
 from forerun.plots import check_plot
@@ -122,7 +122,7 @@ class PlanOptions(ForecastOptions):
     def check(self, model: str | None) -> None:
         """Raise ArgumentError where options contradict each other, or something is missing."""
         if self.text is not None:
-            assumptions.text_named(self.text)
+            assumptions.find_text(self.text)
         if self.k is not None and self.k < 1:
             raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {self.k}")
         if self.temperature is not None and self.temperature < 0:
@@ -240,7 +240,7 @@ def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
         chain = "the chain drafts the first rank of each depth"
         return theory.survival_of([line[0] for line in asked.ranks]), [*notes, chain]
     assert asked.text is not None
-    alpha, notes = assumptions.assumed_alpha(asked.text, asked.temperature or 0.0)
+    alpha, notes = assumptions.assume_alpha(asked.text, asked.temperature or 0.0)
     return theory.geometric(alpha, length), notes
 
 
@@ -275,7 +275,7 @@ def _roofline(asked: PlanOptions, size: Size) -> Roofline:
         kv = KeyValues(**shape, heads=asked.heads)
     elif asked.heads is not None or any(value is not None for value in shape.values()):
         raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
-    dtype = assumptions.dtype_named(asked.loading.dtype)
+    dtype = assumptions.parse_dtype(asked.loading.dtype)
     return Roofline(device=_device(asked), size=size, dtype=dtype, tp=asked.tp, kv=kv)
 
 
@@ -289,7 +289,7 @@ def _device(asked: PlanOptions) -> Device:
         raise ArgumentError("a device of your own needs --tflops and --bandwidth")
     if name is None:
         raise ArgumentError(f"on which device? Give --device: {', '.join(DEVICES)}")
-    return assumptions.device_named(name)
+    return assumptions.find_device(name)
 
 
 def _draft(asked: PlanOptions, cost: PassCost) -> Any:
@@ -383,7 +383,7 @@ class Shown:
         self.load, self.measured, self.ranking = load, measured, ranking
         self.plan = make_plan(load, k=asked.k)
         drafter = measured.name if measured else None
-        self.verdict = judge(self.plan, load, drafter=drafter, text=asked.text, uncosted=uncosted)
+        self.verdict = decide(self.plan, load, drafter=drafter, text=asked.text, uncosted=uncosted)
         self.costed = len(uncosted) < 2  # Else a speed-up would mean nothing
         self.batches = "verifying" not in uncosted  # Whether it is known what a batch costs
         self.asked_k = asked.k

@@ -137,7 +137,7 @@ def _short_name(model: str) -> str:
 
 
 def _load(model: str, loading: TargetOptions, options: dict[str, Any]) -> AsyncLLM:
-    with session.uncollected():
+    with session.pause_collection():
         from forerun import AsyncLLM
 
         session.quiet_libraries()

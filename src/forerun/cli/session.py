@@ -38,7 +38,7 @@ SOURCES: dict[Source, tuple[str, str, str]] = {
 """A token's source is shown in words, in colour, and by shape alone where ``NO_COLOR`` is set."""
 
 
-def coloured(tokens: Iterable[OutputToken], console: Console) -> Text:
+def colour_tokens(tokens: Iterable[OutputToken], console: Console) -> Text:
     """Return the tokens' text, each in the style of its source; a line break is never tinted."""
     text = Text()
     for token in tokens:
@@ -82,7 +82,7 @@ def statistics_line(output: RequestOutput) -> Text:
     return told.append(f" · LOSSY rule {', '.join(lossy)}", "bold red") if lossy else told
 
 
-def asked_line(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
+def describe_asking(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
     """Say in a line how the model is asked: with its chat template or without, and with which
     sampling, by whose wish.
     """
@@ -90,10 +90,10 @@ def asked_line(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
         how = "asked as a user's message in its chat template (--raw: the prompt as it stands)"
     else:
         how = "the prompt is continued as it stands" + ("" if llm.has_chat_template else ": it has no chat template")
-    return Text(f"{how}; {sampling_words(llm, params)}", "dim")
+    return Text(f"{how}; {describe_sampling(llm, params)}", "dim")
 
 
-def sampling_words(llm: LLM, params: SamplingParams) -> str:
+def describe_sampling(llm: LLM, params: SamplingParams) -> str:
     """Describe the sampling of `params` on this model, and the part of it that the checkpoint asks
     for.
     """
@@ -189,7 +189,7 @@ def load(
     """
     began = time.perf_counter()
     check(model, options, speculative_config, **more)
-    with console.telling(f"loading {model}") as tell, _told(tell), uncollected():
+    with console.telling(f"loading {model}") as tell, _forward_progress(tell), pause_collection():
         quiet_libraries()
         from forerun import LLM
 
@@ -215,7 +215,7 @@ def check(model: str, options: TargetOptions, speculative_config: dict[str, Any]
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Switch Python's garbage collector off while open, and then exempt the objects that exist by
     then.
 
@@ -231,7 +231,7 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def _told(tell: Callable[[str], None]) -> Iterator[None]:
+def _forward_progress(tell: Callable[[str], None]) -> Iterator[None]:
     """Pass what loading says of its progress to `tell` while open."""
     log, handler = logging.getLogger("forerun.model.prepare"), _Telling(tell)
     level = log.level
@@ -283,7 +283,7 @@ def print_stream(chunks: Iterable[StreamChunk], *, show_draft: bool) -> RequestO
     try:
         for chunk in chunks:
             if show_draft and stdout.is_terminal:
-                stdout.print(coloured(chunk.tokens, stdout), end="")
+                stdout.print(colour_tokens(chunk.tokens, stdout), end="")
             else:
                 stdout.file.write(chunk.text)
             stdout.file.flush()

@@ -155,12 +155,12 @@ class _Picture:
 
     def add(self, arm: str, tokens: Iterable[OutputToken]) -> None:
         """Show tokens; those of speculation in the colours of their sources."""
-        from forerun.cli.session import coloured
+        from forerun.cli.session import colour_tokens
 
         if arm == "plain":
             self._texts[arm].append("".join(token.text for token in tokens))
         else:
-            self._texts[arm].append_text(coloured(tokens, self._out))
+            self._texts[arm].append_text(colour_tokens(tokens, self._out))
 
     def done(self, arm: str, run: ArmRun) -> None:
         """Show the time and passes of an answer."""

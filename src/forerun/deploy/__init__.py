@@ -30,15 +30,15 @@ def reads_text_alone(method: str) -> bool:
     return all(getattr(own, name) is getattr(Drafter, name) for name in ("requires", "observes", "observe"))
 
 
-def methods(config: Mapping[str, Any]) -> Iterator[str]:
+def list_methods(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a configuration's drafter and of those that it is made of, however deep.
     ArgumentError: they are no list of names and configurations.
     """
-    for one in members(config):
+    for one in list_members(config):
         yield str(one.get("method"))
 
 
-def members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def list_members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a configuration and those that it is made of, however deep."""
     yield config
     made_of = config.get("drafters", ())
@@ -48,14 +48,14 @@ def members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             f"got {made_of!r}"
         )
     for member in made_of:
-        yield from members({"method": member} if isinstance(member, str) else member)
+        yield from list_members({"method": member} if isinstance(member, str) else member)
 
 
 def check_plugged(config: Mapping[str, Any]) -> None:
     """Raise ArgumentError where a plug-in would draft nothing by one of the configuration's
     drafters.
     """
-    if any(one.get("method") == "prediction" and not one.get("text") for one in members(config)):
+    if any(one.get("method") == "prediction" and not one.get("text") for one in list_members(config)):
         raise ArgumentError(
             "prediction: requests bring no prediction to a plug-in; give the one text that all answers resemble, "
             'option "text"'

@@ -74,7 +74,7 @@ class InLlamaCpp(InstalledEngine):
                 raise ArgumentError(f"{name} is no directory, which llama.cpp's converter wants: hf download {name}")
         self.way, self.own_files = way.name, way.model
         self.sources, self.python, self.rows = sources, python, rows
-        self.server = server_of(sources)
+        self.server = find_server(sources)
         super().__init__(drafting, server_version(self.server))
 
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
@@ -91,15 +91,18 @@ class InLlamaCpp(InstalledEngine):
             words += ["-c", str(self.rows * question.room), "-np", str(self.rows)]
             kept = "f32" if dtype == "float32" else "f16"  # its keys and values, and its drafter's
             words += [word for flag in ("-ctk", "-ctv", "-ctkd", "-ctvd") for word in (flag, kept)]
-            with serving(self.server, words, folder / "server.log") as address, ThreadPoolExecutor(self.rows) as pool:
+            with (
+                run_server(self.server, words, folder / "server.log") as address,
+                ThreadPoolExecutor(self.rows) as pool,
+            ):
                 return list(pool.map(lambda prompt: _answer(address, prompt, question.tokens), question.prompts))
 
     def _converted(self, name: str, file: Path, dtype: str, *, is_head: bool = False) -> Path:
         for_head = self.drafting.target if is_head and self.drafting.kind != "draft_model" else None
-        return converted(self.sources, self.python, Path(name), file, dtype=dtype, target=for_head)
+        return convert_to_gguf(self.sources, self.python, Path(name), file, dtype=dtype, target=for_head)
 
 
-def server_of(sources: Path) -> Path:
+def find_server(sources: Path) -> Path:
     """Return the ``llama-server`` built in `sources`, or the one on the path; ArgumentError if
     there is none.
     """
@@ -117,7 +120,9 @@ def server_version(server: Path) -> str:
     return found[1] if found else "unknown"
 
 
-def converted(sources: Path, python: Path, folder: Path, file: Path, *, dtype: str, target: str | None = None) -> Path:
+def convert_to_gguf(
+    sources: Path, python: Path, folder: Path, file: Path, *, dtype: str, target: str | None = None
+) -> Path:
     """Convert a directory to a GGUF file, with the converter's output in a ``.log`` beside it.
 
     Raises:
@@ -138,7 +143,7 @@ def converted(sources: Path, python: Path, folder: Path, file: Path, *, dtype: s
 
 
 @contextlib.contextmanager
-def serving(server: Path, words: Sequence[str], log: Path) -> Iterator[str]:
+def run_server(server: Path, words: Sequence[str], log: Path) -> Iterator[str]:
     """Run a ``llama-server`` with these arguments until the block is left, and yield its address.
 
     Raises:

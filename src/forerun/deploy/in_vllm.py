@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.deploy.engines.vllm import Vllm
-from forerun.deploy.launch import DeployRequest, version_of
+from forerun.deploy.launch import DeployRequest, choose_version
 from forerun.deploy.trial import (
     ROWS,
     HeadDrafting,
@@ -60,7 +60,7 @@ class InVllm(InstalledEngine):
         super().__init__(drafting, vllm_version(python))
         self.python, engine = python, Vllm()
         refuse_apart(drafting, engine)
-        known, self.notes = version_of(engine, self.version, force=True)
+        known, self.notes = choose_version(engine, self.version, force=True)
         asked = DeployRequest(model=drafting.target, config=drafting.config, version=known, force=True)
         self.speculation, _ = engine.speculation(asked, list[str]())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forerun.demo import resolve
-from forerun.deploy import check_plugged, methods, reads_text_alone
+from forerun.deploy import check_plugged, list_methods, reads_text_alone
 from forerun.deploy.schedule import Forecast, Stretch
 from forerun.drafters import AUTO, checked_options, default_length, entry_named, outside
 from forerun.drafters.heads.kinds import KINDS, named
@@ -252,7 +252,7 @@ class EngineInfo(ABC):
 
     def needs(self, config: SpeculativeConfig) -> Iterator[str]:
         """Yield a sentence that says what a plug-in's drafters outside of forerun need."""
-        found = [*filter(outside, methods(config.named))]
+        found = [*filter(outside, list_methods(config.named))]
         if found:
             yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
 
@@ -280,7 +280,7 @@ class EngineInfo(ABC):
         It does where it reads text alone, and the engine has none like it. Of `auto`, the drafters
         named to choose from decide.
         """
-        method, *made_of = methods(config.named)
+        method, *made_of = list_methods(config.named)
         fits = "model" not in config.options and self.routes if method == AUTO else reads_text_alone(method)
         return bool(self.variable) and method not in self.ways and fits and all(map(reads_text_alone, made_of))
 
@@ -369,7 +369,7 @@ class EngineInfo(ABC):
             self._check_models(asked, draft)
         if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
             return ExaminedFiles()
-        if not (here(draft.model) and here(asked.model)):
+        if not (is_local(draft.model) and is_local(asked.model)):
             doctor = f"forerun doctor {draft.model} --target {asked.model}"
             return ExaminedFiles(notes=(f"the {draft.method} head was not looked at; `{doctor}` does",))
         found, seen = _findings(asked.model, draft)
@@ -390,9 +390,9 @@ class EngineInfo(ABC):
 
         Only files on this machine are checked.
         """
-        if not here(asked.model):
+        if not is_local(asked.model):
             return
-        target = _stated(asked.model)
+        target = _read_config(asked.model)
         if draft.method == "mtp":
             from forerun.checkpoints.mtp import COUNTS
 
@@ -401,8 +401,8 @@ class EngineInfo(ABC):
                     f"{asked.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft with "
                     "another method; to go on nevertheless: --force"
                 )
-        elif draft.method in ("draft_model", "pard") and self.apart is not None and here(draft.model or ""):
-            ours, theirs = (one.get("vocab_size") for one in (_stated(str(draft.model)), target))
+        elif draft.method in ("draft_model", "pard") and self.apart is not None and is_local(draft.model or ""):
+            ours, theirs = (one.get("vocab_size") for one in (_read_config(str(draft.model)), target))
             if ours and theirs and abs(ours - theirs) > self.apart:
                 allowed = f"at most {self.apart} tokens larger or smaller" if self.apart else "of the same size"
                 raise CheckpointError(
@@ -415,14 +415,14 @@ class EngineInfo(ABC):
         return f"{finding.what}: {self.title} {finding.why}{remedy}"
 
 
-def engine_named(name: str) -> EngineInfo:
+def find_engine(name: str) -> EngineInfo:
     """Return the engine of that name; an ArgumentError names the nearest where there is none."""
     if name not in ENGINES:
         raise ArgumentError(f"unknown engine {name!r}.{choices(name, ENGINES)}")
     return named(ENGINES[name])()  # type: ignore[no-any-return]
 
 
-def version_of(engine: EngineInfo, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
+def choose_version(engine: EngineInfo, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
     """Return the version to write for, and a note where it is not the one that was asked for.
 
     ArgumentError: nothing is known of `wanted`, and not `force`.
@@ -446,12 +446,12 @@ def same_place(one: str, other: str) -> bool:
     return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
-def here(name: str) -> bool:
+def is_local(name: str) -> bool:
     """Return whether a model or head is a directory on this machine."""
     return bool(name) and Path(name).expanduser().is_dir()
 
 
-def _stated(folder: str) -> dict[str, Any]:
+def _read_config(folder: str) -> dict[str, Any]:
     """Return a model's configuration, merged with that of its text part."""
     file = Path(folder).expanduser() / "config.json"
     config = read_object(file, "expected a model's configuration", CheckpointError)

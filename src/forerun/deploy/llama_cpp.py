@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.deploy.sequences import Sequences, checked
+from forerun.deploy.sequences import Sequences, parse_config
 from forerun.errors import ArgumentError
 
 try:
@@ -57,7 +57,7 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
         Raises:
             ArgumentError: an unknown option, or a drafter that needs more than the text.
         """
-        given = checked(speculative_config or {"method": "suffix"})
+        given = parse_config(speculative_config or {"method": "suffix"})
         self.most = given.num_speculative_tokens or MOST
         given = replace(given, num_speculative_tokens=self.most)
         self.sequences = Sequences(given, vocab_size=vocab_size, rows=1, slots=_UNKNOWN, nodes=self.most)

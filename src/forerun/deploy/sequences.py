@@ -22,7 +22,7 @@ from forerun.core.rules.base import walk
 from forerun.core.sampling import Sampler
 from forerun.core.step import Emitted, context_for, proposed
 from forerun.core.tree import TokenTree
-from forerun.deploy import COPYING, check_plugged, methods, reads_text_alone
+from forerun.deploy import COPYING, check_plugged, list_methods, reads_text_alone
 from forerun.deploy.known_rows import KnownRows, RecognisedRows
 from forerun.drafters import AUTO, checked_options, drafter_class
 from forerun.drafters.base import DrafterSetup, warn_drafter
@@ -46,7 +46,7 @@ TOKENS = "num_speculative_tokens"
 _GREEDY = Sampler(SamplingParams(temperature=0.0), ())  # Copied tokens are deterministic, whatever the request samples
 
 
-def options(variable: str) -> dict[str, Any]:
+def read_options(variable: str) -> dict[str, Any]:
     """Return the drafter that an environment variable configures, ``suffix`` where it is not set.
 
     The variable holds JSON, or names a file with it. ArgumentError: no JSON object.
@@ -63,19 +63,19 @@ def options(variable: str) -> dict[str, Any]:
     return {"method": "suffix", **found}
 
 
-def unvaried(variable: str, tokens: int) -> SpeculativeConfig:
+def read_fixed_config(variable: str, tokens: int) -> SpeculativeConfig:
     """Return the drafter that an environment variable configures, for an engine that scores as many
     drafted tokens at every step.
 
     `tokens` are scored for each request. ArgumentError: no drafter can draft that way.
     """
-    given = {"num_speculative_tokens": tokens, "adaptive": False, **options(variable)}
+    given = {"num_speculative_tokens": tokens, "adaptive": False, **read_options(variable)}
     if given["method"] == AUTO or given["adaptive"] is not False:
         raise ArgumentError(
             f"{variable}: this engine scores as many tokens for each request at every step, so that nothing is "
             f"adaptive; leave adaptive out, and name a drafter that copies instead of {AUTO}"
         )
-    return checked(given)
+    return parse_config(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Sequences:
             ArgumentError: the drafter, or one that it is made of, is none of `COPYING`, ``auto`` or a drafter outside
                 of forerun that reads text alone.
         """
-        parsed = checked(config)
+        parsed = parse_config(config)
         setup = DrafterSetup(
             target=cast("Target", ForeignTarget(vocab_size)), tokenizer=tokenizer, rows=rows, slots=slots
         )
@@ -260,7 +260,7 @@ class Sequences:
         if not all(gained) or not all(id(row) in running for row in step.rows):
             return
         draft_ms, verify_ms = 1e3 * (step.ended - step.began), 1e3 * (now - step.ended)
-        policy.learn([_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
+        policy.learn([_make_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
 
     def _recognised(self, table: Ints, lengths: Ints) -> RecognisedRows:
         """Recognise the rows of a step."""
@@ -291,7 +291,7 @@ def _prompt(tokens: int) -> int:
     return max(1, tokens - 1)
 
 
-def _emitted(tree: TokenTree, tokens: list[int], draft_ms: float, verify_ms: float) -> Emitted:
+def _make_emitted(tree: TokenTree, tokens: list[int], draft_ms: float, verify_ms: float) -> Emitted:
     """Build the engine's step result for a row from the text that it went on with."""
     found = walk(tree, lambda node: tokens[tree.depths[node]] if tree.depths[node] < len(tokens) else -1)
     trace = StepTrace(
@@ -322,14 +322,14 @@ def _row(place: int, tokens: int) -> Row:
     )
 
 
-def checked(config: Config) -> SpeculativeConfig:
+def parse_config(config: Config) -> SpeculativeConfig:
     """Parse a plug-in's configuration; ArgumentError if no plug-in drafts by it, or an option is
     unknown or missing.
     """
     parsed = SpeculativeConfig.parse(config)
     if parsed is None:
         raise ArgumentError("no drafter is named; expected for example {'method': 'suffix'}")
-    given = [*methods(parsed.named)]
+    given = [*list_methods(parsed.named)]
     given += ["a model"] if parsed.method == AUTO and "model" in parsed.options else []
     for method in given:
         if not (reads_text_alone(method) or method == AUTO):

@@ -14,7 +14,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from forerun.deploy.engines.sglang import ALGORITHM, PLUGGED_NODES, VARIABLE
-from forerun.deploy.sequences import unvaried
+from forerun.deploy.sequences import read_fixed_config
 from forerun.errors import ArgumentError
 
 ROWS = 48
@@ -60,7 +60,7 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
             raise ArgumentError(
                 f"--speculative-num-draft-tokens counts the root: {nodes} drafts nothing; give 2 or more"
             )
-        unvaried(VARIABLE, nodes - 1)
+        read_fixed_config(VARIABLE, nodes - 1)
         width = server_args.speculative_eagle_topk = server_args.speculative_eagle_topk or PLUGGED_NODES
         server_args.speculative_num_steps = nodes - 1
         if width > 1 and (server_args.page_size or 1) > 1 and server_args.attention_backend != "flashinfer":

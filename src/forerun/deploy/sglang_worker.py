@@ -14,7 +14,7 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
 from forerun.core.tree import TokenTree
 from forerun.deploy.engines.sglang import ALGORITHM, VARIABLE
-from forerun.deploy.sequences import Sequences, unvaried
+from forerun.deploy.sequences import Sequences, read_fixed_config
 from forerun.errors import ArgumentError
 
 
@@ -33,7 +33,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         super().alloc_memory_pool(**keywords)
         model = self.model_runner.model_config
         self.sequences = Sequences(
-            unvaried(VARIABLE, self.draft_token_num - 1),
+            read_fixed_config(VARIABLE, self.draft_token_num - 1),
             vocab_size=int(model.vocab_size),
             rows=int(self.max_batch_size),
             slots=int(model.context_len),
@@ -60,7 +60,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         for row, text in zip(table, texts, strict=True):
             row[: len(text)] = text
         trees = self.sequences.trees(table, lengths, np.full(len(texts), self.draft_token_num - 1))
-        filled = [padded(tree, self.draft_token_num) for tree in trees]
+        filled = [pad_tree(tree, self.draft_token_num) for tree in trees]
         tokens, masks = zip(*filled, strict=True)
         return np.concatenate(tokens), np.concatenate(masks)
 
@@ -83,7 +83,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         """Do nothing: there is no corpus, a drafter reads new tokens when it is asked next."""
 
 
-def padded(tree: TokenTree, nodes: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def pad_tree(tree: TokenTree, nodes: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Pad a tree to `nodes` nodes: (nodes,) tokens, root first, and the (nodes * nodes,) mask of
     ancestors and the node itself.
 

@@ -187,7 +187,7 @@ class EngineTrial:
         return not self.refused and not self.worse
 
 
-def tried(engine: InstalledEngine, *, prompts: Sequence[UserPrompt], tokens: int, dtype: str) -> EngineTrial:
+def run_trial(engine: InstalledEngine, *, prompts: Sequence[UserPrompt], tokens: int, dtype: str) -> EngineTrial:
     """Draft with a head here, then in its engine, and compare.
 
     Args:
@@ -204,8 +204,8 @@ def tried(engine: InstalledEngine, *, prompts: Sequence[UserPrompt], tokens: int
     llm = LLM(drafting.target, dtype=dtype, max_num_seqs=ROWS)
     asked = EncodedPrompts.of(llm, prompts, temperature=0.0, max_tokens=tokens, limit=len(prompts))
     encoded = [list(prompt) for prompt in asked.prompts]
-    plain = answers(llm, encoded, tokens, False)
-    ours = answers(
+    plain = answer_prompts(llm, encoded, tokens, False)
+    ours = answer_prompts(
         llm, encoded, tokens, {**drafting.config.drafter_options, **chain, "method": kind, "adaptive": False}
     )
     shown = llm.target.dtype_name
@@ -219,9 +219,9 @@ def tried(engine: InstalledEngine, *, prompts: Sequence[UserPrompt], tokens: int
     return EngineTrial(
         engine=engine.title,
         version=engine.version,
-        positions=positions(kind, ours, theirs, k),
+        positions=count_positions(kind, ours, theirs, k),
         lengths=(mean_length(ours), mean_length(theirs)),
-        steps=same_steps(ours, theirs, k),
+        steps=compare_steps(ours, theirs, k),
         parted=sum(not _begins(one, other) for one, other in zip(plain, theirs, strict=True)),
         notes=engine.notes,
     )
@@ -238,7 +238,9 @@ def fisher(right: tuple[int, int], tried: tuple[int, int]) -> float:
     return sum(weight for weight in weights.values() if weight <= weights[right[0]]) / sum(weights.values())
 
 
-def positions(arm: str, ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswer], length: int) -> list[Position]:
+def count_positions(
+    arm: str, ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswer], length: int
+) -> list[Position]:
     """Count both engines' drafts at each of the `length` positions of a chain."""
     return [
         Position(
@@ -251,7 +253,7 @@ def positions(arm: str, ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswe
     ]
 
 
-def same_steps(ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswer], length: int) -> ComparedSteps:
+def compare_steps(ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswer], length: int) -> ComparedSteps:
     """Count the steps at which both engines accept the same number of tokens.
 
     It is only for drafters that always draft `length` tokens: then the place of a step follows from
@@ -285,7 +287,7 @@ def _count(answers: Sequence[TrialAnswer], index: int, name: str) -> int:
     return sum(length > index for answer in answers for length in getattr(answer, name))
 
 
-def answers(
+def answer_prompts(
     llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, speculative: Any, salt: str | None = None
 ) -> list[TrialAnswer]:
     """Return forerun's greedy answers of `tokens` tokens, with the outcome of every draft.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.deploy.engines.vllm import SCHEDULE, VARIABLE
-from forerun.deploy.sequences import TOKENS, Sequences, options
+from forerun.deploy.sequences import TOKENS, Sequences, read_options
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
 
@@ -31,8 +31,8 @@ class ForerunProposer:
         """Build the drafter; ArgumentError for an unknown option, or where vLLM would not ask, or
         not wait, for drafts.
         """
-        given = options(VARIABLE)
-        self.schedule = _checked(given.pop(SCHEDULE, []))
+        given = read_options(VARIABLE)
+        self.schedule = _parse_schedule(given.pop(SCHEDULE, []))
         speculative = vllm_config.speculative_config
         if getattr(vllm_config.scheduler_config, "async_scheduling", False):
             raise ArgumentError("vLLM asks a plug-in for drafts only without --async-scheduling; start it with "
@@ -80,7 +80,7 @@ class ForerunProposer:
         return min([self.most, *tokens[-1:]])
 
 
-def _checked(schedule: Any) -> list[tuple[int, int, int]]:
+def _parse_schedule(schedule: Any) -> list[tuple[int, int, int]]:
     """Return `schedule` as triples; ArgumentError if it is malformed."""
     expected = f"{VARIABLE}: {SCHEDULE} must be [[first, last, tokens], ...] in whole numbers, got {schedule!r}"
     if not isinstance(schedule, list):

@@ -53,7 +53,7 @@ TEXTS: dict[str, TextFigures] = {
 HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3  # Tokens per pass at temperature 1 over those at 0
 
 
-def text_named(name: str) -> TextFigures:
+def find_text(name: str) -> TextFigures:
     """Return the figures of a kind of text; an ArgumentError names the nearest where there are none
     for it.
     """
@@ -63,13 +63,13 @@ def text_named(name: str) -> TextFigures:
     return TEXTS[key]
 
 
-def assumed_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
+def assume_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
     """Return the acceptance of a trained head on a kind of text, and what was assumed, one sentence
     each.
     """
     if temperature < 0:
         raise ArgumentError(f"temperature must be 0 (greedy) or more, got {temperature}")
-    kind = text_named(text)
+    kind = find_text(text)
     share = 1 - (1 - HOT) * min(temperature, 1.0)
     tokens = max(1.0, kind.tokens * share)
     alpha = alpha_of(tokens, kind.k)
@@ -115,7 +115,7 @@ _AROUND = re.compile(r"^(nvidia|amd|geforce|rtx|instinct)+|(80gb?|sxm[45]?)+$") 
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16", "fp4": "int4"}
 
 
-def device_named(name: str) -> Device:
+def find_device(name: str) -> Device:
     """Return a device by its name, with or without maker and form factor; ArgumentError if it is
     not in the table.
     """
@@ -126,7 +126,7 @@ def device_named(name: str) -> Device:
     return DEVICES[key]
 
 
-def dtype_named(name: str) -> str:
+def parse_dtype(name: str) -> str:
     """Return a key of `BYTES` from one of its usual names, else raise an ArgumentError."""
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in BYTES:

@@ -45,7 +45,7 @@ class PlanLoad:
         rows = rows or self.rows
         return theory.predict(
             self.cost,
-            acceptance_per_depth=theory.stretched(self.survival, k),
+            acceptance_per_depth=theory.stretch(self.survival, k),
             draft=self.draft(rows) if k else DraftCost(fixed_ms=0.0, level_ms=0.0),
             depth=k * self.filled,
             nodes=k * self.nodes_per_level,
@@ -130,7 +130,7 @@ class PlanVerdict:
     notes: list[str] = field(default_factory=list)
 
 
-def judge(
+def decide(
     found: Plan, load: PlanLoad, *, drafter: str | None, text: str | None, uncosted: Sequence[str] = ()
 ) -> PlanVerdict:
     """Return the verdict for the measured `drafter`, or for the one that published figures favour

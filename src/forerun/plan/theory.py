@@ -52,7 +52,7 @@ def conditional_of(survival: Sequence[float]) -> list[float]:
     return [now / then if then > 0 else 0.0 for now, then in zip(survival, before, strict=True)]
 
 
-def stretched(survival: Sequence[float], k: int) -> list[float]:
+def stretch(survival: Sequence[float], k: int) -> list[float]:
     """Return the survival of the first `k` depths; beyond the known ones the last conditional
     acceptance rate goes on.
     """

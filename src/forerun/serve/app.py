@@ -34,15 +34,15 @@ from forerun.serve.guards import (
     Guard,
     RequestRecorder,
     StrictRoute,
-    aside,
+    answer_refusal,
     own_path,
-    refusal_of,
+    run_aside,
     unless_gone,
 )
-from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merged, names_of
+from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merge_streams, names_of
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
-from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake, refusal
+from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, internal_error, refusal
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.session import Job, Session, State
@@ -98,7 +98,7 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
         assert isinstance(error, ApiError)
         if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
             logs.write_error(error.__cause__, message=messages)  # the client is not told what it says
-        return refusal_of(http.scope, error)
+        return answer_refusal(http.scope, error)
 
     for kind in (ApiError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, answer)
@@ -109,29 +109,25 @@ def _add_completions(app: FastAPI, session: Session) -> None:
 
     @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, http: Request) -> Response:
-        jobs, chat_format = await _prepared(session, http, body, lambda: chat_jobs(session, body))
+        jobs, chat_format = await _prepare(session, http, body, lambda: chat_jobs(session, body))
         predicted = jobs[0].copies_prediction
         writer = ChatWriter(body, name, session.tokenizer, chat_format, predicted=predicted)
         return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/completions", responses=_STREAM)
     async def complete(body: CompletionRequest, http: Request) -> Response:
-        jobs = await _prepared(session, http, body, lambda: completion_jobs(session, body))
+        jobs = await _prepare(session, http, body, lambda: completion_jobs(session, body))
         writer = CompletionWriter(body, name, session.tokenizer, predicted=jobs[0].copies_prediction)
         return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/responses", responses=_STREAM)
     async def respond(body: ResponsesRequest, http: Request) -> Response:
-        jobs, chat_format = await _prepared(
-            session, http, body, lambda: chat_jobs(session, body.chat(), names_of(body))
-        )
+        jobs, chat_format = await _prepare(session, http, body, lambda: chat_jobs(session, body.chat(), names_of(body)))
         return await _respond(session, http, jobs, ResponsesWriter(body, name, chat_format))
 
     @app.post("/v1/messages", responses=_STREAM)
     async def message(body: MessagesRequest, http: Request) -> Response:
-        jobs, chat_format = await _prepared(
-            session, http, body, lambda: chat_jobs(session, body.chat(), names_of(body))
-        )
+        jobs, chat_format = await _prepare(session, http, body, lambda: chat_jobs(session, body.chat(), names_of(body)))
         return await _respond(session, http, jobs, MessagesWriter(body, name, chat_format))
 
 
@@ -146,7 +142,7 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
             work = all_or_none(whole_output(session.answer(job)) for job in jobs)
             outputs = await unless_gone(http, work)
             size = sum(size_of(one.tokens, output.prompt_logprobs) for output in outputs for one in output.outputs)
-            return await aside(http, size, lambda: JSONResponse(writer.whole(outputs)))
+            return await run_aside(http, size, lambda: JSONResponse(writer.whole(outputs)))
     events = _events(session, http, jobs, writer)
     try:
         first = await unless_gone(http, anext(events))
@@ -163,8 +159,8 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
         except Exception as error:
             if not isinstance(error, ApiError):
                 logs.write_error(error, message=session.settings.log_prompts)
-                error = mistake()
-            yield _written(error.body(own_path(http.scope)))
+                error = internal_error()
+            yield _format_event(error.body(own_path(http.scope)))
         if isinstance(writer, Writer):
             yield "data: [DONE]\n\n"  # which only the completion endpoints have
 
@@ -174,21 +170,21 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
 async def _events(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> AsyncGenerator[str]:
     """Yield the answer as server-sent events."""
     with session.admitted(sum(job.params.n for job in jobs)):
-        async with aclosing(merged([session.answer(job) for job in jobs])) as chunks:
+        async with aclosing(merge_streams([session.answer(job) for job in jobs])) as chunks:
             async for tagged in chunks:
                 size = size_of(tagged.chunk.tokens, tagged.chunk.prompt_logprobs)
-                for text in await aside(http, size, partial(_texts, writer, tagged)):
+                for text in await run_aside(http, size, partial(_texts, writer, tagged)):
                     yield text
             for event in writer.closing_events():
-                yield _written(event)
+                yield _format_event(event)
 
 
 def _texts(writer: Writer | ItemWriter, tagged: Tagged) -> list[str]:
     """Return the events of one chunk as texts."""
-    return [_written(event) for event in writer.events(tagged)]
+    return [_format_event(event) for event in writer.events(tagged)]
 
 
-def _written(event: Event) -> str:
+def _format_event(event: Event) -> str:
     """Format a server-sent event; its ``type``, where it has one, is its name, too."""
     name = f"event: {event['type']}\n" if "type" in event else ""
     return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
@@ -209,7 +205,7 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
             counts = {"count": len(ids), "max_model_len": llm.max_model_len}
             return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
 
-        return await _prepared(session, http, body, answer)
+        return await _prepare(session, http, body, answer)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
@@ -220,7 +216,7 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
                 raise bad_request(f"token id {wrong} is outside the vocabulary of {vocabulary}", "tokens")
             return JSONResponse({"prompt": session.tokenizer.decode(body.tokens)})
 
-        return await _prepared(session, http, body, answer)
+        return await _prepare(session, http, body, answer)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: Request) -> dict[str, int]:
@@ -228,7 +224,7 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
             prompt = chat_format_of(session.engine.llm, session.settings, body.chat()).prompt
             return {"input_tokens": len(prompt["prompt_token_ids"])}
 
-        return await _prepared(session, http, body, answer)
+        return await _prepare(session, http, body, answer)
 
 
 def _add_operations(app: FastAPI, session: Session) -> None:
@@ -296,7 +292,7 @@ def _add_playground(app: FastAPI) -> None:
         app.add_api_route(path, show(path[1:] or "index.html"), include_in_schema=False)
 
 
-async def _prepared(session: Session, http: Request, body: Any, make: Callable[[], T]) -> T:
+async def _prepare(session: Session, http: Request, body: Any, make: Callable[[], T]) -> T:
     """Return what `make` makes of a body; a large body is handled in a thread of its own.
 
     A complaint of the engine becomes a 400.
@@ -313,7 +309,7 @@ async def _prepared(session: Session, http: Request, body: Any, make: Callable[[
             raise refusal(error, names_of(body)) from error
 
     check_model(session, body.model)
-    return await aside(http, len(await http.body()), checked)
+    return await run_aside(http, len(await http.body()), checked)
 
 
 # The OpenAPI description, made honest: every status that a route can answer with, and the key that it needs. FastAPI

@@ -14,10 +14,10 @@ from forerun.engine.grammar import source
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.serve.protocol.errors import bad_request
-from forerun.serve.protocol.requests import ChatRequest, joined
-from forerun.serve.reasoning import Marks, begins_inside, marks_of, read_reasoning
+from forerun.serve.protocol.requests import ChatRequest, join_text
+from forerun.serve.reasoning import Marks, begins_inside, find_marks, read_reasoning
 from forerun.serve.settings import ServeSettings
-from forerun.serve.tools import FORMATS, format_of
+from forerun.serve.tools import FORMATS, find_format
 from forerun.serve.tools.base import Lark, ToolFormat
 from forerun.serve.tools.incoming import Incoming, Kind, PieceReader, Steps
 from forerun.types import CompletionOutput, StructuredOutputs
@@ -85,7 +85,7 @@ class ChatFormat:
         if not bound and (own is None or self.marks is None):
             return own
         lark = Lark(mark)
-        content = None if own is None else lark.rule(_written(own))
+        content = None if own is None else lark.rule(_write_form(own))
         if self.format is not None:
             try:
                 content = self.format.grammar(lark, forced=body.must_call, many=body.many_calls, content=content)
@@ -107,7 +107,7 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
     tools, template = [tool.plain() for tool in body.offered], ""
     if llm.tokenizer is not None and llm.tokenizer.chat_template:  # else the prompt's maker says so
         template = llm.tokenizer.get_chat_template(tools=[{}] if tools else None)
-    kind = format_of(settings.tool_call_parser, template)
+    kind = find_format(settings.tool_call_parser, template)
     if tools and not _TAKES_TOOLS.search(template):
         raise bad_request("the chat template of this model takes no tools", "tools")
     if tools and kind is None:
@@ -121,9 +121,9 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
     goes_on = body.continue_final_message
     ending = {"continue_final_message": goes_on}
     ending["add_generation_prompt"] = body.add_generation_prompt is not False and not goes_on
-    marks = marks_of(settings.reasoning_parser, template)
+    marks = find_marks(settings.reasoning_parser, template)
     prompt = llm.chat_prompt(messages, tools or None, **ending, **_variables(body, template, marks is not None))
-    begun = joined(body.messages[-1].content or "") if goes_on else ""
+    begun = join_text(body.messages[-1].content or "") if goes_on else ""
     if marks is not None and not _may_reason(marks, prompt["prompt"], begun):
         marks = None
     functions = [tool.function.function() for tool in body.callable_tools]
@@ -138,7 +138,7 @@ def reasoning_tokens(reader: PieceReader, answer: CompletionOutput) -> int:
     return sum(start < reader.incoming.reasoned for start in starts) if answer.tokens else 0
 
 
-def _written(form: StructuredOutputs) -> str:
+def _write_form(form: StructuredOutputs) -> str:
     """Write a form as the body of a rule in Lark's notation."""
     kind, text = source(form)
     escaped = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", text)

@@ -34,7 +34,7 @@ from forerun.errors import of_the_process
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.serve import logs
 from forerun.serve.logs import RequestRecord
-from forerun.serve.protocol.errors import ApiError, from_validation, mistake
+from forerun.serve.protocol.errors import ApiError, from_validation, internal_error
 from forerun.serve.settings import ServeSettings
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class RequestRecorder:
                 raise
             logs.write_error(error, message=self._settings.log_prompts)
             if record.status is None:
-                await refusal_of(scope, mistake())(scope, receive, named)
+                await answer_refusal(scope, internal_error())(scope, receive, named)
         finally:
             record.status = record.status or CLIENT_GONE
             record.route = getattr(scope.get("route") or _route(scope), "path", record.route)
@@ -114,7 +114,7 @@ class Guard:
             return
         too_large = ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
         if (error := self._refusal(scope, too_large)) is not None:
-            await refusal_of(scope, error)(scope, receive, send)
+            await answer_refusal(scope, error)(scope, receive, send)
             return
         read = 0
 
@@ -131,7 +131,7 @@ class Guard:
     def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
         """Return what is wrong with the head of a request, whose client is known from here on."""
         if own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            client = client_of(scope, self._settings)
+            client = identify_client(scope, self._settings)
             if client is None:
                 return ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
             CLIENT.set(client)
@@ -148,7 +148,7 @@ class Guard:
         return None
 
 
-def refusal_of(scope: Scope, error: ApiError) -> JSONResponse:
+def answer_refusal(scope: Scope, error: ApiError) -> JSONResponse:
     """Return the answer that is an error and nothing else, in the envelope that clients of the path
     know.
     """
@@ -178,18 +178,18 @@ class Client:
         """Return the engine's salt for a request with a salt of its `own`, which narrows the domain
         and leads into no other.
         """
-        return self.domain if own is None else _hashed("salted", self.key, own)
+        return self.domain if own is None else _hash("salted", self.key, own)
 
 
-def client_of(scope: Scope, settings: ServeSettings) -> Client | None:
+def identify_client(scope: Scope, settings: ServeSettings) -> Client | None:
     """Return the client of an HTTP request; None where a key is needed and it has none that is
     right.
     """
     if not settings.api_keys:
         # An address names nobody, since all clients of a proxy have one: it decides about turns, not about text.
         shared, address = settings.share_unnamed, scope["client"][0] if scope.get("client") else ""
-        domain = None if shared else _hashed("request", secrets.token_hex(16))
-        return Client(name=_hashed("address", address), domain=domain, adapt=shared)
+        domain = None if shared else _hash("request", secrets.token_hex(16))
+        return Client(name=_hash("address", address), domain=domain, adapt=shared)
     headers = Headers(scope=scope)
     scheme, _, given = headers.get("authorization", "").partition(" ")
     given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
@@ -197,11 +197,11 @@ def client_of(scope: Scope, settings: ServeSettings) -> Client | None:
     if not any(right):
         return None
     key = settings.api_keys[right.index(True)]
-    name = _hashed("key", key)
+    name = _hash("key", key)
     return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
 
 
-def _hashed(*parts: str) -> str:
+def _hash(*parts: str) -> str:
     whole = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=16).hexdigest()
 
@@ -234,7 +234,7 @@ def read_json(body: bytes) -> Any:
         raise json.JSONDecodeError(why, "", 0) from error
 
 
-async def aside(http: Request, size: int, task: Callable[[], T]) -> T:
+async def run_aside(http: Request, size: int, task: Callable[[], T]) -> T:
     """Run `task`, which handles something of so many bytes: at once, or in a thread of its own
     where that is large.
 
@@ -268,7 +268,7 @@ async def unless_gone(http: Request, work: Awaitable[T]) -> T:
 
 
 class StrictRoute(APIRoute):
-    """A `StrictRoute` reads and checks its body with `read_json` and `aside`."""
+    """A `StrictRoute` reads and checks its body with `read_json` and `run_aside`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -292,7 +292,7 @@ class _Request(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        return await aside(self, len(body), lambda: self._checked(body))
+        return await run_aside(self, len(body), lambda: self._checked(body))
 
     def _checked(self, body: bytes) -> Any:
         """Return the body as its kind: FastAPI takes such a value as it is, and would check any

@@ -13,7 +13,7 @@ from forerun.errors import about
 from forerun.serve.chat_format import ChatFormat, chat_format_of
 from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request
-from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling, joined
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling, join_text
 from forerun.serve.session import Job, Session
 from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
 
@@ -75,7 +75,7 @@ def check_model(session: Session, asked: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found", quoted=asked, listed=names)
 
 
-async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerator[Tagged]:
+async def merge_streams(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerator[Tagged]:
     """Yield chunks of several jobs as they come; leaving early ends them all, and the first error
     ends it.
     """
@@ -122,7 +122,7 @@ def _job(
     client, longest = CLIENT.get(), session.settings.request_timeout_s
     _at_most(body.timeout_s, longest, "timeout_s")
     if body.prediction is not None:
-        prompt = {**prompt, "prediction": joined(body.prediction.content)}
+        prompt = {**prompt, "prediction": join_text(body.prediction.content)}
     options = {
         "speculative": session.speculation(body.speculative, predicted=body.prediction is not None),
         "trace": body.return_speculation_trace,

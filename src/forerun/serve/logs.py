@@ -95,13 +95,13 @@ def write_error(error: BaseException, *, message: bool) -> None:
     fields: dict[str, Any] = {
         "request_id": record.request_id if record is not None else None,
         "error": type(error).__name__,
-        "message": bounded(str(error)) if message else "withheld; --log-prompts shows it",
-        "where": bounded(" < ".join(reversed(where))),
+        "message": shorten(str(error)) if message else "withheld; --log-prompts shows it",
+        "where": shorten(" < ".join(reversed(where))),
     }
     log.error("a request failed", extra={"fields": fields})
 
 
-def bounded(text: str) -> str:
+def shorten(text: str) -> str:
     """Return the text, or its beginning and its end where it has more than `MOST` characters."""
     left = len(text) - MOST
     return text if left <= 0 else f"{text[: MOST // 2]} [{left} characters left out] {text[-MOST // 2 :]}"
@@ -124,10 +124,10 @@ class Lines(logging.Formatter):
         self._json = kind == "json"
 
     def formatException(self, ei: Any) -> str:
-        return bounded(super().formatException(ei))
+        return shorten(super().formatException(ei))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = bounded(record.message)
+        record.message = shorten(record.message)
         pairs = [f"{key}={_word(value)}" for key, value in getattr(record, "fields", {}).items()]
         return " ".join([super().formatMessage(record), *pairs])
 
@@ -138,7 +138,7 @@ class Lines(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": bounded(record.getMessage()),
+            "event": shorten(record.getMessage()),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:

@@ -26,7 +26,7 @@ PARSERS: dict[str, Marks] = {
 }
 
 
-def marks_of(parser: str, template: str) -> Marks | None:
+def find_marks(parser: str, template: str) -> Marks | None:
     """Return the marks of a ``--reasoning-parser``: a name, two marks with a blank between them,
     ``none``, or ``auto``.
     """

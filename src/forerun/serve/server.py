@@ -56,7 +56,7 @@ def run(session: Session, *, host: str, port: int) -> int:
     serving, listener = server(session, host=host, port=port), listen(host, port)
     scheme = "http" if session.settings.ssl_certfile is None else "https"
     log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, listener.getsockname()[1])
-    return asyncio.run(_served(session, serving, listener))
+    return asyncio.run(_serve(session, serving, listener))
 
 
 def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
@@ -84,7 +84,7 @@ def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
     return _Server(config, session)
 
 
-async def _served(session: Session, serving: uvicorn.Server, listener: socket.socket) -> int:
+async def _serve(session: Session, serving: uvicorn.Server, listener: socket.socket) -> int:
     await serving.serve(sockets=[listener])
     if session.failure is not None:
         code = 2 if isinstance(session.failure, ForerunError | OSError) else 1

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from forerun.drafters import entry_named
 from forerun.errors import ArgumentError
-from forerun.serve.reasoning import marks_of
+from forerun.serve.reasoning import find_marks
 from forerun.serve.tools import check_parser
 
 
@@ -126,7 +126,7 @@ class ServeSettings:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ArgumentError(f"--root-path begins with a slash and does not end with one, got {self.root_path!r}")
         check_parser(self.tool_call_parser)
-        marks_of(self.reasoning_parser, template="")
+        find_marks(self.reasoning_parser, template="")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ArgumentError(f"--request-timeout must be above 0, got {self.request_timeout_s}")
         if any(not key for key in self.api_keys):

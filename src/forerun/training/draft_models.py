@@ -21,8 +21,8 @@ from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.support import text_config
 from forerun.training.data.store import PreparedData
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
-from forerun.training.shrink import shrunk
-from forerun.training.trained import Trained, branches, drafting_copy, hashes
+from forerun.training.shrink import shrink
+from forerun.training.trained import Trained, branches, copy_for_drafting, hash_checkpoints
 from forerun.types import Boundary
 from forerun.writing import written_folder
 
@@ -57,7 +57,7 @@ class TrainedModel(Trained):
         start = self.recipe.draft.start
         self.tokenizer = tokenizer
         if start is None:
-            self.module = shrunk(model, self.recipe.draft.options).requires_grad_(True)
+            self.module = shrink(model, self.recipe.draft.options).requires_grad_(True)
         else:
             self.module = load_trainable(start)
             path = resolve(start)
@@ -78,7 +78,7 @@ class TrainedModel(Trained):
 
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
         depth = settings.num_speculative_tokens
-        base = {"method": self.method, "model": drafting_copy(self.module, model)}
+        base = {"method": self.method, "model": copy_for_drafting(self.module, model)}
         tree: dict[str, Any] = {"shape": (branches(settings), *(1,) * (depth - 1))}
         if self.method == PardDrafter.name:
             tree = {"num_speculative_tokens": depth, "nodes": settings.nodes}
@@ -90,7 +90,7 @@ class TrainedModel(Trained):
 
     def contents(self) -> dict[str, str]:
         reference = getattr(self.recipe.objective, "reference", None)
-        return hashes({"draft.start": self.recipe.draft.start, "objective.reference": reference})
+        return hash_checkpoints({"draft.start": self.recipe.draft.start, "objective.reference": reference})
 
 
 def load_trainable(name: str) -> Any:

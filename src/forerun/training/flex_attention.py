@@ -62,7 +62,11 @@ class FlexMask:
             return torch.where(key < size, near, query == place)
 
         made: flex.BlockMask = flex.BlockMask.from_kv_blocks(
-            *_listed(partial), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, (steps + 1) * size)
+            *_list_blocks(partial),
+            *_list_blocks(whole),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=sees,
+            seq_lengths=(size, (steps + 1) * size),
         )
         return made
 
@@ -102,7 +106,7 @@ def _compiled() -> Callable[..., Any]:
     return compiled
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many key blocks each query block has, (B, 1, Q), and these first of all, (B, 1, Q,
     K), from (B, Q, K) bool.
     """

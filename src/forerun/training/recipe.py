@@ -60,7 +60,7 @@ class EvaluationRecipe:
     """An `EvaluationRecipe` says what is decoded while training, and from which prompts."""
 
     prompts: str | None = None  # Prepared data, held out; None: no evaluation
-    count: Natural = 8  # Of the first documents that give a prompt, see `prompts_of`
+    count: Natural = 8  # Of the first documents that give a prompt, see `select_prompts`
     prompt_tokens: Natural = 128  # Of a prompt, at most; of plain text just so many
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -146,12 +146,12 @@ MAY_CHANGE = ("output", "trackers", "target_parallel", "evaluation.settings.rows
 """A resumed run may set these anew, besides what `TrainSettings` allows."""
 
 
-def flat(recipe: Any, where: str = "") -> dict[str, Any]:
+def flatten(recipe: Any, where: str = "") -> dict[str, Any]:
     """Return every value of a recipe under its whole key, such as ``objective.steps``."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(recipe):
         value, key = getattr(recipe, item.name), where + item.name
-        found |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
+        found |= flatten(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return found
 
 
@@ -192,11 +192,11 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
             raise ArgumentError(f"{name}: {part} holds a value, not further keys")
-    values[last] = _merged(values.get(last), value)
+    values[last] = _merge(values.get(last), value)
 
 
-def _merged(before: Any, value: Any) -> Any:
+def _merge(before: Any, value: Any) -> Any:
     """Let the later value win; of a mapping only the keys that it names, the others stay."""
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
-    return {**before, **{key: _merged(before.get(key), one) for key, one in value.items()}}
+    return {**before, **{key: _merge(before.get(key), one) for key, one in value.items()}}

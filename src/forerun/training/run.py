@@ -34,16 +34,16 @@ from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
 from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, describe, loaded_from
+from forerun.training.features.store import FeatureStore, describe, find_loaded
 from forerun.training.loop import checkpoint
-from forerun.training.loop.distributed import Parallel, spread
+from forerun.training.loop.distributed import Parallel, wrap_parallel
 from forerun.training.loop.trackers import tracker
 from forerun.training.loop.trainer import Training
 from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flat, to_plain
-from forerun.training.trained import hashes, rate_name, trained_by
+from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flatten, to_plain
+from forerun.training.trained import hash_checkpoints, rate_name, trained_class
 from forerun.types import SamplingParams, SpeculationStats
 from forerun.writing import alone
 
@@ -61,7 +61,7 @@ class TrainingRun:
         """
         kind = kind_named(recipe.kind)
         make_objective = objective_for(kind)
-        self.trained = trained_by(kind)(recipe)
+        self.trained = trained_class(kind)(recipe)
         self.recipe, self.parallel = recipe, parallel
         check_memory(recipe, parallel)
         self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
@@ -70,7 +70,7 @@ class TrainingRun:
         self.held_out = None if wanted.prompts is None else PreparedData(wanted.prompts, tokenizer=tokenizer)
         for data in filter(None, (self.data, self.held_out)):
             data.check_ids(text_config(self.model).vocab_size, f"the target ({recipe.target})")
-        self.prompts = [] if self.held_out is None else prompts_of(self.held_out, wanted)
+        self.prompts = [] if self.held_out is None else select_prompts(self.held_out, wanted)
         self.trained.start(self.model, tokenizer, self.data)
         self.module = self.trained.module.to(self.model.device)
         forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
@@ -126,7 +126,7 @@ class TrainingRun:
         steps = settings.total_steps(self.batches.steps_per_epoch)
         if self.batches.writer is not None:
             self.batches.writer.folder = None
-        model = spread(self.objective, self.parallel)
+        model = wrap_parallel(self.objective, self.parallel)
         began = time.perf_counter()
         # The last step: where a run has stages it is the dearest.
         last = (steps - 1) * settings.accumulation
@@ -152,9 +152,13 @@ class TrainingRun:
         """Return what a resumed run must keep besides the settings of the loop, by key; directories
         by what they hold.
         """
-        values = flat(self.recipe).items()
+        values = flatten(self.recipe).items()
         found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
-        contents = {**hashes({"target": self.recipe.target}), "data": self.data.hash, **self.trained.contents()}
+        contents = {
+            **hash_checkpoints({"target": self.recipe.target}),
+            "data": self.data.hash,
+            **self.trained.contents(),
+        }
         if self.held_out is not None:
             contents["evaluation.prompts"] = self.held_out.hash
         found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
@@ -189,7 +193,7 @@ class RunBatches(Batches):
         self.device: torch.device = run.model.device
         # Whether a pass of the target needs all processes, with the same tokens.
         self.together = recipe.target_parallel == "tp"
-        self.writer = writer_for(run)
+        self.writer = make_writer(run)
         self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
         self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
         # Stored features of the next batch are read by a thread while this one trains: arguments of `batch` -> states.
@@ -198,7 +202,7 @@ class RunBatches(Batches):
         if recipe.features is None:
             self.source = OnlineFeatures(run.model, trained.boundaries)
         else:
-            directory, size = loaded_from(recipe.target), text_config(run.model).hidden_size
+            directory, size = find_loaded(recipe.target), text_config(run.model).hidden_size
             wanted = describe(directory, recipe.target, tokenizer, run.data, trained.boundaries, hidden_size=size)
             self.source = FeatureStore(recipe.features, wanted)
 
@@ -225,7 +229,7 @@ class RunBatches(Batches):
         return self.windows.batch(number, rank, world).to(self.device)
 
 
-def writer_for(run: TrainingRun) -> AnswerWriter | None:
+def make_writer(run: TrainingRun) -> AnswerWriter | None:
     """Return what writes the text that is trained on; None where the data stay as they are.
 
     The target is drafted for by a copy of what is trained, as evaluation's chain is; a target that
@@ -271,7 +275,7 @@ def writer_for(run: TrainingRun) -> AnswerWriter | None:
     )
 
 
-def prompts_of(data: PreparedData, wanted: EvaluationRecipe) -> list[list[int]]:
+def select_prompts(data: PreparedData, wanted: EvaluationRecipe) -> list[list[int]]:
     """Return the prompts of the first documents of `data` that give one; DataError if none does.
 
     A prompt is what stands before the first counted token, whole, if it is no longer than `wanted`
@@ -385,7 +389,7 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
     if parallel.world == 1 or spread == "none":
         model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device), repack=False))
     else:
-        model = _tensor_parallel(path, dtype, parallel) if spread == "tp" else _sharded(path, dtype, parallel)
+        model = _load_tensor_parallel(path, dtype, parallel) if spread == "tp" else _load_sharded(path, dtype, parallel)
     tokenizer = load_tokenizer(path, None)
     if parallel.world == 1 or spread == "none":
         parallel.on_first(lambda: judge(Target, model, tokenizer))
@@ -396,7 +400,7 @@ def _open(name: str | Path, options: LoadOptions) -> Any:
     return open_model(name, options, read_config(name, options), quiet=True)
 
 
-def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
+def _load_sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     """Shard on the CPU, one process of a machine after the other, so that host and device hold one
     copy at most.
     """
@@ -414,7 +418,7 @@ def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     return model
 
 
-def _tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> Any:
+def _load_tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     options = LoadOptions(dtype=dtype, tp_plan="auto", repack=False)
     text = read_config(name, options).get_text_config(decoder=True)
     groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -25,7 +25,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_key_value_heads")
 
 
 @torch.no_grad()
-def shrunk(model: Any, options: Mapping[str, Any]) -> Any:
+def shrink(model: Any, options: Mapping[str, Any]) -> Any:
     """Return a causal LM in float32 on the CPU with a part of `model`'s weights.
 
     `options`: ``layers``, how many (evenly spaced, first and last included) or which, from 0; and
@@ -39,7 +39,7 @@ def shrunk(model: Any, options: Mapping[str, Any]) -> Any:
         )
     if is_quantised(model):
         raise UnsupportedModelError("a quantised target cannot be shrunk; name its unquantised checkpoint as target")
-    layers, config = _checked(options, former), copy.deepcopy(former)
+    layers, config = _check_options(options, former), copy.deepcopy(former)
     state = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
     state = _of_layers(state, layers)
     config.num_hidden_layers = len(layers)
@@ -64,14 +64,14 @@ def shrunk(model: Any, options: Mapping[str, Any]) -> Any:
     return made.eval()
 
 
-def spaced(count: int, layers: int) -> list[int]:
+def space_evenly(count: int, layers: int) -> list[int]:
     """Return `count` of so many layers, from 0, evenly spaced; the last one too, where there are
     two.
     """
     return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
 
 
-def _checked(options: Mapping[str, Any], config: Any) -> list[int]:
+def _check_options(options: Mapping[str, Any], config: Any) -> list[int]:
     """Return the layers; ArgumentError, with what is allowed, for options that do not fit."""
     known = ("layers", *WIDTHS)
     for name in options:
@@ -87,7 +87,7 @@ def _checked(options: Mapping[str, Any], config: Any) -> list[int]:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most[name]:
             raise ArgumentError(f"draft.options.{name} must be 1 to {most[name]}, as the target has, got {value!r}")
     if not listed:
-        return spaced(chosen, config.num_hidden_layers)
+        return space_evenly(chosen, config.num_hidden_layers)
     if not chosen or list(chosen) != sorted(set(chosen) & set(range(config.num_hidden_layers))):
         last = config.num_hidden_layers - 1
         raise ArgumentError(f"draft.options.layers must be layers of the target, 0 to {last}, rising; got {chosen}")

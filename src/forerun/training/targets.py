@@ -16,7 +16,7 @@ from forerun.training.data.store import PreparedData
 from forerun.training.draft_models import blank_model, load_trainable, write_model
 from forerun.training.objectives.medusa2 import TargetAndHead
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
-from forerun.training.trained import Trained, TrainedHead, branches, drafting_copy
+from forerun.training.trained import Trained, TrainedHead, branches, copy_for_drafting
 from forerun.types import Boundary
 
 
@@ -47,7 +47,7 @@ class TrainedTarget(Trained):
         return blank_model(self.module)
 
     def target(self, model: Any) -> Any:
-        return drafting_copy(self.module, model)
+        return copy_for_drafting(self.module, model)
 
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
         """Return chains of exits after a quarter, half and three quarters of the layers, and a
@@ -86,7 +86,7 @@ class TrainedTargetAndHead(Trained):
         return TargetAndHead(blank_model(self.module.model), self.head.blank())
 
     def target(self, model: Any) -> Any:
-        return drafting_copy(self.module.model, model)
+        return copy_for_drafting(self.module.model, model)
 
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
         return self.head.shapes(model, settings)

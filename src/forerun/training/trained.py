@@ -18,7 +18,7 @@ from forerun.drafters.heads.base import Head, check_fits
 from forerun.drafters.heads.kinds import HeadKind, Role, kind_named, named
 from forerun.errors import ArgumentError, choices
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
-from forerun.training.features.store import loaded_from, target_hash
+from forerun.training.features.store import find_loaded, target_hash
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
 from forerun.types import Boundary
 
@@ -31,7 +31,7 @@ TRAINED: dict[Role, str] = {
 """Each role of a kind maps to ``module:Class``, a `Trained`."""
 
 
-def trained_by(kind: HeadKind) -> type[Trained]:
+def trained_class(kind: HeadKind) -> type[Trained]:
     """Return the class of a kind's role."""
     found: type[Trained] = named(TRAINED[kind.trains])
     return found
@@ -152,7 +152,7 @@ def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[st
     does.
     """
     depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
-    base = {"method": head.config.kind, "model": drafting_copy(head, model), "num_speculative_tokens": depth}
+    base = {"method": head.config.kind, "model": copy_for_drafting(head, model), "num_speculative_tokens": depth}
     if kind_named(head.config.kind).drafts == "adapter":
         base["exit_below"] = 0.0  # measured as far as the chain goes
     return {
@@ -183,11 +183,11 @@ def branches(settings: EvaluationSettings) -> int:
     return max(1, min(settings.top_k, settings.nodes // settings.num_speculative_tokens))
 
 
-def drafting_copy(module: nn.Module, model: Any) -> nn.Module:
+def copy_for_drafting(module: nn.Module, model: Any) -> nn.Module:
     """Return a copy that drafts beside the target `model`."""
     return copy.deepcopy(module).to(model.device, model.dtype).eval()
 
 
-def hashes(names: Mapping[str, str | None]) -> dict[str, str]:
+def hash_checkpoints(names: Mapping[str, str | None]) -> dict[str, str]:
     """Map keys to the hash of the checkpoint that they name, where they name one."""
-    return {key: target_hash(loaded_from(name)) for key, name in names.items() if name is not None}
+    return {key: target_hash(find_loaded(name)) for key, name in names.items() if name is not None}

@@ -307,7 +307,7 @@ def test_the_size_is_known_beforehand_and_compared_with_the_disk(
     with pytest.raises(DataError, match=r"still need 2\.0 MiB, but .* has 5\.0 KiB free"):
         check_room(tmp_path, 2 << 20)
     with pytest.raises(ArgumentError, match="not 'int4'"):
-        stores.dtype_named("int4")
+        stores.parse_dtype("int4")
 
 
 def test_passes_cover_every_missing_document_once_and_stay_in_their_budget() -> None:

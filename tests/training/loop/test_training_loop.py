@@ -23,7 +23,7 @@ from forerun.training.loop import trainer
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.distributed import Parallel
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.loop.update import Muon, build_optimizers, moved_by_muon
+from forerun.training.loop.update import Muon, build_optimizers, select_muon_parameters
 from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
 
 
@@ -60,7 +60,7 @@ class _Products(TorchFunctionMode):
 
 
 def test_muon_moves_the_matrices_of_the_layers_and_nothing_else() -> None:
-    assert moved_by_muon(Head()) == {"layers.0.weight", "layers.1.weight", "frozen.weight"}
+    assert select_muon_parameters(Head()) == {"layers.0.weight", "layers.1.weight", "frozen.weight"}
 
 
 def test_optimizers_share_the_trainable_parameters_and_decay_only_matrices() -> None:

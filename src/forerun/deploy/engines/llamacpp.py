@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import engines_for
 from forerun.checkpoints.gguf import SCRIPT, conversion
-from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, ExaminedFiles, here
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, ExaminedFiles, is_local
 from forerun.drafters.heads.kinds import KINDS
 from forerun.errors import ArgumentError
 
@@ -82,7 +82,7 @@ class LlamaCpp(EngineInfo):
         if way.name == "ngram-simple":
             return words
         if draft.model is not None:
-            if draft.method in KINDS and here(draft.model) and not here(asked.model):
+            if draft.method in KINDS and is_local(draft.model) and not is_local(asked.model):
                 raise ArgumentError(
                     f"llama.cpp's converter reads layers of the target for a head: name the target's directory instead "
                     f"of {asked.model}, or the GGUF file of a head that is converted"
@@ -100,7 +100,7 @@ def _gguf(model: str, examined: ExaminedFiles | None, before: list[Command]) -> 
     """Return what llama.cpp opens: a file, or a hub id of GGUF files; a directory is converted
     `before`.
     """
-    if not here(model):
+    if not is_local(model):
         return model
     folder = Path(model).expanduser().resolve()
     launch = examined.launch if examined is not None else None

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import DataError, VocabularyMismatchError
-from forerun.manifests import ManifestKind, TokenizerIdentity, digest_of
+from forerun.manifests import ManifestKind, TokenizerIdentity, hash_file
 
 KIND = ManifestKind(
     format="forerun-datastore", version=2, what="a datastore", remedy="make one with: forerun datastore build"
@@ -116,7 +116,7 @@ class StoredFile:
     @classmethod
     def of(cls, path: Path) -> StoredFile:
         """Of a file that is there; reads all of it."""
-        return cls(bytes=path.stat().st_size, sha256=digest_of(path))
+        return cls(bytes=path.stat().st_size, sha256=hash_file(path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

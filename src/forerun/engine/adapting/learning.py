@@ -37,7 +37,7 @@ from forerun.model.recordings import none_meanwhile
 from forerun.training.batch import LossReport, Objective
 from forerun.training.loop.update import scale
 from forerun.training.objectives import objective_for
-from forerun.training.objectives.base import FrozenTarget, picked
+from forerun.training.objectives.base import FrozenTarget, pick_counted
 from forerun.types import LAST_HIDDEN, Boundary
 
 
@@ -208,7 +208,7 @@ class Learner:
 
     def loss(self, piece: Piece) -> LossReport:
         """The objective's, over the positions where a draft was rejected and a share of the others; with gradients."""
-        counted = piece.counted & picked(
+        counted = piece.counted & pick_counted(
             piece.rejected, self._rng.random(len(piece.tokens)), self.config.accepted_share
         )
         return self._report(piece, counted)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from forerun.errors import ArgumentError, about
 from forerun.serve.protocol import requests
-from forerun.serve.protocol.requests import ChatRequest, Message, Name, Nothing, Strict, ToolCall, joined
+from forerun.serve.protocol.requests import ChatRequest, Message, Name, Nothing, Strict, ToolCall, join_text
 
 
 class CacheControl(Strict):
@@ -119,7 +119,7 @@ class InputChoice(Strict):
     def chat(self) -> Any:
         """Return the choice as chat requests have it."""
         if self.name is not None:
-            return requests.function_named(self.name)
+            return requests.choose_function(self.name)
         return {"any": "required"}.get(self.type, self.type)
 
 
@@ -188,7 +188,7 @@ class CountRequest(Cached):
 
     def _messages(self) -> Iterator[Message]:
         if self.system is not None:
-            yield Message(role="system", content=joined(self.system))
+            yield Message(role="system", content=join_text(self.system))
         for role, turns in groupby(self.messages, key=lambda turn: turn.role):
             blocks = [block for turn in turns for block in turn.blocks]
             if role == "assistant":
@@ -221,10 +221,10 @@ def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator
     for is_text, found in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
         some = list(found)
         if is_text:
-            yield Message(role=role, content=joined(some))
+            yield Message(role=role, content=join_text(some))
         for block in some:
             if isinstance(block, ToolResultBlock):
-                brought = f"Error: {joined(block.content)}" if block.is_error else joined(block.content)
+                brought = f"Error: {join_text(block.content)}" if block.is_error else join_text(block.content)
                 yield Message(role="tool", content=brought, tool_call_id=block.tool_use_id)
 
 
@@ -232,4 +232,4 @@ def _said(blocks: Sequence[Block]) -> Message:
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     calls = [ToolCall.of(block.id, block.name, json.dumps(block.input)) for block in uses] or None
     reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None
-    return Message(role="assistant", content=joined(blocks), tool_calls=calls, reasoning_content=reasoning)
+    return Message(role="assistant", content=join_text(blocks), tool_calls=calls, reasoning_content=reasoning)

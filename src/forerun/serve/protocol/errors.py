@@ -54,7 +54,7 @@ class ApiError(ForerunError):
         listed: Sequence[str] = (),
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        shown = " ".join([presentable(message), *filter(None, [" or ".join(map(repr, listed))])])
+        shown = " ".join([clean_message(message), *filter(None, [" or ".join(map(repr, listed))])])
         super().__init__(f"{quoted[:_QUOTED]!r}: {shown}" if quoted else shown)
         self.status, self.param, self.code = status, param, code or _CODES.get(status)
         self.headers = dict(headers or {})  # To send along
@@ -76,7 +76,7 @@ class ApiError(ForerunError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def presentable(message: str) -> str:
+def clean_message(message: str) -> str:
     """Return a message for strangers: without paths, places in source code or a panic's words, and
     not too long.
     """
@@ -102,7 +102,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def mistake() -> ApiError:
+def internal_error() -> ApiError:
     """Return a 500 for an unexpected error."""
     return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
 

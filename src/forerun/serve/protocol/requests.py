@@ -250,7 +250,7 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return {**outer, "anyOf": [inner, {"type": "null"}]}
 
 
-def joined(content: str | Sequence[Strict]) -> str:
+def join_text(content: str | Sequence[Strict]) -> str:
     """Return the text of a content as one string, whatever other parts it has."""
     return content if isinstance(content, str) else "".join(getattr(part, "text", "") for part in content)
 
@@ -260,7 +260,7 @@ def json_of(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
 
 
-def function_named(name: str) -> dict[str, Any]:
+def choose_function(name: str) -> dict[str, Any]:
     """Return the `tool_choice` of that function."""
     return {"type": "function", "function": {"name": name}}
 
@@ -436,7 +436,7 @@ class Message(Strict):
         are an object and "".
         """
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        found["content"] = joined(self.content) if self.content is not None else None if text_arguments else ""
+        found["content"] = join_text(self.content) if self.content is not None else None if text_arguments else ""
         if self.tool_calls:
             found["tool_calls"] = [call.plain(text_arguments=text_arguments) for call in self.tool_calls]
         reasoning = self.reasoning_content or self.reasoning

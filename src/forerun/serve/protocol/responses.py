@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from forerun.serve.protocol import requests
-from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral, Nothing, Strict, ToolCall, joined
+from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral, Nothing, Strict, ToolCall, join_text
 
 
 class ResponseText(Strict):
@@ -153,9 +153,9 @@ class ResponsesRequest(Neutral):
         """Return the same request as a chat request."""
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseChoice):
-            choice = requests.function_named(choice.name)
+            choice = requests.choose_function(choice.name)
         elif isinstance(choice, ResponseAllowed):
-            tools = [requests.function_named(tool.name) for tool in choice.tools]
+            tools = [requests.choose_function(tool.name) for tool in choice.tools]
             choice = {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools or ()]
         form = self.text.format if self.text is not None else None
@@ -179,19 +179,19 @@ class ResponsesRequest(Neutral):
         turn: dict[str, Any] = {}  # what a response had as several items is one message in a chat
         for item in self.input:
             if isinstance(item, InputReasoning):
-                more = joined(item.content or item.summary or [])
+                more = join_text(item.content or item.summary or [])
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + more
             elif isinstance(item, InputCall):
                 turn.setdefault("tool_calls", []).append(ToolCall.of(item.call_id, item.name, item.arguments))
             elif isinstance(item, InputMessage) and item.role == "assistant" and "tool_calls" not in turn:
-                turn["content"] = turn.get("content", "") + joined(item.content)
+                turn["content"] = turn.get("content", "") + join_text(item.content)
             else:
                 yield from _said(turn)
                 turn = {}
                 if isinstance(item, InputMessage):
-                    yield Message(role=item.role, content=joined(item.content))
+                    yield Message(role=item.role, content=join_text(item.content))
                 else:
-                    yield Message(role="tool", content=joined(item.output), tool_call_id=item.call_id)
+                    yield Message(role="tool", content=join_text(item.output), tool_call_id=item.call_id)
         yield from _said(turn)
 
 

@@ -27,7 +27,7 @@ def check_parser(name: str) -> None:
         raise ArgumentError(f"there is no tool-call-parser {name!r}.{choices(name, known)}")
 
 
-def format_of(parser: str, template: str) -> type[ToolFormat] | None:
+def find_format(parser: str, template: str) -> type[ToolFormat] | None:
     """Return the format called `parser`; for ``auto`` the one that a chat template shows; None
     where there is none.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.errors import ArgumentError
-from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps, collected
+from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps, collect
 from forerun.serve.tools.values import Schema
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -195,7 +195,7 @@ def read_arguments(text: Incoming) -> Steps[None]:
     if (yield from text.next()) == "{":
         yield from text.json_value()
     else:
-        yield Piece(Kind.ARGUMENTS, _as_object((yield from collected(text.json_value()))))
+        yield Piece(Kind.ARGUMENTS, _as_object((yield from collect(text.json_value()))))
 
 
 def _read_object(text: Incoming, names: Container[str] | None) -> Steps[bool]:
@@ -215,7 +215,7 @@ def _read_object(text: Incoming, names: Container[str] | None) -> Steps[bool]:
             called = True
             yield from read_arguments(text)
         else:
-            value = yield from collected(text.json_value())
+            value = yield from collect(text.json_value())
             early = value if key in ARGUMENT_KEYS else early
         yield from text.opens(",")
     if name and not called:

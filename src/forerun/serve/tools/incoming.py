@@ -184,7 +184,7 @@ class Incoming:
                 character = self.text[self.at]
                 self.at += 1
                 if quoted:
-                    written += _mended(character, escaped=escaped)
+                    written += _escape(character, escaped=escaped)
                     quoted, escaped = escaped or character != '"', character == "\\" and not escaped
                 else:
                     written += character
@@ -202,7 +202,7 @@ class Incoming:
         """Read a JSON string; None where there is none, or where it never ends."""
         if (yield from self.next()) != '"':
             return None
-        raw = yield from collected(self.json_value())
+        raw = yield from collect(self.json_value())
         try:
             return str(json.loads(raw, strict=False))
         except ValueError:
@@ -255,7 +255,7 @@ class PieceReader:
         return found
 
 
-def collected(steps: Steps[None]) -> Steps[str]:
+def collect(steps: Steps[None]) -> Steps[str]:
     """Collect the text of all pieces, none of which is passed on."""
     text = ""
     for piece in steps:
@@ -266,7 +266,7 @@ def collected(steps: Steps[None]) -> Steps[str]:
     return text
 
 
-def _mended(character: str, *, escaped: bool) -> str:
+def _escape(character: str, *, escaped: bool) -> str:
     """Escape a character of a JSON string as JSON wants it; `escaped` says that it stands behind a
     backslash.
     """

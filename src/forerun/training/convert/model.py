@@ -31,7 +31,7 @@ from forerun.errors import ArgumentError, CheckpointError
 from forerun.manifests import read_object
 from forerun.model.layers import CACHE_ARGUMENTS, device_of
 from forerun.training.batch import Objective, TokenBatch
-from forerun.training.convert.modes import Mode, checked_ids, read_mode
+from forerun.training.convert.modes import Mode, check_ids, read_mode
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.objectives.base import FrozenTarget
 from forerun.writing import written
@@ -165,7 +165,7 @@ class ConvertedModel:
         """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.
         `token_ids` (Vd,) are distinct, in any order; the most frequent of the training data, as a rule. The head's
         output rows start as the base model's. ArgumentError for other ids, or if they are known already."""
-        ids = checked_ids(token_ids, self._convert_head.config)
+        ids = check_ids(token_ids, self._convert_head.config)
         if self._convert_ready:
             raise ArgumentError("the draft vocabulary is set already; another one needs a freshly converted model")
         rows = cast(Any, self).get_output_embeddings().weight

@@ -29,7 +29,7 @@ from forerun.training.convert.settings import (
     SAME_NAME,
     ConvertSettings,
     Key,
-    checked,
+    check_config,
     head_shape,
     rope_of,
 )
@@ -48,7 +48,7 @@ class Mode:
         """Check the keys; ArgumentError for an unknown key (naming the nearest), a value of the
         wrong type, or an unsupported one.
         """
-        self.values = checked(config, self.KEYS, "")
+        self.values = check_config(config, self.KEYS, "")
         self.given: dict[str, Any] = json.loads(json.dumps(dict(config)))  # As the user wrote it: saved with the head
 
     @property
@@ -84,7 +84,7 @@ class Mode:
         first tokens.
         """
         config = self.shape(model)
-        ids = None if self.token_ids is None else checked_ids(self.token_ids, config)
+        ids = None if self.token_ids is None else check_ids(self.token_ids, config)
         if ids is None and config.reduced_vocabulary:
             ids = torch.arange(config.draft_vocab_size)
         return kind_named(config.kind).head.initial(model, config, ids, seed=torch.initial_seed())
@@ -143,7 +143,7 @@ class EagleMode(Mode):
         if config.generation == 3 and not config.own_lm_head:
             config = dataclasses.replace(config, own_lm_head=True)
             tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu()
-        config = _scaled(config, self.read.export_rope_scaling)
+        config = _with_rope_scaling(config, self.read.export_rope_scaling)
         return HeadCheckpoint(config=config, tensors=tensors)
 
 
@@ -241,7 +241,7 @@ class DFlashMode(Mode):
         if projector not in (None, "dflash"):
             why = self.PROJECTORS.get(str(projector), "leave it away for a DFlash head")
             raise ArgumentError(f"convert: {self.ARCHITECTURE}.projector_type is {projector!r}: {why}")
-        checked(shape, self.ARCHITECTURE_KEYS, f"{self.ARCHITECTURE}.")
+        check_config(shape, self.ARCHITECTURE_KEYS, f"{self.ARCHITECTURE}.")
         for name, known in self.CHOICES.items():
             if self.values[name] not in known:
                 raise ArgumentError(f"convert: {name} must be {' or '.join(known)}, got {self.values[name]!r}")
@@ -279,7 +279,7 @@ class DFlashMode(Mode):
 
     def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
         scaling = self.values["dflash_export_rope_scaling"] or None
-        return HeadCheckpoint(config=_scaled(head.config, scaling), tensors=head.tensors)
+        return HeadCheckpoint(config=_with_rope_scaling(head.config, scaling), tensors=head.tensors)
 
 
 class MtpMode(Mode):
@@ -330,7 +330,7 @@ def read_mode(mode: Any) -> Mode:
     return MODES[name]({} if config is None else config)
 
 
-def checked_ids(token_ids: Sequence[int] | Tensor, config: HeadConfig) -> Tensor:
+def check_ids(token_ids: Sequence[int] | Tensor, config: HeadConfig) -> Tensor:
     """Return the ids (Vd,) of a draft vocabulary, ascending; errors as in
     `ConvertedModel.set_draft_vocabulary`.
     """
@@ -356,7 +356,7 @@ def _dtype(given: Any) -> torch.dtype:
     return found
 
 
-def _scaled(config: Any, scaling: Mapping[str, Any] | None) -> Any:
+def _with_rope_scaling(config: Any, scaling: Mapping[str, Any] | None) -> Any:
     """Return a configuration with a rope scaling in the place of none."""
     if scaling is None or config.rope_scaling is not None:
         return config

@@ -135,8 +135,8 @@ class ConvertSettings:
         """Check the keys; ArgumentError for an unknown key (naming the nearest), a value of the
         wrong type, or an unsupported one.
         """
-        found = checked(config, KEYS, "")
-        shape = checked(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
+        found = check_config(config, KEYS, "")
+        shape = check_config(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
         _check_kind(found, shape)
         dtype, ids = str(shape["torch_dtype"]).removeprefix("torch."), found[VOCABULARY_IDS]
         if dtype not in DTYPES:
@@ -180,7 +180,7 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
     return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
 
-def checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:
+def check_config(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:
     """Return `given` with the defaults of what is missing; errors as in `ConvertSettings`. `where`
     stands before its keys.
     """

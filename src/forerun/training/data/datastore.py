@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from forerun.drafters.lookup import datastore as layout
 from forerun.errors import ArgumentError, DataError
-from forerun.manifests import TokenizerIdentity, digest_of
+from forerun.manifests import TokenizerIdentity, hash_file
 from forerun.training.data.prepare import NO_TEMPLATE, apply_template
 from forerun.training.data.records import BadRecords, Record, usable_records
 from forerun.training.data.store import check_new
@@ -50,7 +50,7 @@ def build(
     documents = (
         ids for path in files for _, ids in usable_records(path, refused, lambda record: _ids(record, tokenizer))
     )
-    sources = [{"path": path.name, "sha256": digest_of(path)} for path in files if path.is_file()]
+    sources = [{"path": path.name, "sha256": hash_file(path)} for path in files if path.is_file()]
     return write(documents, TokenizerIdentity.of(tokenizer, name), output, sources=sources, tell=tell)
 
 
@@ -73,7 +73,7 @@ def write(
         count = _write_tokens(documents, folder / layout.TOKENS, tell)
         text = np.fromfile(folder / layout.TOKENS, dtype=layout.ITEM)
         tell(f"sorting {len(text):,} tokens in about {len(text) * SORTING_BYTES / 2**20:,.0f} MiB of memory")
-        places = sorted_places(text, tell)
+        places = sort_places(text, tell)
         if not len(places):
             raise DataError("nothing to draft from: no document has two tokens")
         places.tofile(folder / layout.SUFFIXES)
@@ -91,7 +91,7 @@ def write(
     return manifest
 
 
-def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> NDArray[np.uint32]:
+def sort_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> NDArray[np.uint32]:
     """Return the contents of ``suffixes.bin``, (places,) uint32, for the contents (N,) of
     ``tokens.bin``.
     """

@@ -25,7 +25,7 @@ from forerun.model.support import context_length, text_config
 from forerun.training.batch import TokenBatch
 from forerun.training.data.store import UNWRITTEN
 from forerun.training.features.online import evaluating
-from forerun.training.objectives.base import ObjectiveSettings, picked
+from forerun.training.objectives.base import ObjectiveSettings, pick_counted
 from forerun.types import SamplingParams, Source
 from forerun.writing import written
 
@@ -127,7 +127,7 @@ class AnswerWriter:
         answers = self._write(prompts, [end - first for *_, first, end in spans], seeds) if spans else []
         for (row, begin, first, end), (tokens, rejected), chance in zip(spans, answers, picks, strict=True):
             stop = first + len(tokens)
-            counts = torch.from_numpy(picked(rejected, chance[: len(tokens)], self.settings.accepted))
+            counts = torch.from_numpy(pick_counted(rejected, chance[: len(tokens)], self.settings.accepted))
             batch.tokens[row, first:stop] = torch.tensor(tokens, device=batch.tokens.device)
             batch.loss_mask[row, begin:first] = False
             batch.loss_mask[row, first:stop] = counts.to(batch.loss_mask.device)

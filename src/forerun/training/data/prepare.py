@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.engine.prompts import check_variables, rendered, written_mark
 from forerun.errors import ArgumentError, DataError
-from forerun.manifests import TokenizerIdentity, digest_of
+from forerun.manifests import TokenizerIdentity, hash_file
 from forerun.training.data.records import BadRecords, Message, Record, usable_records
 from forerun.training.data.store import UNWRITTEN, PreparedData, write_prepared
 
@@ -109,7 +109,7 @@ def prepare(
                     if learned:
                         yield tokens, mask
                 on_record(counts["records"])
-            sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
+            sources.append({"path": path.name, "sha256": hash_file(path), "records": counts["records"] - before})
         counts["skipped"] = bad.count
         if not usable:
             reasons = f"{bad.count} records were skipped as bad, {counts['dropped']} documents had no token that counts"

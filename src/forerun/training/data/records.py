@@ -273,10 +273,10 @@ def _message(value: Any, number: int) -> Message:
     if content is None and not message.get("tool_calls"):
         raise DataError(f"message {number} ({role}) has no content")
     calls = {"tool_calls": _calls(message.pop("tool_calls"), number)} if "tool_calls" in message else {}
-    return {"role": role, "content": _joined(content, number), **message, **calls}
+    return {"role": role, "content": _join_parts(content, number), **message, **calls}
 
 
-def _joined(content: Any, number: int) -> str:
+def _join_parts(content: Any, number: int) -> str:
     """Return the text of a message: a string, or the parts of one, as OpenAI has them."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -68,7 +68,7 @@ class AnswerRun:
             seen[record.id] += 1
             count = seen[record.id]
             records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
-        finished = _finished(output)
+        finished = _read_finished(output)
         self.director, self.output, self.tell = director, output, tell
         # Each with an id of its own in this input.
         self.records = [record for record in records if not self._answered(record, finished.get(record.id, ()))]
@@ -207,7 +207,7 @@ async def _answer_all(
                 failures = 0
                 todo.finish(record, question, write)
 
-    with _appended(todo.output) as write:
+    with _append_lines(todo.output) as write:
         try:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(work()) for _ in range(min(concurrency, len(todo.records)))]
@@ -227,7 +227,7 @@ def _next(script: Script, answer: TargetAnswer | None) -> TargetPrompt | dict[st
 
 
 @contextmanager
-def _appended(path: Path) -> Iterator[Write]:
+def _append_lines(path: Path) -> Iterator[Write]:
     """Yield a function that appends a whole JSON line at once, or OSError; a line cut short by a
     crash is removed first.
     """
@@ -245,7 +245,7 @@ def _appended(path: Path) -> Iterator[Write]:
         yield write
 
 
-def _finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
+def _read_finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
     """Return what was asked, by id, from the whole lines of an earlier run's output, if any.
 
     It is an empty mapping where that is not written down. DataError if the file is something else.

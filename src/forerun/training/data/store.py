@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.manifests import ManifestKind, TokenizerIdentity, digest_of
+from forerun.manifests import ManifestKind, TokenizerIdentity, hash_file
 from forerun.training.batch import TokenBatch
 from forerun.writing import written_folder
 
@@ -143,7 +143,7 @@ class PreparedData:
         if found != expected:
             state = "is missing" if found is None else f"has {found:,} bytes"
             raise DataError(f"{path} {state}, the manifest says {expected:,}; prepare the data again")
-        if digest_of(path) != self.manifest["content"][name]:
+        if hash_file(path) != self.manifest["content"][name]:
             raise DataError(f"{path} has changed since it was written: its checksum does not fit; prepare it again")
         # A plain array on the same pages: slicing one is several times faster than slicing a memmap.
         return np.asarray(np.memmap(path, kind, mode="r", shape=(length,)))
@@ -175,7 +175,7 @@ def write_prepared(
                 counts["counted_tokens"] += int(np.count_nonzero(mask))
                 for name, numbers in (("tokens", tokens), ("mask", mask), ("offsets", [counts["tokens"]])):
                     files[name].write(np.asarray(numbers, PARTS[name]).tobytes())
-        content = {name: digest_of(fresh / f"{name}.bin") for name in PARTS}
+        content = {name: hash_file(fresh / f"{name}.bin") for name in PARTS}
         manifest = {
             "hash": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
             "tokenizer": asdict(tokenizer),

@@ -148,7 +148,7 @@ class FeatureWriter:
         except OSError as error:
             if not _is_full(error):
                 raise
-            count, room = len(self._shards), human(self._shard_bytes)
+            count, room = len(self._shards), format_bytes(self._shard_bytes)
             raise DataError(
                 f"the disk is full: shard {count} in {self.directory} could not be written. The {count} finished "
                 f"shards are safe; make room (a shard takes up to {room}) and run the same command again to go on."
@@ -388,7 +388,7 @@ class FeatureManifest:
         names = [item.name for item in fields(self) if item.name not in ignored]
         other = [name for name in names if getattr(self, name) != getattr(wanted, name)]
         if other:
-            shown = {name: (_shown(getattr(self, name)), _shown(getattr(wanted, name))) for name in other}
+            shown = {name: (_format_value(getattr(self, name)), _format_value(getattr(wanted, name))) for name in other}
             found = "; ".join(f"{name}: stored {stored}, wanted {asked}" for name, (stored, asked) in shown.items())
             raise DataError(
                 f"the features in {directory} (of {self.target}) do not belong to this run on {wanted.target}. "
@@ -396,11 +396,11 @@ class FeatureManifest:
             )
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def dtype_named(name: str) -> str:
+def parse_dtype(name: str) -> str:
     """Return the stored dtype's full name, from one of `DTYPES` or `SHORT`; else ArgumentError."""
     full = SHORT.get(name, name)
     if full not in DTYPES:
@@ -416,13 +416,14 @@ def check_room(directory: Path, needed: int) -> int:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise DataError(
-            f"the features still need {human(needed)}, but {existing} has {human(free)} free: choose another "
-            "directory, store them as float8, take fewer boundaries or less data, or train online without storing them"
+            f"the features still need {format_bytes(needed)}, but {existing} has {format_bytes(free)} free: choose "
+            "another directory, store them as float8, take fewer boundaries or less data, or train online without "
+            "storing them"
         )
     return free
 
 
-def human(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes in the unit that suits it."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -456,7 +457,7 @@ def describe(
         target=identity.name,
         target_hash=target_hash(directory),
         boundaries=tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN),
-        dtype=dtype_named(dtype),
+        dtype=parse_dtype(dtype),
         hidden_size=hidden_size,
         tokenizer_hash=identity.vocabulary,
         template_hash=identity.template,
@@ -498,7 +499,7 @@ def checkpoint_directory(target: str | Path) -> Path:
         raise explained(name, error) from error
 
 
-def loaded_from(target: str | Path) -> Path:
+def find_loaded(target: str | Path) -> Path:
     """Return the directory of a target that has been loaded: its own, or a hub id's snapshot."""
     from huggingface_hub import try_to_load_from_cache
 

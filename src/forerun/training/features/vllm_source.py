@@ -134,7 +134,7 @@ class VllmFeatures:
             **(engine_options or {}),
         }
         try:
-            with _explained("did not start"):
+            with _explain_failure("did not start"):
                 self._engine = vllm.LLM(**options)
         except BaseException:
             self._folder.cleanup()
@@ -146,7 +146,7 @@ class VllmFeatures:
         answered with others.
         """
         prompts = [{"prompt_token_ids": list(tokens)} for tokens in documents]
-        with _explained("stopped"):
+        with _explain_failure("stopped"):
             outputs = self._engine.generate(prompts, self._sampling, use_tqdm=False)
         return [self._states(tokens, output) for tokens, output in zip(documents, outputs, strict=True)]
 
@@ -176,7 +176,7 @@ class VllmFeatures:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explain_failure(what: str) -> Iterator[None]:
     """Turn vLLM's failures into `DataError`; the reason mostly stands in the log of one of its processes."""
     try:
         yield

@@ -79,7 +79,7 @@ def save(
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     held = [(names[id(parameter)], state) for optimizer in optimizers for parameter, state in optimizer.state.items()]
     kept = {f"{name}|{kind}": value for name, state in held for kind, value in sorted(state.items())}
-    moments = whole(kept, parallel)
+    moments = gather_whole(kept, parallel)
     states = parallel.collect(capture_random())
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
     folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
@@ -116,7 +116,7 @@ def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapp
     return folder
 
 
-def whole(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
+def gather_whole(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
     """Return full copies on the CPU of the first process, none on the others, by name. All
     processes must call it.
     """
@@ -132,10 +132,10 @@ def whole(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor
 
 
 def weights_of(module: nn.Module, parallel: Parallel) -> dict[str, Tensor]:
-    """Return `whole` of parameters and persistent buffers; tied ones once, by their first name."""
+    """Return `gather_whole` of parameters and persistent buffers; tied ones once, by first name."""
     state = module.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(state.items())}
-    return whole({name: state[name] for name in first_names.values()}, parallel)
+    return gather_whole({name: state[name] for name in first_names.values()}, parallel)
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
@@ -279,7 +279,7 @@ def restore_random(text: str) -> None:
 
 
 @contextmanager
-def random_preserved() -> Iterator[None]:
+def preserve_random() -> Iterator[None]:
     """Restore all random states at the end."""
     states = capture_random()
     try:

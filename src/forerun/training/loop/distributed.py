@@ -131,7 +131,7 @@ class Forward(nn.Module):
         return report.loss, report.weight, dict(report.metrics)
 
 
-def spread(objective: Objective, parallel: Parallel) -> nn.Module:
+def wrap_parallel(objective: Objective, parallel: Parallel) -> nn.Module:
     """Return the objective's forward pass, distributed as `parallel` says.
 
     All start from the first one's weights, and gradients come out averaged. FSDP2 shards the
@@ -164,7 +164,7 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
+def sync_gradients(model: nn.Module, last: bool) -> Iterator[None]:
     """Exchange gradients in the `last` micro-batch of a step only; before, each process adds up its own."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
@@ -174,7 +174,7 @@ def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
+def gather_parameters(model: nn.Module) -> Iterator[None]:
     """Gather a sharded module's parameters meanwhile, so that it can draft. All processes must take part."""
     if not isinstance(model, FSDPModule):
         yield

@@ -24,7 +24,7 @@ import torch
 from forerun.errors import ArgumentError, CheckpointError, NumericError
 from forerun.training.batch import Batches, Objective
 from forerun.training.loop import checkpoint
-from forerun.training.loop.distributed import Parallel, gathered, spread
+from forerun.training.loop.distributed import Parallel, gather_parameters, wrap_parallel
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, Tracker
 from forerun.training.loop.update import Sums, backward, build_optimizers, scale, set_rate
@@ -101,7 +101,7 @@ class Training:
         self.saved = path = start.path if start else None
         if path:
             parallel.on_first(lambda: checkpoint.load_weights(path, module))
-        self.model = spread(objective, parallel)
+        self.model = wrap_parallel(objective, parallel)
         self.rates, self.optimizers = objective.rates, build_optimizers(module, settings, objective.rates(0.0))
         if path:
             checkpoint.load_optimizers(path, module, self.optimizers, parallel)
@@ -237,7 +237,7 @@ class Training:
         step = self.progress.step
         self.module.eval()
         try:
-            with gathered(self.model), checkpoint.random_preserved():
+            with gather_parameters(self.model), checkpoint.preserve_random():
                 values = {name: float(value) for name, value in evaluate(step).items()}
         finally:
             self.module.train()

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.devices import multiplies
 from forerun.training.batch import Batches
-from forerun.training.loop.distributed import Parallel, shard_like, synchronised
+from forerun.training.loop.distributed import Parallel, shard_like, sync_gradients
 from forerun.training.loop.settings import TrainSettings
 
 
@@ -57,7 +57,7 @@ def backward(
     """Add the gradient of the summed losses of one step to the parameters, as a mean over
     processes.
 
-    `model` is what `distribute` returned, `position` that of the step's first batch, `done` the
+    `model` is what `wrap_parallel` returned, `position` that of the step's first batch, `done` the
     share of the run that lies before it; the sums are over all processes.
     """
     count, device = settings.accumulation, parallel.device
@@ -66,7 +66,7 @@ def backward(
     names: list[str] = []
     for micro in range(count):
         batch = replace(batches.batch(position + micro, parallel.rank, parallel.world), done=done)
-        with synchronised(model, last=micro + 1 == count):
+        with sync_gradients(model, last=micro + 1 == count):
             with torch.autocast(device.type, torch.bfloat16, enabled=settings.halves(device)):
                 loss, weight, metrics = model(batch)
             loss.backward()
@@ -109,7 +109,7 @@ def embeddings(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if id(parameter) in own}
 
 
-def moved_by_muon(module: nn.Module) -> set[str]:
+def select_muon_parameters(module: nn.Module) -> set[str]:
     """Return the names of the two-dimensional matrices of layers, which Muon moves.
 
     They are neither embeddings nor what has a row for each token, as an output head does.
@@ -137,7 +137,7 @@ def build_optimizers(
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon":
-        moved = moved_by_muon(module)
+        moved = select_muon_parameters(module)
         matrices = _by_part([pair for pair in named if pair[0] in moved], parts)
         named = [pair for pair in named if pair[0] not in moved]
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
@@ -171,7 +171,7 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float, rates: 
             group["lr"] = group["peak"] * factor * rates.get(group["part"], 1.0)
 
 
-def _orthogonalising(device: torch.device) -> AbstractContextManager[object]:
+def _orthogonalising_context(device: torch.device) -> AbstractContextManager[object]:
     """Return the context for a step of torch's Muon, which asks for bfloat16."""
     return nullcontext() if multiplies(device, torch.bfloat16) else _InFloat32()
 
@@ -198,7 +198,7 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Any = None) -> Any:
         pairs = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         if not any(isinstance(parameter, DTensor) for parameter, _ in pairs):
-            with _orthogonalising(pairs[0][0].device):
+            with _orthogonalising_context(pairs[0][0].device):
                 return super().step(closure)  # type: ignore[no-untyped-call]
         for parameter, group in pairs:
             if parameter.grad is not None:
@@ -215,7 +215,7 @@ class Muon(torch.optim.Muon):
         alone = torch.optim.Muon([whole], **options)
         momentum = state["momentum_buffer"].full_tensor()
         alone.state[whole]["momentum_buffer"] = momentum
-        with _orthogonalising(whole.device):
+        with _orthogonalising_context(whole.device):
             alone.step()  # type: ignore[no-untyped-call]
         parameter.copy_(shard_like(whole.detach(), parameter))
         state["momentum_buffer"].copy_(shard_like(momentum, parameter))

@@ -195,7 +195,7 @@ class DecoderObjective(Objective):
         )
 
 
-def computed(run: Callable[..., Any], *given: Tensor, again: bool) -> Any:
+def run_or_checkpoint(run: Callable[..., Any], *given: Tensor, again: bool) -> Any:
     """Run a function; with `again` its activations are computed again in the backward pass, instead
     of kept.
     """
@@ -235,7 +235,7 @@ def unrolled_weights(steps: int, decay: float) -> list[float]:
     return [weight / sum(raw) for weight in raw]
 
 
-def ahead(values: Tensor, steps: int, fill: float) -> Tensor:
+def shift_left(values: Tensor, steps: int, fill: float) -> Tensor:
     """Move (B, S, ..) `steps` to the left; what is missing on the right is `fill`."""
     moved = torch.full_like(values, fill)
     if steps < values.shape[1]:
@@ -243,19 +243,19 @@ def ahead(values: Tensor, steps: int, fill: float) -> Tensor:
     return moved
 
 
-def behind(values: Tensor, steps: int) -> Tensor:
+def shift_right(values: Tensor, steps: int) -> Tensor:
     """Move (B, S, ..) `steps` to the right; what is missing on the left is 0."""
     kept = values[:, : max(0, values.shape[1] - steps)]
     return torch.cat([torch.zeros_like(values[:, : values.shape[1] - kept.shape[1]]), kept], 1)
 
 
-def counted(batch: TokenBatch, step: int) -> Tensor:
+def mark_counted(batch: TokenBatch, step: int) -> Tensor:
     """Return (B, S) bool: token i + 2 + step exists in the same document and counts."""
-    wanted = ahead(batch.loss_mask, step + 2, False)
-    return wanted & (ahead(batch.documents, step + 2, -1) == batch.documents) & (batch.documents >= 0)
+    wanted = shift_left(batch.loss_mask, step + 2, False)
+    return wanted & (shift_left(batch.documents, step + 2, -1) == batch.documents) & (batch.documents >= 0)
 
 
-def evenly(usable: Tensor, random: bool) -> Tensor:
+def order_evenly(usable: Tensor, random: bool) -> Tensor:
     """Return an order (B, S) float of what is `usable` (B, S), every prefix of which covers the row
     evenly.
 
@@ -267,7 +267,9 @@ def evenly(usable: Tensor, random: bool) -> Tensor:
     return (usable.cumsum(1) * golden).frac().to(torch.float32)
 
 
-def picked(rejected: npt.NDArray[np.bool_], chance: npt.NDArray[np.float64], share: float) -> npt.NDArray[np.bool_]:
+def pick_counted(
+    rejected: npt.NDArray[np.bool_], chance: npt.NDArray[np.float64], share: float
+) -> npt.NDArray[np.bool_]:
     """Return which tokens count: all whose draft was `rejected`, and a `share` of the others.
 
     Of the others those count whose number in [0, 1), `chance`, is below `share`.

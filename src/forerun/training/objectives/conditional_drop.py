@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError
 from forerun.training.batch import TokenBatch
-from forerun.training.objectives.base import counted, evenly
+from forerun.training.objectives.base import mark_counted, order_evenly
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -70,8 +70,8 @@ class Masked:
         Of the entries whose next prediction counts a depth has `random` ones, or always the same
         ones, which cover the row evenly.
         """
-        usable = counted(tokens, ahead)
-        order = evenly(usable, random).masked_fill(~usable, -1.0).argsort(1, descending=True)
+        usable = mark_counted(tokens, ahead)
+        order = order_evenly(usable, random).masked_fill(~usable, -1.0).argsort(1, descending=True)
         index = torch.arange(usable.shape[1], device=usable.device)
         entries, depths, kept = [index.expand_as(order)], [torch.zeros_like(index)], [torch.ones_like(usable)]
         counts = usable.sum(1, keepdim=True)
@@ -82,7 +82,7 @@ class Masked:
             depths.append(torch.full_like(index[:most], depth))
             kept.append(index[:most] < (share * counts).ceil())
         which, depth_of = torch.cat(entries, 1), torch.cat(depths)
-        counts_at = torch.stack([counted(tokens, depth + ahead - 1) for depth in range(settings.depths)], 1)
+        counts_at = torch.stack([mark_counted(tokens, depth + ahead - 1) for depth in range(settings.depths)], 1)
         return cls(
             entries=which,
             depths=depth_of,

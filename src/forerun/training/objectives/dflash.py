@@ -20,7 +20,14 @@ from forerun.drafters.heads.dflash import DFlashHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, TokenBatch
 from forerun.training.chunked_loss import DraftPaths, VocabularyLoss
-from forerun.training.objectives.base import DecoderObjective, DecoderSettings, chain_metrics, computed, counted, evenly
+from forerun.training.objectives.base import (
+    DecoderObjective,
+    DecoderSettings,
+    chain_metrics,
+    mark_counted,
+    order_evenly,
+    run_or_checkpoint,
+)
 from forerun.types import LAST_HIDDEN
 
 
@@ -105,9 +112,9 @@ class DFlashObjective(DecoderObjective):
             return self.head.block(embeds, self.head.angles(positions, embeds), attend)
 
         embeds = self.embed(ids.flatten(1)).to(fused.dtype)
-        output = computed(run, embeds, again=self.settings.gradient_checkpointing)
+        output = run_or_checkpoint(run, embeds, again=self.settings.gradient_checkpointing)
         output = output.view(*anchors.shape, size, -1)[:, :, self.head.first : self.head.first + depths]
-        each = torch.stack([counted(tokens, depth - 1).gather(1, anchors) for depth in range(depths)], -1)
+        each = torch.stack([mark_counted(tokens, depth - 1).gather(1, anchors) for depth in range(depths)], -1)
         return BlockOutputs(anchors=anchors, counted=each & chosen.unsqueeze(-1), output=output)
 
     def _anchors(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -115,8 +122,8 @@ class DFlashObjective(DecoderObjective):
 
         They are random ones of those whose next token counts; in evaluation evenly spaced ones.
         """
-        usable = counted(tokens, -1) & (tokens.positions > 0)
-        order = evenly(usable, self.head.training).masked_fill(~usable, -1.0)
+        usable = mark_counted(tokens, -1) & (tokens.positions > 0)
+        order = order_evenly(usable, self.head.training).masked_fill(~usable, -1.0)
         best = order.topk(min(self.settings.anchors, usable.shape[1]), dim=1).indices
         anchors = best.sort(dim=1).values
         return anchors, usable.gather(1, anchors)

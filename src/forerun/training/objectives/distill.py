@@ -24,7 +24,7 @@ from forerun.model.support import refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
 from forerun.training.chunked_loss import VocabularyLoss, hard_loss, soft_loss
 from forerun.training.features.online import additive_mask, packed_mask
-from forerun.training.objectives.base import DistanceSettings, FrozenTarget, counted
+from forerun.training.objectives.base import DistanceSettings, FrozenTarget, mark_counted
 from forerun.training.objectives.conditional_drop import Masked
 from forerun.types import LAST_HIDDEN
 
@@ -171,7 +171,7 @@ class DistillObjective(DraftModelObjective):
         """Return the sum over all counted tokens, how often the draft's likeliest token is the
         target's, and the overlap.
         """
-        counts, last = counted(batch.batch, -1), batch.features[LAST_HIDDEN]
+        counts, last = mark_counted(batch.batch, -1), batch.features[LAST_HIDDEN]
         states = self.draft.states(batch.batch)
         shares = counts
         figures: VocabularyLoss | None = None

@@ -26,12 +26,12 @@ from forerun.training.objectives.base import (
     DecoderObjective,
     DecoderSettings,
     FrozenTarget,
-    ahead,
-    behind,
     chain_metrics,
     check_unrolling,
-    computed,
-    counted,
+    mark_counted,
+    run_or_checkpoint,
+    shift_left,
+    shift_right,
     unrolled_weights,
 )
 from forerun.types import LAST_HIDDEN
@@ -101,10 +101,10 @@ class Eagle3Objective(DecoderObjective):
         everything = mask_of(tokens.documents) if None in windows else ()
         for step in range(self.settings.steps):
             blocks = {size: everything if size is None else mask_of(tokens.documents, size - step) for size in windows}
-            ids = ahead(tokens.tokens, step + 1, 0)
+            ids = shift_left(tokens.tokens, step + 1, 0)
             features, output, *own = self._advance(ids, features, tokens.positions + step, blocks, past)
             past.append(tuple(own))
-            yield UnrolledStep(step=step, output=output, counted=counted(tokens, step))
+            yield UnrolledStep(step=step, output=output, counted=mark_counted(tokens, step))
 
     def _advance(
         self,
@@ -135,7 +135,7 @@ class Eagle3Objective(DecoderObjective):
             return (result.feature, result.output, *own)
 
         flat = [tensor for step in past for tensor in step]
-        found: tuple[Tensor, ...] = computed(run, features, *flat, again=self.settings.gradient_checkpointing)
+        found: tuple[Tensor, ...] = run_or_checkpoint(run, features, *flat, again=self.settings.gradient_checkpointing)
         return found
 
     def _loss(self, steps: Sequence[UnrolledStep], weights: Tensor, last: Tensor) -> VocabularyLoss:
@@ -144,11 +144,11 @@ class Eagle3Objective(DecoderObjective):
         `weights` are (T, B, S), `last` is (B, S, Ht). It is arranged by the predicted token: there
         all steps follow the same distribution of the target.
         """
-        outputs = torch.stack([behind(step.output, step.step + 1) for step in steps], 2)
-        shares = torch.stack([behind(weights[step.step], step.step + 1) for step in steps], 2)
+        outputs = torch.stack([shift_right(step.output, step.step + 1) for step in steps], 2)
+        shares = torch.stack([shift_right(weights[step.step], step.step + 1) for step in steps], 2)
         found = self.divergence(outputs.flatten(0, 2), self.output_head(), shares.flatten(), last)
         entered, agrees, overlap, losses = (
-            torch.stack([ahead(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
+            torch.stack([shift_left(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
             for values in (found.weights, found.agrees, found.overlap, found.losses)
         )
         return VocabularyLoss(loss=found.loss, weights=entered, agrees=agrees, overlap=overlap, losses=losses)
@@ -225,12 +225,12 @@ class _TttAttention(torch.autograd.Function):
     def forward(
         context: Any, blocks: Sequence[QueryBlock], query: Tensor, key: Tensor, value: Tensor, *own: Tensor
     ) -> Tensor:
-        grouped = _grouped(query, key) * query.shape[-1] ** -0.5
+        grouped = _group_heads(query, key) * query.shape[-1] ** -0.5
         lines = _lines(grouped, own[::2])
         output, weights = torch.empty_like(grouped), torch.empty_like(lines)
         for block in blocks:
             probs, weights[..., block.queries, :] = _probs(grouped, key, lines, block)
-            output[..., block.queries, :] = _times(probs.to(value.dtype), value[:, :, block.keys])
+            output[..., block.queries, :] = _multiply(probs.to(value.dtype), value[:, :, block.keys])
         for weight, line_value in zip(weights.to(value.dtype).unsqueeze(-2).unbind(-1), own[1::2], strict=True):
             output.addcmul_(weight, line_value.unsqueeze(2))
         context.blocks = blocks
@@ -241,7 +241,7 @@ class _TttAttention(torch.autograd.Function):
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, lines, output, *own = context.saved_tensors
         scale = query.shape[-1] ** -0.5
-        grouped, gradient = _grouped(query, key) * scale, _grouped(upstream[0], key)
+        grouped, gradient = _group_heads(query, key) * scale, _group_heads(upstream[0], key)
         inner = (gradient.float() * output.float()).sum(-1, keepdim=True)
         query_grad, weights = torch.empty_like(grouped), torch.empty_like(lines)
         wide = torch.promote_types(key.dtype, torch.float32)  # many blocks add to the same keys
@@ -249,11 +249,11 @@ class _TttAttention(torch.autograd.Function):
         for block in context.blocks:
             probs, weights[..., block.queries, :] = _probs(grouped, key, lines, block)
             part, flow = grouped[..., block.queries, :], gradient[..., block.queries, :]
-            value_grad[:, :, block.keys] += _folded(probs.to(value.dtype)).transpose(-1, -2) @ _folded(flow)
-            pull = _times(flow, value[:, :, block.keys].transpose(-1, -2)).float()
+            value_grad[:, :, block.keys] += _fold_heads(probs.to(value.dtype)).transpose(-1, -2) @ _fold_heads(flow)
+            pull = _multiply(flow, value[:, :, block.keys].transpose(-1, -2)).float()
             pull = pull.sub_(inner[..., block.queries, :]).mul_(probs).to(key.dtype)
-            query_grad[..., block.queries, :] = _times(pull, key[:, :, block.keys])
-            key_grad[:, :, block.keys] += _folded(pull).transpose(-1, -2) @ _folded(part)
+            query_grad[..., block.queries, :] = _multiply(pull, key[:, :, block.keys])
+            key_grad[:, :, block.keys] += _fold_heads(pull).transpose(-1, -2) @ _fold_heads(part)
         own_grad: list[Tensor] = []
         for weight, line_key, line_value in zip(weights.unsqueeze(-2).unbind(-1), own[::2], own[1::2], strict=True):
             pull = (gradient * line_value.unsqueeze(2)).float().sum(-1, keepdim=True)
@@ -268,28 +268,28 @@ def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: QueryBlock) -> tu
     """Return a block's probabilities, float32: (B, groups, R, n, m) over step 0, (.., t) over the
     queries' own line.
     """
-    scores = _times(grouped[..., block.queries, :], key[:, :, block.keys].transpose(-1, -2)).float()
+    scores = _multiply(grouped[..., block.queries, :], key[:, :, block.keys].transpose(-1, -2)).float()
     scores = scores.masked_fill_(block.hidden[:, None, None], -torch.inf)
     seen = scores.shape[-1]
     probs = torch.softmax(torch.cat([scores, lines[..., block.queries, :]], -1), -1)
     return probs[..., :seen], probs[..., seen:]
 
 
-def _grouped(query: Tensor, key: Tensor) -> Tensor:
+def _group_heads(query: Tensor, key: Tensor) -> Tensor:
     """Group (B, heads, S, D) into (B, groups, heads of a group, S, D)."""
     return query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
 
 
-def _folded(states: Tensor) -> Tensor:
+def _fold_heads(states: Tensor) -> Tensor:
     """Fold (B, groups, R, n, D) into (B, groups, R * n, D)."""
     return states.flatten(2, 3)
 
 
-def _times(left: Tensor, right: Tensor) -> Tensor:
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
     """Multiply (B, groups, R, n, k) @ (B, groups, k, m), the same right factor for all heads of a
     group.
     """
-    product = _folded(left) @ right
+    product = _fold_heads(left) @ right
     return product.view(*left.shape[:4], right.shape[-1])
 
 

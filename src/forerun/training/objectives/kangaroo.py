@@ -15,7 +15,7 @@ from forerun.drafters.heads.base import AdapterHead
 from forerun.errors import UnsupportedModelError
 from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import soft_loss
-from forerun.training.objectives.base import DistanceSettings, FrozenTarget, computed, counted
+from forerun.training.objectives.base import DistanceSettings, FrozenTarget, mark_counted, run_or_checkpoint
 from forerun.training.objectives.eagle3 import blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 
@@ -57,14 +57,14 @@ class KangarooObjective(Objective):
 
         states = batch.features[boundary]
         features = self.head.fuse([states.to(working_dtype(states.device, self.head.weight.dtype))])
-        found: Tensor = computed(run, features, again=self.settings.gradient_checkpointing)
+        found: Tensor = run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
         return found
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the sum over all counted tokens, how often the likeliest token is the target's,
         and the overlap.
         """
-        counts, settings = counted(batch.batch, -1), self.settings
+        counts, settings = mark_counted(batch.batch, -1), self.settings
         hidden, weight = self.target.linear(self.outputs(batch))
         teacher = self.target.teacher(batch.features[LAST_HIDDEN], None)
         shares = counts.flatten().float()

@@ -19,7 +19,7 @@ from forerun.model.layers import base_of, captured, layers_of, norm_after_layers
 from forerun.model.support import text_config
 from forerun.training.batch import FeatureBatch, LossReport, Objective
 from forerun.training.chunked_loss import VocabularyLoss
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, counted
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, mark_counted
 from forerun.training.objectives.distill import DraftStates
 
 
@@ -78,7 +78,7 @@ class LayerSkipObjective(Objective):
         with self._dropping(len(batch.batch.tokens) if training else 0), captured(self._layers, set(exits)) as states:
             final = self.reader.states(batch.batch)
         weights = exit_weights(exits, last, self.settings.exit_scale)
-        counts = counted(batch.batch, -1)
+        counts = mark_counted(batch.batch, -1)
         found = {place: self._loss(self._norm(states[place]), counts, batch) for place in exits}
         found[last] = self._loss(final, counts, batch)
         total = torch.stack([weights[place] * one.loss for place, one in found.items()]).sum()

@@ -17,7 +17,14 @@ from forerun.drafters.heads.medusa import MedusaHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import hard_loss
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, chain_metrics, computed, counted
+from forerun.training.objectives.base import (
+    FrozenTarget,
+    ObjectiveSettings,
+    chain_metrics,
+    mark_counted,
+    run_or_checkpoint,
+    shift_left,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +58,7 @@ class MedusaObjective(Objective):
         features = features.to(working_dtype(features.device, self.head.weight.dtype))
         depths = self.head.config.num_heads
         again = self.settings.gradient_checkpointing
-        found: Tensor = computed(lambda features: self.head.states(features, depths), features, again=again)
+        found: Tensor = run_or_checkpoint(lambda features: self.head.states(features, depths), features, again=again)
         return found
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
@@ -61,9 +68,9 @@ class MedusaObjective(Objective):
         tokens, losses, weights = batch.batch, list[Tensor](), list[Tensor]()
         counts, agrees = list[Tensor](), list[Tensor]()
         for depth, states in enumerate(self.states(batch).unbind(2)):
-            counts.append(counted(tokens, depth))
+            counts.append(mark_counted(tokens, depth))
             shares = counts[-1] * self.settings.decay**depth
-            wanted = ahead(tokens.tokens, depth + 2, 0)
+            wanted = shift_left(tokens.tokens, depth + 2, 0)
             output = self.head.output_weight(depth)
             found = hard_loss(
                 states.flatten(0, 1),

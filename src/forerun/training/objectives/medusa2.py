@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from forerun.drafters.heads.medusa import MedusaHead
 from forerun.training.batch import FeatureBatch, LossReport, Objective
-from forerun.training.objectives.base import FrozenTarget, counted
+from forerun.training.objectives.base import FrozenTarget, mark_counted
 from forerun.training.objectives.distill import DraftStates
 from forerun.training.objectives.medusa import MedusaObjective, MedusaSettings
 from forerun.types import LAST_HIDDEN
@@ -93,7 +93,7 @@ class Medusa2Objective(Objective):
         Once the target has joined in, the metrics have ``target_loss``, its own loss, and, if it
         learns from itself as it was, ``target_agrees`` and ``target_overlap`` with that.
         """
-        counts, joint = counted(batch.batch, -1), self.joint(batch.done)
+        counts, joint = mark_counted(batch.batch, -1), self.joint(batch.done)
         seen = counts.sum().float()
         target: dict[str, tuple[Tensor, Tensor]] = {}
         if joint is None:

@@ -20,9 +20,9 @@ from forerun.training.chunked_loss import hard_loss
 from forerun.training.objectives.base import (
     FrozenTarget,
     ObjectiveSettings,
-    ahead,
     chain_metrics,
     check_unrolling,
+    shift_left,
     unrolled_weights,
 )
 from forerun.training.objectives.eagle3 import Eagle3Objective
@@ -72,7 +72,7 @@ class MtpObjective(Eagle3Objective):
         each depth.
         """
         steps, tokens = list(self.unroll(batch)), batch.batch.tokens
-        wanted = torch.stack([ahead(tokens, step.step + 2, 0) for step in steps])
+        wanted = torch.stack([shift_left(tokens, step.step + 2, 0) for step in steps])
         counts = torch.stack([step.counted for step in steps])
         shares = counts * torch.tensor(self.settings.weights, device=tokens.device).view(-1, 1, 1)
         outputs = torch.stack([step.output for step in steps])

@@ -23,7 +23,7 @@ from forerun.drafters.draft_models.pard import mask_token
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, LossReport
 from forerun.training.chunked_loss import hard_loss
-from forerun.training.objectives.base import DistanceSettings, ahead
+from forerun.training.objectives.base import DistanceSettings, shift_left
 from forerun.training.objectives.conditional_drop import Masked, check_drop
 from forerun.training.objectives.distill import DraftModelObjective
 from forerun.types import LAST_HIDDEN
@@ -76,7 +76,7 @@ class PardObjective(DraftModelObjective):
         loss = settings.target_weight * found.loss
         if settings.data_weight:
             hidden, weight = self.draft.linear(states, len(self.target.lm_head))
-            wanted = masked.following(ahead(batch.batch.tokens, 1, 0))
+            wanted = masked.following(shift_left(batch.batch.tokens, 1, 0))
             loss = loss + settings.data_weight * hard_loss(hidden, weight, weights.flatten(), wanted.flatten()).loss
         agrees, overlap = (part.view(weights.shape) for part in (found.agrees, found.overlap))
         return LossReport(loss=loss, weight=weights.sum(), metrics=masked.metrics(agrees, overlap, settings))
@@ -92,9 +92,9 @@ class PardObjective(DraftModelObjective):
         weights = masked.counted.float()
         if not self.settings.confidence:
             return weights
-        next_token = ahead(batch.batch.tokens, 1, 0)
+        next_token = shift_left(batch.batch.tokens, 1, 0)
         chances = self.target.chances(batch.features[LAST_HIDDEN], next_token)
         reached = [torch.ones_like(chances)]
         for depth in range(1, self.settings.depths):
-            reached.append(reached[-1] * ahead(chances, depth - 1, 1.0))
+            reached.append(reached[-1] * shift_left(chances, depth - 1, 1.0))
         return weights * masked.pick(torch.stack(reached, 1))

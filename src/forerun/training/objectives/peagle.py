@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.drafters.heads.peagle import PEagleHead
 from forerun.training.batch import FeatureBatch, LossReport
-from forerun.training.objectives.base import DecoderObjective, DecoderSettings, ahead, computed
+from forerun.training.objectives.base import DecoderObjective, DecoderSettings, run_or_checkpoint, shift_left
 from forerun.training.objectives.conditional_drop import Masked, check_drop
 from forerun.types import LAST_HIDDEN
 
@@ -59,7 +59,9 @@ class PEagleObjective(DecoderObjective):
         masked = Masked.of(tokens, self.settings, 1, random=self.head.training)
         fused = self.fused(batch)
         rows, behind = len(fused), masked.entries.shape[1] - fused.shape[1]
-        ids = torch.cat([ahead(tokens.tokens, 1, 0), masked.entries.new_full((rows, behind), config.mask_token_id)], 1)
+        ids = torch.cat(
+            [shift_left(tokens.tokens, 1, 0), masked.entries.new_full((rows, behind), config.mask_token_id)], 1
+        )
         positions, every = masked.positions, masked.sees(tokens)
         apart = positions.unsqueeze(2) - positions.unsqueeze(1)
         seen = {window: every if window is None else every & (apart < window) for window in set(self.head.windows)}
@@ -75,4 +77,4 @@ class PEagleObjective(DecoderObjective):
             return self.head.read(embeds, features, self.head.angles(positions, embeds), attend)
 
         embeds = self.embed(ids).to(fused.dtype)
-        return masked, computed(run, embeds, fused, again=self.settings.gradient_checkpointing)
+        return masked, run_or_checkpoint(run, embeds, fused, again=self.settings.gradient_checkpointing)

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from forerun.drafters.heads.base import RecurrentHead
 from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import soft_loss
-from forerun.training.objectives.base import DistanceSettings, FrozenTarget, ahead, chain_metrics, computed, counted
+from forerun.training.objectives.base import (
+    DistanceSettings,
+    FrozenTarget,
+    chain_metrics,
+    mark_counted,
+    run_or_checkpoint,
+    shift_left,
+)
 from forerun.training.objectives.eagle3 import blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 
@@ -45,7 +52,7 @@ class RecurrentObjective(Objective):
         tokens, last, losses, weights = batch.batch, batch.features[LAST_HIDDEN], list[Tensor](), list[Tensor]()
         counts, agrees, overlap = list[Tensor](), list[Tensor](), list[Tensor]()
         for depth, states in enumerate(self.outputs(batch)):
-            seen, output, (weight, bias) = counted(tokens, depth), states, self.head.output_head(depth)
+            seen, output, (weight, bias) = mark_counted(tokens, depth), states, self.head.output_head(depth)
             if bias is not None:  # as one more entry of every state, which is 1
                 output = torch.cat([states, torch.ones_like(states[..., :1])], -1)
                 weight = torch.cat([weight, bias.unsqueeze(1)], 1)
@@ -53,7 +60,7 @@ class RecurrentObjective(Objective):
                 output.flatten(0, 1),
                 weight,
                 seen.flatten().float(),
-                self.target.teacher(ahead(last, depth + 1, 0.0), None),
+                self.target.teacher(shift_left(last, depth + 1, 0.0), None),
                 self.settings.divergence,
                 self.settings.lk_decay,
                 mix=self.settings.mix,
@@ -82,14 +89,14 @@ class RecurrentObjective(Objective):
         def run(features: Tensor) -> tuple[Tensor, ...]:
             memory, found = self.head.prefix(features, tokens.positions, attend), list[Tensor]()
             for depth in range(depths):
-                embeds = self._embed(ahead(tokens.tokens, depth + 1, 0), depth).to(features.dtype)
+                embeds = self._embed(shift_left(tokens.tokens, depth + 1, 0), depth).to(features.dtype)
                 stepped = self.head.step(depth, embeds, memory)
                 memory = stepped.memory
                 found.append(stepped.output)
             return tuple(found)
 
         features = self.head.fuse([state.to(dtype) for state in states])
-        outputs: tuple[Tensor, ...] = computed(run, features, again=self.settings.gradient_checkpointing)
+        outputs: tuple[Tensor, ...] = run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
         return outputs
 
     def _embed(self, ids: Tensor, depth: int) -> Tensor:
