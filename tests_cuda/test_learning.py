@@ -19,7 +19,7 @@ from forerun.training.loop.distributed import Parallel
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.training.recipe import read_recipe
-from forerun.training.run import Run
+from forerun.training.run import TrainingRun
 from training.conftest import words
 from training.test_kinds import words as words_of_kind
 from training.ttt import batch_of, head, model, tokens
@@ -39,7 +39,7 @@ def trained(line: list[str], device: str, *, allow_changes: bool = False) -> dic
         else:
             given.append(word)
     place = torch.device(device if ":" in device or device == "cpu" else f"{device}:0")
-    return Run(read_recipe(kind, None, given, flags), Parallel(device=place)).train(allow_changes=allow_changes)
+    return TrainingRun(read_recipe(kind, None, given, flags), Parallel(device=place)).train(allow_changes=allow_changes)
 
 
 def losses(output: Path) -> list[float]:

@@ -22,7 +22,7 @@ from forerun.checkpoints.formats import format_for
 from forerun.cli import main as forerun
 from forerun.demo import FOLDER
 from forerun.deploy.in_llama_cpp import InLlamaCpp
-from forerun.deploy.trial import Drafting, Trial, tried
+from forerun.deploy.trial import EngineTrial, HeadDrafting, run_trial
 from forerun.drafters.heads.kinds import kind_named
 from tests_vllm.targets import FAMILIES
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = FOLDER / "target"
 PROMPT, TOKENS, TEXTS = 1200, 48, 6
 """Characters of a prompt, tokens of an answer, and how many there are."""
-TRIALS = pytest.StashKey[dict[str, Trial]]()
+TRIALS = pytest.StashKey[dict[str, EngineTrial]]()
 SETTINGS = ("training.dtype=float32", "target_dtype=float32", "windows.length=256", "training.log_every_steps=8")
 
 
@@ -88,7 +88,7 @@ def work(request: pytest.FixtureRequest, prompts: Sequence[str]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trials(request: pytest.FixtureRequest) -> Iterator[dict[str, Trial]]:
+def trials(request: pytest.FixtureRequest) -> Iterator[dict[str, EngineTrial]]:
     """What llama.cpp and forerun made of each case."""
     yield request.config.stash.setdefault(TRIALS, {})
 
@@ -125,15 +125,15 @@ def _random(case: Case, folder: Path) -> Path:
     return write_head(HeadCheckpoint.of(head), folder, format_for(case.kind), TargetFacts.read(TARGET))
 
 
-def in_llama_cpp(case: Case, name: str, work: Path, sources: Path, prompts: Sequence[str]) -> Trial:
+def in_llama_cpp(case: Case, name: str, work: Path, sources: Path, prompts: Sequence[str]) -> EngineTrial:
     """Drafts in both engines, as `forerun export` writes it for llama.cpp; a head that is refused as it is."""
     head, target = head_of(case, work), target_of(case, work)
     if case.kind not in ("draft_model", "mtp") and not case.refused:
         facts = TargetFacts.read(TARGET)
         head = export_head(head, facts, "llama.cpp", work / "exported" / name).directory
-    drafting = Drafting(head=str(head), kind=case.kind, target=str(target), k=case.k)
+    drafting = HeadDrafting(head=str(head), kind=case.kind, target=str(target), k=case.k)
     engine = InLlamaCpp(drafting, sources, Path(sys.executable), case.rows)
-    return tried(engine, prompts=prompts, tokens=TOKENS, dtype="float32")
+    return run_trial(engine, prompts=prompts, tokens=TOKENS, dtype="float32")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from forerun.checkpoints import TargetFacts, read_head
 from forerun.checkpoints.engines import diagnose, worst
-from forerun.deploy.in_llama_cpp import converted
-from forerun.deploy.trial import RefusedError, Trial
+from forerun.deploy.in_llama_cpp import convert_to_gguf
+from forerun.deploy.trial import EngineTrial, RefusedError
 from tests_llama.conftest import BLOCK, DFLASH, TARGET, Case, head_of, in_llama_cpp, target_of
 
 EAGLE = Case(kind="eagle3", steps=80)
@@ -41,7 +41,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_llama_cpp_drafts_what_forerun_drafts(
-    name: str, trials: dict[str, Trial], work: Path, sources: Path, prompts: Sequence[str]
+    name: str, trials: dict[str, EngineTrial], work: Path, sources: Path, prompts: Sequence[str]
 ) -> None:
     case = CASES[name]
     found = trials[name] = in_llama_cpp(case, name, work, sources, prompts)
@@ -59,7 +59,7 @@ def test_llama_cpp_drafts_what_forerun_drafts(
 
 
 def test_eagle3_loses_beside_other_requests(
-    trials: dict[str, Trial], work: Path, sources: Path, prompts: Sequence[str]
+    trials: dict[str, EngineTrial], work: Path, sources: Path, prompts: Sequence[str]
 ) -> None:
     """What `ONE_AT_A_TIME` warns of. If this fails, llama.cpp is mended: remove the warning."""
     name = "eagle3, four at once"
@@ -72,4 +72,4 @@ def test_what_the_converter_has_no_names_for(work: Path, sources: Path, tmp_path
     found = diagnose(read_head(head), TargetFacts.read(TARGET))
     assert worst(found, "llama.cpp") == "fails"
     with pytest.raises(RefusedError, match="Can not map tensor"):
-        converted(sources, Path(sys.executable), head, tmp_path / "x.gguf", dtype="float32", target=str(TARGET))
+        convert_to_gguf(sources, Path(sys.executable), head, tmp_path / "x.gguf", dtype="float32", target=str(TARGET))

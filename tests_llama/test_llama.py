@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from forerun import LLM, SamplingParams
 from forerun.demo import prompts, resolve
-from forerun.deploy.in_llama_cpp import converted
+from forerun.deploy.in_llama_cpp import convert_to_gguf
 from forerun.deploy.llama_cpp import ForerunDraft
 from tests_llama.conftest import TARGET
 
@@ -35,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Path:
     made = tmp_path_factory.mktemp("gguf") / "demo.gguf"
-    return converted(sources, Path(sys.executable), TARGET, made, dtype="float32")
+    return convert_to_gguf(sources, Path(sys.executable), TARGET, made, dtype="float32")
 
 
 @pytest.fixture(scope="module")

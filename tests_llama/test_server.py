@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli import main as forerun
-from forerun.deploy.in_llama_cpp import converted, server_of, serving
+from forerun.deploy.in_llama_cpp import convert_to_gguf, find_server, run_server
 from tests_llama.conftest import DFLASH, TARGET, head_of
 
 K = DFLASH.k
@@ -26,7 +26,7 @@ DRAFTERS = {
 def test_llama_server_knows_every_option_that_deploy_writes(
     drafter: str, sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", str(server_of(sources).parent))
+    monkeypatch.setenv("PATH", str(find_server(sources).parent))
     assert forerun(["deploy", "llamacpp", "m.gguf", "--drafter", drafter, *DRAFTERS[drafter]]) == 0
     assert "llama-server -m m.gguf" in capsys.readouterr().out
 
@@ -34,10 +34,10 @@ def test_llama_server_knows_every_option_that_deploy_writes(
 def test_a_deployed_head_serves_and_is_measured(
     work: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    python, server = Path(sys.executable), server_of(sources)
-    target = converted(sources, python, TARGET, tmp_path / "target.gguf", dtype="float32")
+    python, server = Path(sys.executable), find_server(sources)
+    target = convert_to_gguf(sources, python, TARGET, tmp_path / "target.gguf", dtype="float32")
     head = head_of(DFLASH, work)
-    file = converted(sources, python, head, tmp_path / "head.gguf", dtype="float32", target=str(TARGET))
+    file = convert_to_gguf(sources, python, head, tmp_path / "head.gguf", dtype="float32", target=str(TARGET))
     monkeypatch.setenv("PATH", str(server.parent))
     capsys.readouterr()
     asked = ["deploy", "llamacpp", str(target), "--drafter", "dflash", "--drafter-model", str(file), "-k", str(K)]
@@ -46,7 +46,7 @@ def test_a_deployed_head_serves_and_is_measured(
     words = command["words"][1:]
     at = words.index("--port")
     del words[at : at + 2]
-    with serving(server, [*words, "-c", "4096", "-np", "2"], tmp_path / "server.log") as address:
+    with run_server(server, [*words, "-c", "4096", "-np", "2"], tmp_path / "server.log") as address:
         measured = ["bench", "--server", address, "--num-prompts", "4", "--max-tokens", "24"]
         assert forerun([*measured, "-t", "0", "--concurrency", "1", "--json"]) == 0
     (load,) = json.loads(capsys.readouterr().out)["loads"]

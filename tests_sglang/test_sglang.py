@@ -20,7 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from forerun.core.tree import TokenTree
 from forerun.deploy.engines.sglang import VARIABLE
 from forerun.deploy.sglang import ForerunAlgorithm
-from forerun.deploy.sglang_worker import ForerunWorker, NoCorpus, padded
+from forerun.deploy.sglang_worker import ForerunWorker, NoCorpus, pad_tree
 from forerun.errors import ArgumentError
 
 NODES, VOCABULARY = 8, 40
@@ -233,7 +233,7 @@ def test_a_padded_tree_has_its_own_paths(seed: int) -> None:
     chance, tree = random.Random(seed), TokenTree(7)
     for token in range(10, 10 + seed % NODES):
         tree.add(token, chance.randrange(len(tree.tokens)))
-    tokens, mask = padded(tree, NODES)
+    tokens, mask = pad_tree(tree, NODES)
     for node in range(tree.size + 1):
         assert np.flatnonzero(mask.reshape(NODES, NODES)[node]).tolist() == [0, *tree.path(node)]
     assert tokens[: tree.size + 1].tolist() == list(tree.tokens) and set(tokens[tree.size + 1 :].tolist()) <= {7}

@@ -20,7 +20,16 @@ from forerun import LLM
 from forerun.demo import FOLDER, prompts
 from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
 from forerun.deploy.in_vllm import ask_vllm
-from forerun.deploy.trial import ROWS, Answer, Position, Steps, answers, mean_length, positions, same_steps
+from forerun.deploy.trial import (
+    ROWS,
+    ComparedSteps,
+    Position,
+    TrialAnswer,
+    answer_prompts,
+    compare_steps,
+    count_positions,
+    mean_length,
+)
 
 SOURCE = Path(__file__).parents[1] / "src"
 CONTEXT, MAX_MODEL_LEN, LENGTH = 300, 1024, 5
@@ -66,16 +75,16 @@ class Row:
     length: int
     refused: str = ""
     texts: bool | None = None
-    ours: Sequence[Answer] = ()
-    theirs: Sequence[Answer] = ()
+    ours: Sequence[TrialAnswer] = ()
+    theirs: Sequence[TrialAnswer] = ()
 
     @property
     def lines(self) -> list[Position]:
-        return positions(self.name, self.ours, self.theirs, self.length)
+        return count_positions(self.name, self.ours, self.theirs, self.length)
 
     @property
-    def steps(self) -> Steps:
-        return same_steps(self.ours, self.theirs, self.length)
+    def steps(self) -> ComparedSteps:
+        return compare_steps(self.ours, self.theirs, self.length)
 
     def cells(self) -> list[str]:
         """The line itself, by `COLUMNS`."""
@@ -111,7 +120,7 @@ class Lab:
         self.work, self.python, self.count, self.tokens = work.absolute(), python, prompts, tokens
         self.rows: dict[str, Row] = {}
         self.heads: dict[str, heads.Made] = {}
-        self.plain: dict[str, list[Answer]] = {}  # By target
+        self.plain: dict[str, list[TrialAnswer]] = {}  # By target
         self.found: dict[str, dict[str, Any]] = {}
         self.prompts: list[list[int]] = []
 
@@ -137,8 +146,8 @@ class Lab:
             self._forerun(llm, target, chosen)
         self._vllm(arms)
 
-    def _answers(self, llm: LLM, speculative: Any, salt: str | None = None) -> list[Answer]:
-        return answers(llm, self.prompts, self.tokens, speculative, salt)
+    def _answers(self, llm: LLM, speculative: Any, salt: str | None = None) -> list[TrialAnswer]:
+        return answer_prompts(llm, self.prompts, self.tokens, speculative, salt)
 
     def _forerun(self, llm: LLM, target: str, arms: Mapping[str, Arm]) -> None:
         """Our answers with each drafter that vLLM does not refuse."""
@@ -184,7 +193,7 @@ class Lab:
                 continue
             found = self.found[name] = json.loads(file.read_text(encoding="utf-8"))
             self.rows[name].refused = found.get("refused", "")
-            self.rows[name].theirs = [Answer(**answer) for answer in found.get("answers", ())]
+            self.rows[name].theirs = [TrialAnswer(**answer) for answer in found.get("answers", ())]
 
 
 def counters(row: Row, found: Mapping[str, Any]) -> str:

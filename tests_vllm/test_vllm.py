@@ -18,7 +18,7 @@ from rich.console import Console
 from forerun.certify.reference import first_difference
 from forerun.demo import FOLDER
 from forerun.deploy.in_vllm import ENVIRONMENT as VLLM
-from forerun.deploy.trial import Answer, bound
+from forerun.deploy.trial import TrialAnswer, bound
 
 DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -107,7 +107,7 @@ def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
         assert row.steps.agree, row.steps
 
 
-def differences(plain: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[int, int | None]]:
+def differences(plain: Sequence[TrialAnswer], others: Sequence[TrialAnswer]) -> list[tuple[int, int | None]]:
     """Prompts whose answers are not our plain ones, and the first token that differs; None: the text alone does."""
     return [
         (prompt, first_difference(one.token_ids, other.token_ids))
