@@ -1,4 +1,4 @@
-"""Ladders formed beforehand: rules that walk over them emit the target's distribution, and do what they do on a CPU."""
+"""Residuals computed beforehand: rules that read them emit the target's distribution, and do what they do on a CPU."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from forerun.certify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
-from forerun.core import ladder as ladders
-from forerun.core.ladder import Ladder, LadderInput, LadderRow
-from forerun.core.probs import HostProbs
+from forerun.core import ladder as device
+from forerun.core.ladder import DeviceRow, Residuals, ResidualsInput
+from forerun.core.probs import HostResidual
 from forerun.core.rules import RULES, rule_named
 from forerun.core.rules.base import Reads
 from forerun.core.sampling import Rng, Sampler, first_of, process_rows
@@ -39,7 +39,9 @@ LOSSLESS = [name for name in RULES if rule_named(name).lossless and name != "arg
 EACH = one_in(5, itertools.product(LOSSLESS, WORLDS))
 
 
-def ladder_of(trees: Sequence[TokenTree], target: Distributions, rngs: Sequence[Rng], names: Sequence[str]) -> Ladder:
+def residuals_of(
+    trees: Sequence[TokenTree], target: Distributions, rngs: Sequence[Rng], names: Sequence[str]
+) -> Residuals:
     """Over a batch of trees, padded to the largest; logits are the logarithms of what the target says."""
     size, vocabulary = max(tree.size for tree in trees) + 1, len(target[()])
     logits = torch.zeros(len(trees), size, vocabulary, dtype=torch.float64)
@@ -48,13 +50,13 @@ def ladder_of(trees: Sequence[TokenTree], target: Distributions, rngs: Sequence[
             logits[row, node] = target[tuple(tree.tokens[step] for step in tree.path(node))].log()
     sampler = Sampler(SamplingParams(temperature=1.0), [1])
     inputs = [
-        LadderInput(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=None)
+        ResidualsInput(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=None)
         for tree, rng, name in zip(trees, rngs, names, strict=True)
     ]
-    return Ladder(logits, inputs)
+    return Residuals(logits, inputs)
 
 
-def verdicts(name: str, tree: TokenTree, target: LadderRow | PrefixProbs) -> dict[tuple[object, ...], float]:
+def verdicts(name: str, tree: TokenTree, target: DeviceRow | PrefixProbs) -> dict[tuple[object, ...], float]:
     """What the rule may decide, and how probably."""
     found: dict[tuple[object, ...], float] = {}
     for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, target, rng)):
@@ -71,10 +73,10 @@ def test_the_emitted_distribution_is_the_targets(name: str, world: World) -> Non
         target, draft = toy_distributions(world, vocabulary=3, depth=shape_depth(shape), seed=0)
         drafted = list(outcomes(toy_drafter(draft, shape, drawing)))
         trees = [tree for tree, _ in drafted]
-        ladder = ladder_of(trees, target, [EnumeratingRng() for _ in trees], [name] * len(trees))
+        residuals = residuals_of(trees, target, [EnumeratingRng() for _ in trees], [name] * len(trees))
         joint = torch.zeros([3] * horizon, dtype=torch.float64)
         for row, (tree, chance) in enumerate(drafted):
-            for (path, token, _), probability in verdicts(name, tree, ladder.row(row)).items():
+            for (path, token, _), probability in verdicts(name, tree, residuals.row(row)).items():
                 emitted = (*(tree.tokens[node] for node in path), token)  # type: ignore[attr-defined]
                 joint[emitted] += chance * probability * joint_distribution(target, emitted, horizon - len(emitted))
         assert float((joint - joint_distribution(target, (), horizon)).abs().max()) <= TOLERANCE
@@ -88,10 +90,10 @@ def test_rows_of_different_rules_do_not_touch_each_other(shape: str) -> None:
         drafted = [tree for tree, _ in outcomes(toy_drafter(draft, SHAPES[shape], drawing))][:12]
         cases = [(name, tree) for tree in drafted for name in LOSSLESS]
         rngs: list[Rng] = [EnumeratingRng() for _ in cases]
-        ladder = ladder_of([tree for _, tree in cases], target, rngs, [name for name, _ in cases])
+        residuals = residuals_of([tree for _, tree in cases], target, rngs, [name for name, _ in cases])
         for row, (name, tree) in enumerate(cases):
             expected = verdicts(name, tree, PrefixProbs(target, tree))
-            assert verdicts(name, tree, ladder.row(row)) == pytest.approx(expected, abs=1e-12)
+            assert verdicts(name, tree, residuals.row(row)) == pytest.approx(expected, abs=1e-12)
 
 
 def a_tree(vocabulary: int, seed: int, kinds: Sequence[Drawn]) -> TokenTree:
@@ -153,14 +155,14 @@ def test_the_verdicts_are_those_of_the_host(name: str, kinds: tuple[Drawn, ...])
         paths = [[[tree.tokens[step] for step in tree.path(n)] for n in range(tree.size + 1)] for tree in trees]
         edits = [sampler.edits(vocabulary, output, path) for sampler, path in zip(samplers, paths, strict=True)]
         inputs = [
-            LadderInput(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=edit)
+            ResidualsInput(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=edit)
             for tree, sampler, rng, edit in zip(trees, samplers, rngs, edits, strict=True)
         ]
-        ladder = Ladder(logits, inputs)
+        residuals = Residuals(logits, inputs)
         for row, tree in enumerate(trees):
             host = Host(tree, logits[row], samplers[row], [[*output, *path] for path in paths[row]])
             expected = rule_named(name).verify(tree, host, rngs[row])
-            assert rule_named(name).verify(tree, ladder.row(row), rngs[row]) == expected
+            assert rule_named(name).verify(tree, residuals.row(row), rngs[row]) == expected
 
 
 class Host:
@@ -169,8 +171,8 @@ class Host:
     def __init__(self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, outputs: Sequence[list[int]]) -> None:
         self.tree, self.logits, self.sampler, self.outputs = tree, logits, sampler, outputs
 
-    def probs(self, node: int) -> HostProbs:
-        return HostProbs(self.tree, node, self.sampler.probs(self.logits[node], self.outputs[node]))
+    def probs(self, node: int) -> HostResidual:
+        return HostResidual(self.tree, node, self.sampler.probs(self.logits[node], self.outputs[node]))
 
     def argmax(self, node: int) -> int:
         return int(self.sampler.process(self.logits[node], self.outputs[node]).argmax())
@@ -199,10 +201,12 @@ def test_a_draw_beforehand_is_the_draw_of_the_rule() -> None:
         assert first_of(probs, times).tolist() == expected
 
 
-def one_row(logits: torch.Tensor, params: SamplingParams, reads: Reads) -> LadderRow:
+def one_row(logits: torch.Tensor, params: SamplingParams, reads: Reads) -> DeviceRow:
     sampler, tree = Sampler(params, [1]), TokenTree(0)
     edits = sampler.edits(logits.shape[-1], [], [[]])
-    return Ladder(logits, [LadderInput(tree=tree, sampler=sampler, rng=Rng(0, 1), reads=reads, edits=edits)]).row(0)
+    return Residuals(logits, [ResidualsInput(tree=tree, sampler=sampler, rng=Rng(0, 1), reads=reads, edits=edits)]).row(
+        0
+    )
 
 
 @pytest.mark.parametrize("reads", [Reads(argmax=True), Reads()])
@@ -226,16 +230,16 @@ def test_a_node_without_numbers_is_an_error_where_it_is_asked_for(reads: Reads) 
 def test_a_rule_gets_what_it_said_that_it_reads_and_nothing_else() -> None:
     target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=0)
     tree = next(tree for tree, _ in outcomes(toy_drafter(draft, SHAPES["two siblings"], Drawing.IID)))
-    probs = ladder_of([tree, tree], target, [Rng(0, 1), Rng(0, 1)], ["traversal", "sample_walk"]).row(1).probs(0)
+    probs = residuals_of([tree, tree], target, [Rng(0, 1), Rng(0, 1)], ["traversal", "sample_walk"]).row(1).probs(0)
     with pytest.raises(ArgumentError, match="rejects more children than it `reads`"):
         _ = probs.child
     with pytest.raises(ArgumentError, match="entropy"):
         _ = probs.entropy
 
 
-def test_a_wrong_ladder_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a residual that is not subtracted, and the weight of block verification left out."""
-    honest = ladders._Rungs.rejected
+    honest = device._StepResidual.reject
 
     def without_weight(self, tokens, given, removed, weighted):
         return honest(self, tokens, given, removed, torch.zeros_like(weighted))
@@ -245,10 +249,10 @@ def test_a_wrong_ladder_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return (
             numbers,
             below,
-            ladders._Rungs(**{name: getattr(rest, name) for name in rest.__slots__} | {"left": self.left}),
+            device._StepResidual(**{name: getattr(rest, name) for name in rest.__slots__} | {"left": self.left}),
         )
 
     for name, plant in (("block", without_weight), ("recursive_rejection", not_subtracted)):
-        monkeypatch.setattr(ladders._Rungs, "rejected", plant)
+        monkeypatch.setattr(device._StepResidual, "reject", plant)
         with pytest.raises(AssertionError):
             test_the_emitted_distribution_is_the_targets(name, World.RANDOM)

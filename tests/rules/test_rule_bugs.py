@@ -19,7 +19,7 @@ from forerun.certify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
-from forerun.core.probs import HostProbs, NodeProbs, Probs
+from forerun.core.probs import HostResidual, NodeProbs, Probs
 from forerun.core.rules import block, recursive_rejection, rule_named, traversal
 from forerun.core.rules.token_rejection import TokenRejection
 from forerun.core.sampling import Rng
@@ -47,7 +47,7 @@ class UnnormalisedResidual(recursive_rejection.RecursiveRejection):
         while (child := probs.child) is not None:
             if rng.flip(probs.ratio, child):
                 return Verdict(path=(child,), next_token=target.probs(child).draw(rng), kind=Source.BONUS)
-            probs, _ = probs.rejected()
+            probs, _ = probs.reject()
             probs.__dict__["mass"] = 1.0
         return Verdict(path=(), next_token=probs.draw(rng), kind=Source.RECOVERED)
 
@@ -109,7 +109,7 @@ class _Earlier:
     def probs(self, node: int) -> Probs:
         if self.tree.children[node]:
             return self.target.probs(node)
-        return HostProbs(self.tree, node, self.target.probs(self.tree.parents[node]).values)
+        return HostResidual(self.tree, node, self.target.probs(self.tree.parents[node]).values)
 
     def argmax(self, node: int) -> int:
         return int(self.probs(node).values.argmax())
@@ -246,7 +246,7 @@ class StopsAtFirstMiss(block.BlockVerification):
         while at + 1 < len(nodes):
             weight = weights[at + 1]
             if at + 2 < len(nodes):
-                mass = distributions[at + 1].rejected(weight)[1]
+                mass = distributions[at + 1].reject(weight)[1]
                 weight = mass / (mass + 1 - weight) if mass else weight
             if not rng.flip(weight, nodes[at + 1]):
                 break
@@ -254,7 +254,7 @@ class StopsAtFirstMiss(block.BlockVerification):
         node = nodes[at]
         if at + 1 == len(nodes):
             return Verdict(path=tree.path(node), next_token=target.probs(node).draw(rng), kind=Source.BONUS)
-        token = distributions[at].rejected(weights[at])[0].draw(rng)
+        token = distributions[at].reject(weights[at])[0].draw(rng)
         return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
 
 

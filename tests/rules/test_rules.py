@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contract.harness import kind_of
 from forerun.certify.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_distributions, toy_drafter
-from forerun.core.probs import HostProbs
+from forerun.core.probs import HostResidual
 from forerun.core.rules import RULES, check_fits, default_rule, rule_named
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
@@ -27,9 +27,9 @@ class FixedProbs:
     def __init__(self, tree: TokenTree, distributions: dict[int, Tensor]) -> None:
         self.tree, self.distributions, self.asked = tree, distributions, []
 
-    def probs(self, node: int) -> HostProbs:
+    def probs(self, node: int) -> HostResidual:
         self.asked.append(node)
-        return HostProbs(self.tree, node, self.distributions[node])
+        return HostResidual(self.tree, node, self.distributions[node])
 
     def argmax(self, node: int) -> int:
         return int(self.distributions[node].argmax())

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from forerun.core.probs import HostProbs
+from forerun.core.probs import HostResidual
 from forerun.core.rules.base import RULES, Rule, rule_named
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
@@ -105,9 +105,9 @@ class PrefixProbs:
     def __init__(self, distributions: Distributions, tree: TokenTree) -> None:
         self.distributions, self.tree = distributions, tree
 
-    def probs(self, node: int) -> HostProbs:
+    def probs(self, node: int) -> HostResidual:
         """Of float64 values."""
-        return HostProbs(
+        return HostResidual(
             self.tree, node, self.distributions[tuple(self.tree.tokens[step] for step in self.tree.path(node))]
         )
 

@@ -1,1 +1,3 @@
-"""Speculative decoding itself: the token tree, sampling, rules, and the step that joins them."""
+"""Speculative decoding itself: the token tree, sampling, verification rules, and the step that
+joins them.
+"""

@@ -1,4 +1,5 @@
-"""How likely a drafted token is accepted: the one estimate, learned from what the text went on with.
+"""The acceptance estimate: how likely the target accepts a drafted token, learned from the text so
+far.
 
 Whatever the rule decided, the committed text says of every node whose parent it holds whether it holds the node, too.
 An estimate never reads the value of a sampled node, only what was known before it was drawn.
@@ -15,12 +16,14 @@ from forerun.types import Drawn
 _NOTHING = (0.0, 0.0)
 BINS, _RANKS = 10, 4  # Of probabilities and shares; of siblings
 COPIED = (0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9)
-"""First guess that a copied token is accepted after 0, 1, ... 8, from 9, from 16 and from 32 matching tokens."""
+"""Prior acceptance of a copied token after 0, 1, ... 8 matching tokens, then from 9, 16 and 32
+matching tokens on.
+"""
 WEIGHT = 8.0  # Observations that a first guess is worth
 
 
 class Evidence(NamedTuple):
-    """What is known of a node before the text goes on."""
+    """What is known of a drafted node before it is verified: a key to count under, and a prior."""
 
     key: Hashable  # Nodes of the same key are accepted equally often
     prior: float  # In 0..1, the first guess that the node is accepted if its parent is
@@ -41,27 +44,31 @@ class Acceptance:
         self._counts: dict[Hashable, tuple[float, float]] = {}
 
     def estimate(self, key: Hashable, prior: float) -> float:
-        """In 0..1: the share of nodes of this key that were accepted, near the prior while there are few."""
+        """Return the estimated acceptance, in 0..1: the counted share for this key, drawn to
+        `prior` while counts are few.
+        """
         accepted, tried = self._counts.get(key, _NOTHING)
         return (accepted + self._weight * prior) / (tried + self._weight)
 
     def learn(self, key: Hashable, accepted: float, tried: float = 1.0) -> None:
-        """Count a node whose parent was accepted, or several."""
+        """Count `tried` nodes whose parent was accepted, of which `accepted` were accepted
+        themselves.
+        """
         before, all_before = self._counts.get(key, _NOTHING)
         self._counts[key] = (self._memory * before + accepted, self._memory * all_before + tried)
 
     def counts(self, key: Hashable) -> tuple[float, float]:
-        """(accepted, tried) of this key."""
+        """Return the counts (accepted, tried) of this key."""
         return self._counts.get(key, _NOTHING)
 
     def fade(self, memory: float) -> None:
-        """All that was seen counts `memory` times as much."""
+        """Decay all counts by the factor `memory`."""
         self._counts = {key: (memory * right, memory * tried) for key, (right, tried) in self._counts.items()}
 
 
 @dataclass(kw_only=True, slots=True)
 class Proposal:
-    """One row's last draft, remembered until the text has gone on."""
+    """One row's last draft, kept until the text that follows its root is known."""
 
     acceptance: Acceptance  # Said how likely the nodes are accepted, and is told what became of them
     tokens: Sequence[int]  # (N,) of each node, the root first; may go on to grow
@@ -69,15 +76,17 @@ class Proposal:
     evidence: dict[int, Evidence] = field(default_factory=dict)  # By node; what has none was not submitted
 
     def learn(self, text: Sequence[int]) -> None:
-        """Compare the draft with what the text went on with behind the root."""
+        """Compare the draft with the tokens that followed its root, and count each decided node."""
         for node, accepted in compared(self.tokens, self.parents, text):
             if node in self.evidence:
                 self.acceptance.learn(self.evidence[node].key, accepted)
 
 
 def compared(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Every node that the text decides on, in order, and whether the text holds it: `tokens` and `parents` (-1 of the
-    root) of each node, the root first, against what followed the root, as far as it is known."""
+    """Yield every node that the text decides, in order, and whether the text holds it. A node is
+    decided when the text holds its parent. `tokens` and `parents` (-1 for the root) describe the
+    draft, root first; `text` is what followed the root, as far as it is known.
+    """
     depths = {0: 0}
     for node in range(1, len(tokens)):
         depth = depths.get(parents[node])
@@ -90,9 +99,11 @@ def compared(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int])
 
 
 def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
-    """Evidence of a node of a model's draft, known before its value is: how it is drawn, its rank (0 for the eldest
-    sibling), and of a deterministic node its own draft probability, of a sampled one the largest of the distribution
-    that it is drawn from."""
+    """Return the evidence of a node that a model drafted, known before the node's value is. It says
+    how the node is drawn, its rank among its siblings (0 for the eldest) and a draft probability:
+    the node's own if it is deterministic, the largest of the distribution it is drawn from if it is
+    sampled.
+    """
     given = drawn is Drawn.DETERMINISTIC
     key = given, min(rank, _RANKS - 1), min(int(prob * BINS), BINS - 1)
     # A given token is as likely as the draft says; a sampled one is accepted where both distributions overlap.
@@ -100,12 +111,14 @@ def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
 
 
 def by_match(source: str, matched: int, share: float = 1.0) -> Evidence:
-    """Evidence of a token copied from `source`, before which `matched` tokens are the same here and there, those
-    drafted above it included; of the positions with these tokens before, the `share` in 0..1 goes on with it."""
+    """Return the evidence of a token copied from `source` after `matched` equal tokens, drafted
+    ones above it included. `share`, in 0..1, is the fraction of positions with this context that
+    continue with the token.
+    """
     bucket = bucket_of(matched)
     return Evidence((source, bucket, min(int(share * BINS), BINS - 1)), COPIED[bucket] * share)
 
 
 def bucket_of(matched: int) -> int:
-    """The place in `COPIED` of so many matching tokens."""
+    """Return the index in `COPIED` for a number of matching tokens."""
     return matched if matched <= 8 else 9 if matched < 16 else 10 if matched < 32 else 11

@@ -1,9 +1,10 @@
-"""All that rules may ask about all nodes of a step, formed on their device without a wait, and read at once.
+"""Residual distributions of all nodes of a step, computed on the device without waiting and read at
+once.
 
-What a rule draws only says where on a node's ladder (`forerun.core.probs`) it stops, so all rungs are formed before
-any rule runs, and the few numbers of each that a rule may ask for come to the host in one transfer, the tokens that
-would be drawn included: their random numbers are sent along. On a CPU, where a transfer costs nothing and a vector
-does, rungs are formed when they are asked for (`HostProbs`); tests hold the two to each other.
+A rule's draws only decide at which residual it stops (`forerun.core.probs`), so all of them can be computed before any
+rule runs. The few numbers of each that a rule may ask for come to the host in one transfer, including the tokens that
+would be drawn, whose random numbers are sent along. On a CPU, where a transfer costs nothing and a vector does, a
+residual is computed when a rule asks for it (`HostResidual`); tests hold the two implementations to each other.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from forerun.model.recordings import MET_BEFORE, Recordings
 from forerun.types import Drawn, TokenLogprob
 
 Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
-"""Of tokens, and of the likeliest in the place of each."""
+"""Log-probability of each chosen token, with those of the likeliest tokens at its position."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LadderInput:
-    """One row of a step."""
+class ResidualsInput:
+    """What is needed to verify one row of a step."""
 
     tree: TokenTree
     sampler: Sampler
@@ -58,8 +59,8 @@ class LadderInput:
     draft_probs: bool = False  # Whether each node's probability under what it was drawn from is wanted
 
 
-class Ladder:
-    """Of a step's B rows of N nodes; node n of row b is flat node b N + n.
+class Residuals:
+    """The target's distributions and their residuals at the B rows x N nodes of a step.
 
     Args:
         raw: (B, N, V) logits of the model.
@@ -69,40 +70,48 @@ class Ladder:
     """
 
     def __init__(
-        self, raw: Tensor, rows: Sequence[LadderInput], *, top: int = 0, recordings: Recordings | None = None
+        self, raw: Tensor, rows: Sequence[ResidualsInput], *, top: int = 0, recordings: Recordings | None = None
     ) -> None:
         self.rows, self.nodes = rows, raw.shape[1]
         values, self.failed = process_rows(raw, [row.edits for row in rows])
         self._vectors: dict[tuple[int, int], Tensor] = {}
-        """(flat node, rung) -> (V,): of rows whose rng draws in a way of its own."""
-        made = self._climbed(raw, values, top, Recordings(None) if recordings is None else recordings)
+        """Vectors (V,) by (flat node, residual step), kept for rows whose rng does not draw by
+        `Rng.times`.
+        """
+        made = self._compute(raw, values, top, Recordings(None) if recordings is None else recordings)
         made = made | self._logprobs(raw, values, made)  # the former is what a recording overwrites
         names = [name for name in made if name != "probs"]
         self._read: dict[str, Any] = {
             name: tensor.tolist() for name, tensor in zip(names, fetched([made[n] for n in names]), strict=True)
         }
 
-    def row(self, index: int) -> LadderRow:
-        """What the rule of a row sees."""
-        return LadderRow(self, index)
+    def row(self, index: int) -> DeviceRow:
+        """Return the distributions of one row, for its rule."""
+        return DeviceRow(self, index)
 
     def number(self, name: str, flat: int, *where: int) -> Any:
-        """What was read of a node; an ArgumentError where the row's rule did not say that it asks for it."""
+        """Return a number that was read for a node. Raises ArgumentError if the row's rule did not
+        declare it in `Reads`.
+        """
         found: Any = self._read.get(name, ())
         for index in (*where, flat):
             if index >= len(found):
-                raise ArgumentError(f"the rule asks for {name}, which is not among what it `reads`; see `Reads`")
+                raise ArgumentError(
+                    f"the rule asks for {name}, which its `reads` does not declare; see `forerun.core.rules.base.Reads`"
+                )
             found = found[index]
         return found
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
-    def _climbed(self, raw: Tensor, values: Tensor, top: int, recordings: Recordings) -> dict[str, Tensor]:
-        """What `_formed` makes of this step; recorded where steps of the same plan come again and again."""
+    def _compute(self, raw: Tensor, values: Tensor, top: int, recordings: Recordings) -> dict[str, Tensor]:
+        """Run `_form` on this step; the run is recorded (CUDA graph) when steps of the same plan
+        come again.
+        """
         reads, size = [row.reads for row in self.rows], raw.shape[-1]
         levels = self._levels()
         plan = _Plan(
-            levels=tuple([(len(level.nodes), tuple([len(rung[0]) for rung in level.rungs])) for level in levels]),
+            levels=tuple([(len(level.nodes), tuple([len(step[0]) for step in level.steps])) for level in levels]),
             filters=any(has_filters(row.sampler.params) for row in self.rows),
             greedy=any(row.sampler.greedy for row in self.rows),
             entropy=any(one.entropy for one in reads),
@@ -111,27 +120,27 @@ class Ladder:
             top=min(top, size),
         )
         if not levels:
-            return _formed(plan, raw, values)
+            return _form(plan, raw, values)
         entries, times, own = self._times(size, widest(raw.device))
         drafts, draft_entries = self._drafts(size, raw.device)
         settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=times.dtype)
         weighted = [one.weighted for one in reads for _ in range(self.nodes)]
         columns = [entries, *self._parents()]
-        columns += [column for level in levels for column in (level.nodes, *chain.from_iterable(level.rungs))]
+        columns += [column for level in levels for column in (level.nodes, *chain.from_iterable(level.steps))]
         host = [settings, times, torch.tensor(weighted), draft_entries]
         host += [torch.tensor(column, dtype=torch.int64) for column in columns]
 
-        def keep(level: int, rung: int, left: Tensor) -> None:
+        def keep(level: int, step: int, left: Tensor) -> None:
             for node, vector in zip(levels[level].nodes, left, strict=False):
                 if node // self.nodes in own:
-                    self._vectors[node, rung] = vector
+                    self._vectors[node, step] = vector
 
         edited, sampled = any(row.edits is not None for row in self.rows), drafts is not None
         given = [raw, *([values] if edited else []), *([] if drafts is None else [drafts])]
 
         def work(packed: Tensor, raw: Tensor, *others: Tensor) -> dict[str, Tensor]:
             values, drafts = others[0] if edited else widened(raw), others[-1] if sampled else None
-            return _formed(plan, raw, values, drafts, unpacked(packed, host), keep if own else None)
+            return _form(plan, raw, values, drafts, unpacked(packed, host), keep if own else None)
 
         key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))
         packed = sent_packed(host, raw.device)
@@ -147,27 +156,29 @@ class Ladder:
 
     def _level(self, nodes: list[int]) -> _Level:
         asked = {flat: self.asked(flat) for flat in nodes}
-        level = _Level(nodes=sorted(nodes, key=lambda flat: -len(asked[flat])), rungs=[])
-        for rung in range(max(map(len, asked.values()), default=0)):
+        level = _Level(nodes=sorted(nodes, key=lambda flat: -len(asked[flat])), steps=[])
+        for step in range(max(map(len, asked.values()), default=0)):
             children, tokens, given, removed = list[int](), list[int](), list[int](), list[int]()
             for flat in level.nodes:
-                if len(asked[flat]) > rung:
-                    row, child = flat // self.nodes, asked[flat][rung]
+                if len(asked[flat]) > step:
+                    row, child = flat // self.nodes, asked[flat][step]
                     tree = self.rows[row].tree
                     children.append(row * self.nodes + child)
                     tokens.append(tree.tokens[child])
                     given.append(tree.drawn[child] is Drawn.DETERMINISTIC)
                     removed.append(tree.drawn[child] is Drawn.WITHOUT_REPLACEMENT)
-            level.rungs.append((children, tokens, given, removed))
+            level.steps.append((children, tokens, given, removed))
         return level
 
     def asked(self, flat: int) -> Sequence[int]:
-        """The children of a node that its row's rule may reject, in order."""
+        """Return the children of a node that its row's rule may reject, in order."""
         row = self.rows[flat // self.nodes]
-        return row.tree.asked[flat % self.nodes][: row.reads.rungs]
+        return row.tree.asked[flat % self.nodes][: row.reads.rejections]
 
     def _parents(self) -> tuple[list[int], list[int]]:
-        """(B N,) of every flat node: its parent, flat, and its token; itself and 0 of roots and padding."""
+        """Return (B N,) parents, as flat nodes, and (B N,) tokens; roots and padding have
+        themselves and 0.
+        """
         parents, tokens = list(range(len(self.rows) * self.nodes)), [0] * (len(self.rows) * self.nodes)
         for index, row in enumerate(self.rows):
             for node in range(1, row.tree.size + 1):
@@ -176,7 +187,9 @@ class Ladder:
         return parents, tokens
 
     def _times(self, vocabulary: int, dtype: torch.dtype) -> tuple[list[int], Tensor, set[int]]:
-        """For each flat node the entry of its random numbers, these (P, T), and the rows whose rng has none."""
+        """Return each flat node's index into the random numbers, these (P, T), and the rows whose
+        rng provides none.
+        """
         entries, numbers, own = [0] * (len(self.rows) * self.nodes), list[NDArray[np.float64]](), set[int]()
         for index, row in enumerate(self.rows):
             by_depth = dict[int, int]()
@@ -196,8 +209,9 @@ class Ladder:
         return entries, made.clamp_min_(torch.finfo(dtype).tiny), own
 
     def _drafts(self, vocabulary: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """(P, V) what sampled children were drawn from, the first of zeros, and for each flat node its entry there;
-        None where nothing was sampled."""
+        """Return (P, V) the distributions that sampled children were drawn from, entry 0 all zeros,
+        and each flat node's index into them. The first is None if nothing was sampled.
+        """
         found, entries = list[Tensor](), torch.zeros(len(self.rows) * self.nodes, dtype=torch.int64)
         for index, row in enumerate(self.rows):
             for node, probs in row.tree.draft_probs.items():
@@ -206,7 +220,9 @@ class Ladder:
         return (torch.stack([torch.zeros_like(found[0]), *found]) if found else None), entries
 
     def _logprobs(self, raw: Tensor, values: Tensor, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of every row that asks for them: what `LadderRow.logprobs` looks up."""
+        """Return the tensors that `logprobs` looks up, for every row that asked for
+        log-probabilities.
+        """
         found = dict[str, Tensor]()
         for index, row in enumerate(self.rows):
             count = row.sampler.params.logprobs
@@ -236,8 +252,9 @@ class Ladder:
     # --- on the host --------------------------------------------------------------------------------------------------
 
     def check(self, flat: int) -> None:
-        """Refuse a node of which no distribution could be made: raises as `Sampler.process`, or what a user's processor
-        raised there."""
+        """Raise the error of a node that has no distribution: that of `Sampler.process`, or one of
+        the user's processor.
+        """
         error = self.failed.get((flat // self.nodes, flat % self.nodes))
         if error is not None:
             raise error
@@ -245,20 +262,24 @@ class Ladder:
         check_highest(self.number("max", flat))
 
     def raw_argmax(self, rows: Sequence[int]) -> list[list[int]]:
-        """(B', N) ids of the largest raw logits of these rows; -1 where there is NaN."""
+        """Return (B', N) ids of the largest raw logits of these rows, -1 where a logit is NaN."""
         largest, ids = self._read["raw_max"], self._read["raw_argmax"]
         spans = [range(row * self.nodes, (row + 1) * self.nodes) for row in rows]
         return [[-1 if math.isnan(largest[flat]) else ids[flat] for flat in span] for span in spans]
 
     def top_ids(self, rows: Sequence[int], k: int) -> NDArray[np.int64] | None:
-        """(B', N, k) ids of the largest raw logits of these rows; None where so many were not asked for beforehand."""
+        """Return (B', N, k) ids of the largest raw logits of these rows, or None if fewer than k
+        were read.
+        """
         found = np.array(self._read.get("top", ()), dtype=np.int64)
         if found.ndim < 2 or found.shape[1] < k:
             return None
         return found.reshape(len(self.rows), self.nodes, -1)[list(rows), :, :k]
 
     def logprobs(self, index: int, node: int, token: int) -> tuple[TokenLogprob, Mapping[int, TokenLogprob]]:
-        """Of `token` after `node`, one that a rule can have chosen, and of the likeliest there."""
+        """Return the log-probability of `token` after `node`, and those of the likeliest tokens
+        there. The token must be one that the rule could have chosen.
+        """
         found = {name: self._read[f"{name} {index}"][node] for name in ("tokens", "own", "ranks", "best", "best_own")}
         position = found["tokens"].index(token)
         chosen = TokenLogprob(logprob=found["own"][position], rank=found["ranks"][position])
@@ -267,29 +288,37 @@ class Ladder:
 
 
 class _Level(NamedTuple):
-    """Nodes whose ladders are formed together: those of one depth where weights come from the level above, else all."""
+    """Nodes whose residuals are computed together: those of one depth if the rule weights its
+    nodes, else all.
+    """
 
     nodes: list[int]  # Flat, those with the most children to reject first
-    rungs: list[tuple[list[int], list[int], list[int], list[int]]]
-    """Of the first nodes: the flat child that is rejected, its token, whether that was drawn deterministically, and
-    whether it leaves the distribution that its next sibling was drawn from."""
+    steps: list[tuple[list[int], list[int], list[int], list[int]]]
+    """One entry per residual step, each for the first nodes of the level: flat ids of the rejected
+    children, their tokens, whether each was drawn deterministically, and whether it is removed from
+    the distribution of its next sibling.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What settles the course of `_formed`, whatever the numbers are."""
+    """The structure of a step that decides which operations `_form` runs; a recording is valid
+    for one plan.
+    """
 
     levels: tuple[tuple[int, tuple[int, ...]], ...]
-    """Of each level its nodes, and how many have a first, a second, ... child to reject; none where all is argmax."""
+    """Per level: its number of nodes, and how many have a first, a second, ... child to reject.
+    Empty if all rows are argmax.
+    """
     filters: bool  # Whether a row has a top-k, top-p or min-p
     greedy: bool  # Whether a row is at temperature 0
-    entropy: bool  # What is wanted beside the rungs
+    entropy: bool  # What is wanted beside the residuals
     draft_prob: bool
     probs: bool
     top: int
 
 
-def _formed(
+def _form(
     plan: _Plan,
     raw: Tensor,
     values: Tensor,
@@ -297,14 +326,15 @@ def _formed(
     host: Sequence[Tensor] = (),
     keep: Callable[[int, int, Tensor], None] | None = None,
 ) -> dict[str, Tensor]:
-    """All numbers of a step's nodes, and, where they are wanted, ``probs`` (B N, V), which stay on the device.
+    """Compute all numbers that rules may read at a step's nodes, and ``probs`` (B N, V), which stay
+    on the device.
 
     Args:
         raw: (B, N, V) logits of the model.
         values: (B, N, V) what the rows' parameters make of them.
         drafts: (P, V) what sampled children were drawn from, the first of zeros.
-        host: what differs from step to step, as `Ladder._climbed` orders it.
-        keep: is shown what is left on each rung of each level.
+        host: what differs from step to step, as `Residuals._compute` orders it.
+        keep: is called with (level, step, residual vectors).
     """
     exact, size = widest(raw.device), raw.shape[-1]
     made = {
@@ -333,32 +363,34 @@ def _formed(
         made["entropy"] = torch.special.entr(probs).sum(-1, dtype=exact)
     if drafts is not None and plan.draft_prob:
         made["draft_prob"] = drafts[draft_at.index_select(0, parent_at), token_at]
-    height = max(len(rungs) for _, rungs in plan.levels)
+    height = max(len(counts) for _, counts in plan.levels)
     steps = torch.zeros(height, 3, len(probs), dtype=exact, device=raw.device)
     drawn = torch.zeros(height + 1, len(probs), dtype=torch.int64, device=raw.device)
     weights = torch.ones(len(probs), dtype=exact, device=raw.device)
-    for level, (_, rungs) in enumerate(plan.levels):
+    for level, (_, counts) in enumerate(plan.levels):
         at, ints = ints[0], ints[1:]
         draft = None if drafts is None else drafts.index_select(0, draft_at.index_select(0, at))
-        state = _Rungs.of(probs.index_select(0, at), draft, weights.index_select(0, at))
+        state = _StepResidual.of(probs.index_select(0, at), draft, weights.index_select(0, at))
         clock, kind = times.index_select(0, time_at.index_select(0, at)), is_weighted.index_select(0, at)
-        for rung in range(len(rungs) + 1):
-            if rung:
+        for step in range(len(counts) + 1):
+            if step:
                 children, asked, given, removed, *ints = ints
                 count = len(children)
                 at, clock, kind, state = at[:count], clock[:count], kind[:count], state.first(count)
-                numbers, below, state = state.rejected(asked, given > 0, removed > 0, kind)
-                steps[rung - 1].index_copy_(1, at, numbers)
+                numbers, below, state = state.reject(asked, given > 0, removed > 0, kind)
+                steps[step - 1].index_copy_(1, at, numbers)
                 weights.index_copy_(0, children, below)
-            drawn[rung].index_copy_(0, at, first_of(state.left, clock))
+            drawn[step].index_copy_(0, at, first_of(state.left, clock))
             if keep is not None:
-                keep(level, rung, state.left)
+                keep(level, step, state.left)
     return made | {"steps": steps, "drawn": drawn}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rungs:
-    """The same rung of M nodes; the arithmetic is that of `HostProbs`."""
+class _StepResidual:
+    """The residual of M nodes after the same number of rejections; `HostResidual` does the same
+    arithmetic on the host.
+    """
 
     left: Tensor  # (M, V) the target's probabilities, or what is left of them
     mass: Tensor  # (M,) their sums
@@ -367,22 +399,22 @@ class _Rungs:
     weights: Tensor  # (M,) of the nodes, 1 where the rule knows none
 
     @classmethod
-    def of(cls, probs: Tensor, draft: Tensor | None, weights: Tensor) -> _Rungs:
+    def of(cls, probs: Tensor, draft: Tensor | None, weights: Tensor) -> _StepResidual:
         mass = probs.sum(1, dtype=weights.dtype)
         draft_mass = mass if draft is None else draft.sum(1, dtype=weights.dtype)
         return cls(left=probs, mass=mass, draft=draft, draft_mass=draft_mass, weights=weights)
 
-    def first(self, count: int) -> _Rungs:
-        """Of the first nodes."""
+    def first(self, count: int) -> _StepResidual:
+        """Return the residuals of the first `count` nodes."""
         left, mass, weights = self.left[:count], self.mass[:count], self.weights[:count]
         draft = None if self.draft is None else self.draft[:count]
-        return _Rungs(left=left, mass=mass, draft=draft, draft_mass=self.draft_mass[:count], weights=weights)
+        return _StepResidual(left=left, mass=mass, draft=draft, draft_mass=self.draft_mass[:count], weights=weights)
 
-    def rejected(
+    def reject(
         self, tokens: Tensor, given: Tensor, removed: Tensor, weighted: Tensor
-    ) -> tuple[Tensor, Tensor, _Rungs]:
-        """What is left without one child of each node: (3, M) whether it may be asked at all, its ratio, and the mass
-        that is left; (M,) its weight; and the next rung.
+    ) -> tuple[Tensor, Tensor, _StepResidual]:
+        """Reject one child of each node. Returns (3, M): whether the child may be accepted at all,
+        its ratio, and the mass left; (M,) its weight; and the residuals after the rejection.
 
         Args:
             tokens: (M,) of the children.
@@ -413,7 +445,7 @@ class _Rungs:
             gone = removed & possible
             draft = torch.where(gone.unsqueeze(1), draft.scatter(1, at, 0.0), draft)
             next_mass = torch.where(gone, draft.sum(1, dtype=own.dtype), next_mass)
-        rest = _Rungs(
+        rest = _StepResidual(
             left=torch.where(alive.unsqueeze(1), left, self.left),
             mass=torch.where(alive, mass, self.mass),
             draft=draft,
@@ -423,88 +455,96 @@ class _Rungs:
         return torch.stack([possible.to(own.dtype), ratio, kept]), below, rest
 
 
-class LadderRow:
-    """`NodeProbs` of one row of a ladder."""
+class DeviceRow:
+    """Distributions of one row, computed on the device (`NodeProbs`)."""
 
-    def __init__(self, ladder: Ladder, index: int) -> None:
-        self._ladder, self._index = ladder, index
-        self._first = index * ladder.nodes
+    def __init__(self, residuals: Residuals, index: int) -> None:
+        self._residuals, self._index = residuals, index
+        self._first = index * residuals.nodes
 
-    def probs(self, node: int) -> LadderProbs:
-        """The distribution of the token after `node`."""
+    def probs(self, node: int) -> DeviceResidual:
+        """Return the distribution of the token after `node`."""
         flat = self._first + node
-        self._ladder.check(flat)
-        check_sums(*(self._ladder.number("sums", flat, which) for which in range(3)))
-        return LadderProbs(self._ladder, flat, 0)
+        self._residuals.check(flat)
+        check_sums(*(self._residuals.number("sums", flat, which) for which in range(3)))
+        return DeviceResidual(self._residuals, flat, 0)
 
     def argmax(self, node: int) -> int:
-        """Token of the largest processed logit after `node`."""
-        self._ladder.check(self._first + node)
-        return int(self._ladder.number("argmax", self._first + node))
+        """Return the token of the largest processed logit after `node`."""
+        self._residuals.check(self._first + node)
+        return int(self._residuals.number("argmax", self._first + node))
 
     def target_prob(self, node: int) -> float | None:
-        """The target's probability of the token of `node`; None at temperature 0."""
-        if "of_child" not in self._ladder._read:
+        """Return the target's probability of the token of `node`, or None at temperature 0."""
+        if "of_child" not in self._residuals._read:
             return None
-        return float(self._ladder.number("of_child", self._first + node))
+        return float(self._residuals.number("of_child", self._first + node))
 
     def draft_prob(self, node: int) -> float:
-        """Of a sampled node, under what its parent's children were drawn from."""
-        return float(self._ladder.number("draft_prob", self._first + node))
+        """Return the draft probability of a sampled node's token."""
+        return float(self._residuals.number("draft_prob", self._first + node))
 
     def logprobs(self, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
-        """Of each token after its node, and of the likeliest there."""
-        return [self._ladder.logprobs(self._index, *pair) for pair in zip(nodes, tokens, strict=True)]
+        """Return the log-probability of each token after its node, with those of the likeliest
+        there.
+        """
+        return [self._residuals.logprobs(self._index, *pair) for pair in zip(nodes, tokens, strict=True)]
 
 
-class LadderProbs:
-    """`Probs` whose numbers were read; the vector is on its device."""
+class DeviceResidual:
+    """A distribution or residual whose numbers were computed on the device and read (`Probs`)."""
 
-    __slots__ = ("_flat", "_ladder", "_rung")
+    __slots__ = ("_flat", "_residuals", "_step")
 
-    def __init__(self, ladder: Ladder, flat: int, rung: int) -> None:
-        self._ladder, self._flat, self._rung = ladder, flat, rung
+    def __init__(self, residuals: Residuals, flat: int, step: int) -> None:
+        self._residuals, self._flat, self._step = residuals, flat, step
 
     @property
     def child(self) -> int | None:
-        """The next child to ask, see `Probs`."""
-        row = self._ladder.rows[self._flat // self._ladder.nodes]
-        for child in row.tree.asked[self._flat % self._ladder.nodes][self._rung :]:
+        """The next child to try, see `Probs.child`."""
+        row = self._residuals.rows[self._flat // self._residuals.nodes]
+        for child in row.tree.asked[self._flat % self._residuals.nodes][self._step :]:
             if row.tree.drawn[child] is Drawn.DETERMINISTIC or self._number(0) > 0:
                 return child
-            self._rung += 1
+            self._step += 1
         return None
 
     @property
     def ratio(self) -> float:
-        """target / draft at the child."""
+        """The ratio target / draft at the child's token."""
         assert self.child is not None, "there is no child to ask"
         return self._number(1)
 
-    def rejected(self, weight: float = 1.0) -> tuple[LadderProbs, float]:
-        """Without the child, and the mass that was left: with the weight that was formed on the device."""
+    def reject(self, weight: float = 1.0) -> tuple[DeviceResidual, float]:
+        """Return the residual without the child, and its mass; the weight is the one used on the
+        device.
+        """
         assert self.child is not None, "there is no child to ask"
-        return LadderProbs(self._ladder, self._flat, self._rung + 1), self._number(2)
+        return DeviceResidual(self._residuals, self._flat, self._step + 1), self._number(2)
 
     def draw(self, rng: Rng) -> int:
-        """The token that was drawn from it; an rng that draws in its own way draws now."""
-        vector = self._ladder._vectors.get((self._flat, self._rung))
+        """Return the token that was drawn from this distribution on the device. An rng with its own
+        way of drawing draws here.
+        """
+        vector = self._residuals._vectors.get((self._flat, self._step))
         if vector is not None:
-            row = self._ladder.rows[self._flat // self._ladder.nodes]
-            return rng.draw(vector, row.tree.depths[self._flat % self._ladder.nodes])
-        return int(self._ladder.number("drawn", self._flat, self._rung))
+            row = self._residuals.rows[self._flat // self._residuals.nodes]
+            return rng.draw(vector, row.tree.depths[self._flat % self._residuals.nodes])
+        return int(self._residuals.number("drawn", self._flat, self._step))
 
     def of_child(self, child: int) -> float:
-        """The target's probability of a child's token."""
-        flat = self._flat - self._flat % self._ladder.nodes + child
-        return float(self._ladder.number("of_child", flat))
+        """Return the target's probability of a child's token."""
+        flat = self._flat - self._flat % self._residuals.nodes + child
+        return float(self._residuals.number("of_child", flat))
 
     @property
     def entropy(self) -> float:
-        """In nats."""
-        return float(self._ladder.number("entropy", self._flat))
+        """Entropy of the target's distribution, in nats."""
+        return float(self._residuals.number("entropy", self._flat))
 
     def _number(self, which: int) -> float:
-        if self._rung >= len(self._ladder.asked(self._flat)):
-            raise ArgumentError("the rule rejects more children than it `reads`; see `forerun.core.rules.base.Reads`")
-        return float(self._ladder.number("steps", self._flat, self._rung, which))
+        if self._step >= len(self._residuals.asked(self._flat)):
+            raise ArgumentError(
+                "the rule rejects more children than its `reads` declares; see `forerun.core.rules.base.Reads`"
+            )
+        return float(self._residuals.number("steps", self._flat, self._step, which))

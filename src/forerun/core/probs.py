@@ -1,7 +1,8 @@
-"""What a rule may ask about a node: the ladder from the target's distribution down, a rung for each rejected child.
+"""The distributions that a rule reads at a node: the target's, and the residual after each rejected
+child.
 
-The vectors of a ladder do not depend on what a rule draws: draws only say where it stops. So `HostProbs` forms a rung
-when a rule asks for it, and `core.ladder` forms all rungs of all nodes on their device, before any rule is asked.
+The vectors do not depend on what a rule draws: draws only decide where it stops. So `HostResidual` computes a residual
+when a rule asks for it, and `core.ladder` computes all of them, for all nodes, on the device before any rule runs.
 Vectors keep their dtype (float32 or better: a residual is a difference of nearly equal numbers); masses, ratios and
 weights are float64 (sums on a device without it are float32).
 """
@@ -25,11 +26,13 @@ TINY = 1e-30  # A weight so small that float32 cannot divide by it counts as zer
 
 
 class Probs(Protocol):
-    """The target's distribution of the token after a node, or what its rejected children have left of it."""
+    """The target's distribution of the token after a node, or the residual after some of its
+    children were rejected.
+    """
 
     @property
     def child(self) -> int | None:
-        """The child of the node that is asked next; None if there is none.
+        """The child of the node to try next, or None if there is none.
 
         Sampled children come first, in the order they were drawn, then the deterministic ones, as draws from point
         masses: deterministic siblings do not depend on the draws, and asking them last accepts more (arXiv 2502.18779).
@@ -39,38 +42,45 @@ class Probs(Protocol):
 
     @property
     def ratio(self) -> float:
-        """target(x) / draft(x) for the token x of `child`; draft is what it was drawn from given its elder siblings."""
+        """The ratio target(x) / draft(x) for the token x of `child`; draft is the distribution x
+        was drawn from, given its elder siblings.
+        """
 
-    def rejected(self, weight: float = 1.0) -> tuple[Self, float]:
-        """norm[weight * target - draft]_+, without `child`, and its mass before it was normalised.
+    def reject(self, weight: float = 1.0) -> tuple[Self, float]:
+        """Return norm[weight * target - draft]_+ without `child`, and its mass before
+        normalisation.
 
         Positive only where the target is; at mass zero it is the target. A rule asks once per child, with the weight
         that its paper gives the node there.
         """
 
     def draw(self, rng: Rng) -> int:
-        """A token from it, for the position after the node."""
+        """Draw a token from this distribution, for the position after the node."""
 
     def of_child(self, child: int) -> float:
-        """The target's probability of the token of any child."""
+        """Return the target's probability of the token of any child."""
 
     @property
     def entropy(self) -> float:
-        """Of the target's distribution, in nats."""
+        """Entropy of the target's distribution, in nats."""
 
 
 class NodeProbs(Protocol):
-    """The target at the nodes of one row's tree: all that a verification rule sees of it."""
+    """The target's distributions at the nodes of one row's tree: all that a verification rule sees
+    of the target.
+    """
 
     def probs(self, node: int) -> Probs:
-        """The distribution of the token after `node`, nothing rejected yet. At temperature 0 a point mass."""
+        """Return the distribution of the token after `node`, with nothing rejected yet; a point
+        mass at temperature 0.
+        """
 
     def argmax(self, node: int) -> int:
-        """The token of largest processed logit after `node`."""
+        """Return the token of the largest processed logit after `node`."""
 
 
-class HostProbs:
-    """`Probs` whose vector is at hand.
+class HostResidual:
+    """A distribution or residual whose vector is at hand on the host (`Probs`).
 
     Args:
         tree: of the node.
@@ -92,7 +102,7 @@ class HostProbs:
 
     @cached_property
     def child(self) -> int | None:
-        """The next child to ask, see `Probs`."""
+        """The next child to try, see `Probs.child`."""
         for position, child in enumerate(self._waiting):
             if self._given(child) or float(self._drawn_from()[0][self._tree.tokens[child]]) > 0:
                 self._waiting = self._waiting[position:]
@@ -101,7 +111,7 @@ class HostProbs:
 
     @property
     def ratio(self) -> float:
-        """target / draft at the child."""
+        """The ratio target / draft at the child's token."""
         token = self._tree.tokens[self._asked()]
         target = float(self.values[token]) / self.mass
         if self._given(self._asked()):
@@ -109,9 +119,9 @@ class HostProbs:
         draft, mass = self._drawn_from()
         return target / (float(draft[token]) / mass)
 
-    def rejected(self, weight: float = 1.0) -> tuple[HostProbs, float]:
-        """Without the child, and the mass that was left."""
-        child, rest = self._asked(), HostProbs(self._tree, self.node, self.values)
+    def reject(self, weight: float = 1.0) -> tuple[HostResidual, float]:
+        """Return the residual without the child, and its mass."""
+        child, rest = self._asked(), HostResidual(self._tree, self.node, self.values)
         token = self._tree.tokens[child]
         rest._waiting = self._waiting[1:]
         rest._draft, rest._draft_mass = self._draft, self._draft_mass
@@ -150,7 +160,7 @@ class HostProbs:
         return self._tree.drawn[child] is Drawn.DETERMINISTIC
 
     def _drawn_from(self) -> tuple[Tensor, float]:
-        """What the next sampled child was drawn from, and its mass."""
+        """Return the distribution that the next sampled child was drawn from, and its mass."""
         if self._draft is None:
             self._draft = self._tree.draft_probs[self.node].to(self.values.device)
             known = self._tree.masses.get(self.node)
@@ -159,7 +169,8 @@ class HostProbs:
 
 
 def share(mass: float, weight: float) -> float:
-    """mass / (mass + 1 - weight): the chance that a node still holds after the draw below it was rejected; 0/0 is 1.
+    """Return mass / (mass + 1 - weight), the probability that a node is still accepted after the
+    draw below it was rejected; 0/0 is 1.
 
     0/0 means that the draft below was the target itself, where a rejection has probability zero.
     """

@@ -34,7 +34,7 @@ class Row:
         self.tokens, self.prediction = CommittedTokens(self.tokens), tuple(self.prediction)
 
     def commit(self, tokens: Iterable[int]) -> None:
-        """The text goes on with these."""
+        """Append committed tokens."""
         list.extend(self.tokens, tokens)
 
     def shorten(self, count: int) -> None:
@@ -42,5 +42,5 @@ class Row:
         list.__delitem__(self.tokens, slice(len(self.tokens) - count, None))
 
     def rng(self) -> Rng:
-        """The random draws of the coming step."""
+        """Return the random number generator of the coming step."""
         return Rng(self.seed, len(self.tokens))

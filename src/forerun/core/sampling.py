@@ -1,4 +1,4 @@
-"""Logits to distribution, and all randomness: the only place where either happens.
+"""Sampling parameters applied to logits, and all random numbers: the only module that does either.
 
 `Sampler` turns raw logits at a node into the distribution that the request asked for; penalties see that node's path.
 `Rng` is counter-based: a draw depends on (seed, position, stream, index) alone, not on who else is in the batch.
@@ -30,7 +30,7 @@ _BLOCK = 128  # Tokens that race as one at first: so few numbers are drawn where
 
 
 class Stream(IntEnum):
-    """Independent sources of randomness of one sequence."""
+    """Independent streams of random numbers of one sequence."""
 
     TARGET = 0  # The token at a position: recovered, bonus, walked and plain tokens alike
     ACCEPT = 1  # Acceptance flips of a rule
@@ -38,7 +38,7 @@ class Stream(IntEnum):
 
 
 class Rng:
-    """The random draws of one step of one sequence.
+    """Counter-based random numbers of one step of one sequence.
 
     Args:
         seed: of the sequence.
@@ -50,7 +50,7 @@ class Rng:
         self.seed, self.position, self.draft_stream = seed, position, draft_stream
 
     def flip(self, probability: float, node: int) -> bool:
-        """True with the given probability: a rule's decision about `node`."""
+        """Return True with the given probability: a rule's decision about `node`."""
         if not probability < 1.0:
             if math.isnan(probability):
                 raise NumericError(f"node {node} would be accepted with probability NaN; check the checkpoint")
@@ -58,7 +58,7 @@ class Rng:
         return self._uniform(self.position, Stream.ACCEPT, node) < probability
 
     def draw(self, probs: Tensor, depth: int = 0) -> int:
-        """A token from `probs` (V,) for the position `depth` after the first: the token that is emitted there.
+        """Draw a token from `probs` (V,) for the position `depth` tokens after the first.
 
         Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same
         distribution, and almost always from two that differ in their last bits: blocks of tokens race each other, then
@@ -75,25 +75,29 @@ class Rng:
         return block * _BLOCK + _first(times[:_BLOCK], padded[block].cpu().double().numpy())
 
     def times(self, depth: int, vocabulary: int) -> NDArray[np.float64] | None:
-        """(T,) the numbers of `draw` at `depth`, before any distribution is known: the token is that of `first_of`.
-        None of an rng that draws in another way."""
+        """Return (T,) the numbers that `draw` will use at `depth`, before any distribution is
+        known; `first_of` gives the token. Returns None if a subclass draws in its own way.
+        """
         return self.exponentials(depth, vocabulary) if type(self).draw is Rng.draw else None
 
     def exponentials(self, depth: int, vocabulary: int) -> NDArray[np.float64]:
-        """(T,) one time per token of a block, and one per block; none is zero: over a rate of zero that would be
-        NaN."""
+        """Return (T,) exponential times: one per token of a block, then one per block. None is
+        zero, which over a rate of zero would be NaN.
+        """
         generator = np.random.Generator(self._bits(self.position + depth, Stream.TARGET, 0))
         times = generator.standard_exponential(_BLOCK + -(-vocabulary // _BLOCK), method="inv")
         return times + np.finfo(np.float64).tiny
 
     def drafted(self, probs: Tensor, node: int, index: int = 0) -> int:
-        """A token from `probs` (V,) as child number `index` of `node`: a drafter's draw."""
+        """Draw a token from `probs` (V,) for a drafter, as child number `index` of `node`."""
         uniform = torch.from_numpy(self._drafts([(node, index)])).to(widest(probs.device)).to(probs.device)
         return int(quantiles(probs, uniform))
 
     def uniforms(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64] | None:
-        """(N,) the numbers in (0, 1) of `drafted` for children (node, index), before any distribution is known: the
-        token is their `quantiles`. None of an rng that draws in another way."""
+        """Return (N,) the numbers in (0, 1) that `drafted` will use for children (node, index),
+        before any distribution is known; `quantiles` gives the tokens. Returns None if a subclass
+        draws in its own way.
+        """
         return self._drafts(children) if type(self).drafted is Rng.drafted else None
 
     def _drafts(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
@@ -108,12 +112,16 @@ class Rng:
 
 
 def request_seed(seed: int, number: int) -> int:
-    """Of request `number` of an engine with this `seed`: repeatable, and each a stream of its own."""
+    """Return the seed of request `number` of an engine with this `seed`: repeatable, and different
+    for each request.
+    """
     return int(np.random.SeedSequence((seed & (2**64 - 1), number)).generate_state(1, np.uint64)[0])
 
 
 def _first(times: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
-    """Who comes first if these times are divided by their rates (N,): entry i with probability ``rates[i] / sum``."""
+    """Return the index of the smallest time / rate (N,): entry i with probability ``rates[i] /
+    sum``.
+    """
     with np.errstate(divide="ignore"):
         first = int((times / rates).argmin())
     if not rates[first] > 0:
@@ -122,8 +130,10 @@ def _first(times: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
 
 
 def first_of(probs: Tensor, times: Tensor) -> Tensor:
-    """(M,) int64, the tokens that `Rng.draw` takes from each of `probs` (M, V), by its `times` (M, T) in the device's
-    widest float type. Reads no value on the host; where there is no distribution the token means nothing."""
+    """Return (M,) int64, the tokens that `Rng.draw` takes from each of `probs` (M, V). `times` (M,
+    T) are its random numbers in the device's widest float type. Reads no value on the host; a row
+    of `probs` that is no distribution gives an arbitrary token.
+    """
     padded = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).view(len(probs), -1, _BLOCK)
     block = (times[:, _BLOCK:] / padded.sum(-1, dtype=times.dtype)).argmin(-1)
     inside = padded[torch.arange(len(probs), device=probs.device), block].to(times.dtype)
@@ -132,7 +142,7 @@ def first_of(probs: Tensor, times: Tensor) -> Tensor:
 
 
 def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """(N,) in (0, 1): those at the `counters` (N,) of SplitMix64 started at `word`."""
+    """Return (N,) numbers in (0, 1): those at the `counters` (N,) of SplitMix64 seeded with `word`."""
     with np.errstate(over="ignore"):
         bits = np.uint64(word) + (counters + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -143,9 +153,10 @@ def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def quantiles(distributions: Tensor, uniforms: Tensor) -> Tensor:
-    """(.., C) int64, tokens at `uniforms` (.., C), in the device's widest float type, of the cumulated `distributions`
-    (.., V), which need not sum to 1; never one of probability zero where there is another. Reads no value on the
-    host."""
+    """Return (.., C) int64, the tokens at the quantiles `uniforms` (.., C) of the `distributions`
+    (.., V), which need not sum to 1. A token of probability zero is never returned where there is
+    another. `uniforms` have the device's widest float type. Reads no value on the host.
+    """
     cumulated = distributions.to(widest(distributions.device)).cumsum(-1)
     total = cumulated[..., -1:]
     below = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -153,7 +164,8 @@ def quantiles(distributions: Tensor, uniforms: Tensor) -> Tensor:
 
 
 class Sampler:
-    """One sequence's maker of distributions. Drafters are handed it: neither it nor what it holds can be changed.
+    """Turns one sequence's logits into the distribution its request asked for. It is read-only, for
+    drafters see it.
 
     Args:
         params: resolved (`resolve`): no field that has a neutral value is None.
@@ -184,7 +196,9 @@ class Sampler:
             or params.frequency_penalty
             or params.repetition_penalty not in (None, 1.0)
         )
-        """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
+        """True if the processed logits are the raw ones, so that an argmax over the batch serves
+        this row too.
+        """
         self.prompt_set = frozenset(prompt)  # Its tokens
         self._allowed = torch.as_tensor(params.allowed_token_ids or (), dtype=torch.int64)
         self._biased = torch.as_tensor(list(params.logit_bias or ()), dtype=torch.int64)
@@ -206,9 +220,11 @@ class Sampler:
         return self.params.greedy
 
     def fits(self, vocabulary: int) -> bool:
-        """Whether `Processing` does all of it without the host: what it does at a node depends on how often tokens came
-        before and not on their order (no processor of the user's own, no bad word of several tokens), and its token
-        ids are all within the vocabulary."""
+        """Return whether `Processing` can apply these parameters on the device alone. It can where
+        the effect at a node depends on how often tokens came before and not on their order (no
+        user's processor, no bad word of several tokens) and all token ids are within the
+        vocabulary.
+        """
         if self.params.logits_processors or any(len(word) > 1 for word in self.bad_words):
             return False
         try:
@@ -218,7 +234,9 @@ class Sampler:
         return max((*self.bad_tokens, *self.banned_until_min), default=0) < vocabulary
 
     def edits(self, vocabulary: int, output: Sequence[int], paths: Sequence[Sequence[int]]) -> Edits | None:
-        """What `process` does at nodes behind `paths`; None: nothing. ArgumentError as `process`."""
+        """Return what `process` changes at the nodes behind `paths`, or None if nothing. Raises
+        ArgumentError as `process` does.
+        """
         if self.neutral:
             return None
         self._check_ids(vocabulary)
@@ -226,7 +244,8 @@ class Sampler:
         return Edits(sampler=self, output=output, paths=paths, banned=banned)
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """Everything before the temperature: (V,) float32 (float64 stays) from raw (V,).
+        """Apply everything that comes before the temperature: (V,) float32 (float64 stays) from raw
+        (V,).
 
         Args:
             logits: raw, of one node.
@@ -263,7 +282,7 @@ class Sampler:
         return logits, check_highest(float(logits.max()))
 
     def custom(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """What the user's own processors make of the logits (V,) behind an output."""
+        """Apply the user's own logits processors to the logits (V,) behind an output."""
         for processor in self.params.logits_processors:
             found: object = processor([*self.prompt, *output], logits)
             if not (isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point()):
@@ -284,8 +303,10 @@ class Sampler:
         self._fitting.add(vocabulary)
 
     def probs(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """(V,) float32, of the next token; at temperature 0 a point mass on the largest processed logit. Raises as
-        `process`, and a NumericError where what came out is no distribution."""
+        """Return the distribution of the next token, (V,) float32; a point mass on the largest
+        processed logit at temperature 0. Raises as `process` does, and NumericError if the result
+        is no distribution.
+        """
         processed, highest = self._process(logits, output)
         probs = distribution_of(processed, self.params, highest)
         _check_distribution(probs, None if self.neutral else processed)
@@ -304,7 +325,7 @@ class Sampler:
             logits[ids] -= p.presence_penalty + p.frequency_penalty * times
 
     def _word_ends(self, output: Sequence[int]) -> list[int]:
-        """The tokens that would end a bad word behind the prompt and an output."""
+        """Return the tokens that would complete a bad word behind the prompt and an output."""
         prompt, found = self.prompt, list(self.bad_tokens)
         for word in self._longer_words.get((output or prompt or (-1,))[-1], ()):
             missing = max(len(word) - 1 - len(output), 0)
@@ -316,8 +337,9 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edits:
-    """What a request's parameters do to the raw logits at N nodes, as token ids: found on the host, done by
-    `process_rows` for all rows at once."""
+    """A request's changes to the raw logits at N nodes, as token ids: collected on the host,
+    applied by `process_rows` to all rows at once.
+    """
 
     sampler: Sampler
     output: Sequence[int] = ()  # Committed tokens behind the prompt
@@ -327,7 +349,9 @@ class Edits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processing:
-    """What B requests' parameters do to logits, on their device; what none of them does is None."""
+    """The logits processing of B requests, as tensors on their device; a part that no request uses
+    is None.
+    """
 
     outside: Tensor | None = None  # (B, V) bool, tokens that are never allowed
     bias: Tensor | None = None  # (B, V)
@@ -341,7 +365,9 @@ class Processing:
     def of(
         cls, edits: Sequence[Edits | None], vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Processing | None:
-        """Sent in one copy that nobody waits for. What depends on a node's path is not in it. None: nothing is done."""
+        """Collect the requests' parameters and send them to the device in one asynchronous copy;
+        None if nothing is to be done. What depends on a node's path is not included.
+        """
         if not any(edits):
             return None
         rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
@@ -391,7 +417,8 @@ class Processing:
         )
 
     def apply(self, values: Tensor, drafted: Tensor, depths: Tensor, banned: Tensor | None = None) -> Tensor:
-        """The processed logits of F nodes a row, users' own processors left out. Reads no value on the host.
+        """Return the processed logits of F nodes a row, without users' own processors. Reads no
+        value on the host.
 
         Args:
             values: (B, F, V) raw, float32 or float64.
@@ -419,28 +446,30 @@ class Processing:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The names of what is there."""
+        """The names of the parts in use."""
         return tuple([name for name in self.__slots__ if getattr(self, name) is not None])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of it, for `with_tensors`."""
+        """The tensors of the parts in use, in the order of `key`."""
         return tuple([getattr(self, name) for name in self.key])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Processing:
-        """The same with other numbers."""
+        """Return a copy with other tensors of the same parts."""
         return Processing(**dict(zip(self.key, tensors, strict=True)))
 
 
 def widened(logits: Tensor) -> Tensor:
-    """Logits in float32; float64 stays."""
+    """Return the logits in float32; float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
-    """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw `logits`
-    (B, N, V), and what a user's own processors raised, which run node by node: (row, node) -> error. `edits` (B,) are
-    those of `Sampler.edits`; None for a row whose logits stay as they are."""
+    """Run `Sampler.process` for all nodes of all rows without waiting for the device. Returns (B,
+    N, V) float32 (float64 stays) from raw `logits` (B, N, V), and the errors of users' own
+    processors, which run node by node, as (row, node) -> error. `edits` (B,) come from
+    `Sampler.edits`; None for a row whose logits stay as they are.
+    """
     values = widened(logits)
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     if not rows:
@@ -470,7 +499,9 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
 
 
 def settings_of(params: SamplingParams) -> tuple[float, ...]:
-    """(5,) of a request, for `probs_of`: whether it is sampled, temperature, top-k, top-p, min-p."""
+    """Return a request's (5,) settings for `probs_of`: whether it is sampled, temperature, top-k,
+    top-p, min-p.
+    """
     temperature = 1.0 if params.greedy or params.temperature is None else params.temperature
     top_k = params.top_k if params.top_k is not None and params.top_k > 0 else 1 << 31
     top_p = params.top_p if params.top_p is not None and params.top_p < 1 else _EVERYTHING
@@ -478,13 +509,15 @@ def settings_of(params: SamplingParams) -> tuple[float, ...]:
 
 
 def has_filters(params: SamplingParams) -> bool:
-    """Whether there is a top-k, top-p or min-p."""
+    """Return whether the parameters have a top-k, top-p or min-p."""
     return bool(params.min_p or (params.top_k or 0) > 0 or (params.top_p is not None and params.top_p < 1))
 
 
 def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
-    """(B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5); NaN where it refuses. Rows
-    at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host."""
+    """Return (B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5),
+    NaN where that raises. Rows at temperature 0 are filtered as at temperature 1, since they take
+    the largest logit. Reads no value on the host.
+    """
     values = widened(logits)
     temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
     scaled = (values - values.amax(-1, keepdim=True)) / temperature.to(values.dtype)
@@ -502,15 +535,18 @@ def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
-    """Refuse (ArgumentError) ids outside ``0 .. vocabulary - 1``, naming the parameter and the first that is wrong."""
+    """Raise ArgumentError for ids outside ``0 .. vocabulary - 1``, naming the parameter and the
+    first wrong id.
+    """
     wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
     if wrong is not None:
         raise ArgumentError(f"{name} holds token id {wrong}; the vocabulary has ids 0 to {vocabulary - 1}")
 
 
 def distribution_of(logits: Tensor, params: SamplingParams, highest: float | None = None) -> Tensor:
-    """Temperature, min-p, top-k and top-p: (V,) distribution from processed logits (V,), in the logits' own precision.
-    `highest` is the largest of them, where that is known; raises as `check_highest`."""
+    """Apply temperature, min-p, top-k and top-p: (V,) distribution from processed logits (V,), in
+    the logits' precision. `highest` is the largest logit, if known; raises as `check_highest` does.
+    """
     highest = check_highest(float(logits.max())) if highest is None else highest
     if params.greedy:
         probs = torch.zeros_like(logits)
@@ -532,7 +568,9 @@ def distribution_of(logits: Tensor, params: SamplingParams, highest: float | Non
 
 
 def _check_distribution(probs: Tensor, processed: Tensor | None) -> None:
-    """Refuse what is no distribution over the tokens that the `processed` logits leave (None: all)."""
+    """Raise NumericError unless `probs` is a distribution over the tokens that the `processed`
+    logits allow (None: all).
+    """
     if probs.device.type == "cpu":  # where numpy looks for banned tokens in a fifth of torch's time
         outside = 0.0 if processed is None else float(probs.numpy()[processed.numpy() == -np.inf].sum())
         check_sums(float(probs.sum()), float(probs.min()), outside)
@@ -542,20 +580,24 @@ def _check_distribution(probs: Tensor, processed: Tensor | None) -> None:
 
 
 def check_sums(total: float, least: float, outside: float) -> None:
-    """Refuse (NumericError) what is no distribution: its sum, its least probability, what banned tokens have of it."""
+    """Raise NumericError unless these are a distribution's total, least probability and mass on
+    banned tokens (1, >= 0, 0).
+    """
     if not (abs(total - 1) < TOLERANCE and least >= 0 and outside == 0):
         found = f"they add up to {total}, the least is {least}, banned tokens have {outside}"
         raise NumericError(f"the probabilities are no distribution: {found}; {_HINT}")
 
 
 def check_raw(highest: float) -> None:
-    """Refuse (NumericError) raw logits of which the largest is NaN, and so any."""
+    """Raise NumericError if the largest raw logit is NaN, which it is if any is."""
     if math.isnan(highest):
         raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
 
 
 def check_highest(highest: float) -> float:
-    """The largest processed logit. NumericError: it is NaN or infinite; NoTokenLeftError: every token is banned."""
+    """Return the largest processed logit. Raises NumericError if it is NaN or infinite,
+    NoTokenLeftError if every token is banned.
+    """
     if highest == -math.inf:
         raise NoTokenLeftError(
             "every token is banned here; relax allowed_token_ids, bad_words, logit_bias, min_tokens (an answer whose "
@@ -570,15 +612,19 @@ _COARSE = 20  # Bits of a float32 that do not count when tokens are classed by p
 
 
 def _sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """(V,) bool: the smallest likeliest set whose mass reaches `top_p`; a tie at its border goes to the lower id."""
+    """Return (V,) bool: the smallest set of likeliest tokens whose mass reaches `top_p`; a tie at
+    its border goes to the lower id.
+    """
     ordered, order = probs.sort(descending=True, stable=True)
     before = ordered.cumsum(0, dtype=widest(probs.device)) - ordered
     return torch.zeros_like(probs, dtype=torch.bool).index_copy_(0, order, before < top_p)
 
 
 def _classed_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """The same on a CPU, where to sort a vocabulary takes milliseconds: only tokens that can be inside are looked at,
-    these are put into classes of about the same probability, and only the class at the border is sorted."""
+    """Compute `_sorted_nucleus` on a CPU, where sorting a vocabulary takes milliseconds. Only
+    tokens that can be in the nucleus are looked at; they are put into classes of about equal
+    probability, and only the class at the border is sorted.
+    """
     values = probs.numpy()
     able = np.flatnonzero(values >= (1 - top_p) / (2 * len(values)))  # all others together have less than half the rest
     chances = values[able].astype(np.float64)

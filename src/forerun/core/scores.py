@@ -1,4 +1,6 @@
-"""What the target said about a step's trees: raw logits, and the distributions that a rule or a drafter asks for."""
+"""The target's scores for a step's trees: raw logits, and the distributions that a rule or a
+drafter asks for.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.core.ladder import Ladder, LadderInput, LadderRow, Logprobs
-from forerun.core.probs import HostProbs
+from forerun.core.ladder import DeviceRow, Logprobs, Residuals, ResidualsInput
+from forerun.core.probs import HostResidual
 from forerun.core.row import Row
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Edits, Sampler
@@ -27,10 +29,10 @@ _BLOCK = 64  # Logits of which the largest is taken before any are sorted
 
 
 class Scores:
-    """The target's raw logits over a step's trees, and what is asked of them.
+    """The target's raw logits over a step's trees, and the distributions made of them.
 
-    On a CPU everything is formed when it is asked for. On a device all that rules and drafters may ask for is formed
-    beforehand and read at once (`Ladder`).
+    On a CPU everything is computed when it is asked for. On an accelerator all that rules and drafters may ask for is
+    computed beforehand and read at once (`Residuals`).
 
     Args:
         logits: (B, N, V), raw.
@@ -57,17 +59,19 @@ class Scores:
         self._indices: Sequence[int] = range(len(rows))
         self._lengths = [len(row.tokens) for row in rows]
         self._argmax: list[list[int]] | None = None
-        self._ladder: Ladder | None = None
+        self._residuals: Residuals | None = None
         if logits.device.type != "cpu":
-            self._ladder = self._formed(rules, top, recordings)
+            self._residuals = self._form(rules, top, recordings)
 
-    def row(self, index: int) -> HostRow | LadderRow:
-        """One row's distributions, as a rule sees them."""
-        return HostRow(self, index) if self._ladder is None else self._ladder.row(self._indices[index])
+    def row(self, index: int) -> HostRow | DeviceRow:
+        """Return the distributions of one row, for its rule."""
+        return HostRow(self, index) if self._residuals is None else self._residuals.row(self._indices[index])
 
     def of(self, members: Sequence[int]) -> Scores:
-        """The scores of some of the rows, in that order: what a drafter may see of its members. Always another object,
-        though the logits may be the same: whoever assigns to it changes his own."""
+        """Return the scores of some of the rows, in that order, for a drafter that sees only its
+        members. The result is always another object, so that assigning to its fields changes
+        nothing here.
+        """
         some = copy.copy(self)
         if list(members) == list(range(len(self._rows))):
             return some
@@ -78,38 +82,41 @@ class Scores:
         return some
 
     def sampler(self, index: int) -> Sampler:
-        """The row's sampling parameters."""
+        """Return the row's sampling parameters."""
         return self._rows[index].sampler
 
     def committed(self, index: int) -> Sequence[int]:
-        """The row's output, as it was when the tree was scored."""
+        """Return the row's output as it was when the tree was scored."""
         row = self._rows[index]
         return row.tokens[row.prompt_length : self._lengths[index]]
 
     def output(self, index: int, node: int) -> list[int]:
-        """The row's output up to and including `node`."""
+        """Return the row's output up to and including `node`."""
         tree = self.trees[index]
         return [*self.committed(index), *(tree.tokens[step] for step in tree.path(node))]
 
     def raw_argmax(self, index: int, node: int) -> int:
-        """Argmax of the raw logits, for the whole batch at the first call."""
+        """Return the argmax of the raw logits after `node`; the first call computes it for the
+        whole batch.
+        """
         if self._argmax is None:
-            ladder = self._ladder
-            self._argmax = largest(self.logits) if ladder is None else ladder.raw_argmax(self._indices)
+            residuals = self._residuals
+            self._argmax = largest(self.logits) if residuals is None else residuals.raw_argmax(self._indices)
         found = self._argmax[index][node]
         if found < 0:
             raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
         return found
 
     def top_ids(self, k: int) -> NDArray[np.int64]:
-        """(B, N, k) ids of the largest raw logits, the largest first; a drafter that asks says so, see
-        `Drafter.top_ids`."""
-        if self._ladder is None:
+        """Return (B, N, k) ids of the largest raw logits, the largest first. A drafter that calls
+        this declares it in `Drafter.top_ids`.
+        """
+        if self._residuals is None:
             return top_ids(self.logits, k).numpy()
-        found = self._ladder.top_ids(self._indices, k)
+        found = self._residuals.top_ids(self._indices, k)
         return top_ids(self.logits, k).cpu().numpy() if found is None else found
 
-    def _formed(self, rules: Sequence[str], top: int, recordings: Recordings | None) -> Ladder:
+    def _form(self, rules: Sequence[str], top: int, recordings: Recordings | None) -> Residuals:
         inputs = []
         for index, (row, tree, rule) in enumerate(zip(self._rows, self.trees, rules, strict=True)):
             edits: Edits | None = None
@@ -118,47 +125,51 @@ class Scores:
                     paths = [[tree.tokens[step] for step in tree.path(node)] for node in range(tree.size + 1)]
                     edits = row.sampler.edits(self.logits.shape[-1], self.committed(index), paths)
             reads = rule_named(rule).reads
-            one = LadderInput(
+            one = ResidualsInput(
                 tree=tree, sampler=row.sampler, rng=row.rng(), reads=reads, edits=edits, draft_probs=row.traced
             )
             inputs.append(one)
-        return Ladder(self.logits, inputs, top=top, recordings=recordings)
+        return Residuals(self.logits, inputs, top=top, recordings=recordings)
 
 
 class HostRow:
-    """`NodeProbs` of one row, each distribution computed when it is asked for, and at most once."""
+    """Distributions of one row on the host, each computed at the first request (`NodeProbs`)."""
 
     def __init__(self, scores: Scores, index: int) -> None:
         self._scores, self._index = scores, index
         self._known: dict[int, Tensor] = {}
 
-    def probs(self, node: int) -> HostProbs:
-        """The processed distribution after `node`, float32."""
+    def probs(self, node: int) -> HostResidual:
+        """Return the processed distribution after `node`, float32."""
         if node not in self._known:
             output = self._scores.output(self._index, node)
             self._known[node] = self._scores.sampler(self._index).probs(self._logits(node), output)
-        return HostProbs(self._scores.trees[self._index], node, self._known[node])
+        return HostResidual(self._scores.trees[self._index], node, self._known[node])
 
     def argmax(self, node: int) -> int:
-        """Token of the largest processed logit after `node`."""
+        """Return the token of the largest processed logit after `node`."""
         sampler = self._scores.sampler(self._index)
         if sampler.neutral:
             return self._scores.raw_argmax(self._index, node)
         return int(sampler.process(self._logits(node), self._scores.output(self._index, node)).argmax())
 
     def target_prob(self, node: int) -> float | None:
-        """The target's probability of the token of `node`, where a rule asked for its parent's; else None."""
+        """Return the target's probability of the token of `node`, or None if no rule asked for its
+        parent's distribution.
+        """
         tree = self._scores.trees[self._index]
         known = self._known.get(tree.parents[node])
         return None if known is None else float(known[tree.tokens[node]])
 
     def draft_prob(self, node: int) -> float:
-        """Of a sampled node, under what its parent's children were drawn from."""
+        """Return the draft probability of a sampled node's token."""
         tree = self._scores.trees[self._index]
         return float(tree.draft_probs[tree.parents[node]][tree.tokens[node]])
 
     def logprobs(self, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
-        """Of each token after its node, and of the likeliest there."""
+        """Return the log-probability of each token after its node, with those of the likeliest
+        there.
+        """
         params = self._scores.sampler(self._index).params
         processed = params.logprobs_mode == "processed_logprobs"
         scored = [self.probs(node).values.log() if processed else self._logits(node) for node in nodes]
@@ -169,8 +180,10 @@ class HostRow:
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor:
-    """(B, N, k) ids of the largest logits (B, N, V), the largest first, of equals any: these lie in the k blocks of
-    largest maximum, so only those are sorted. For V = 150,000 that is seven times as fast as sorting all."""
+    """Return (B, N, k) ids of the largest logits (B, N, V), the largest first, ties in any order.
+    They lie in the k blocks of largest maximum, so only those are sorted: seven times as fast as
+    sorting all for V = 150,000.
+    """
     if (found := compiled_top_ids(logits, k)) is not None:
         return found
     if logits.device.type == "cpu":
@@ -190,7 +203,9 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
-    """Log-probability of each token (M) and of the `top` likeliest in its place, under softmax(logits (M, V))."""
+    """Return the log-probability of each token (M,) and of the `top` likeliest at its position,
+    under softmax(logits (M, V)).
+    """
     values = logits.float().log_softmax(-1)
     own = values.gather(-1, torch.tensor(tokens, device=values.device).unsqueeze(-1))
     best = values.topk(min(top, values.shape[-1]))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.core.ladder import LadderRow, Logprobs
+from forerun.core.ladder import DeviceRow, Logprobs
 from forerun.core.row import Row
 from forerun.core.rules import default_rule, rule_named
 from forerun.core.sampling import TOLERANCE
@@ -25,7 +25,7 @@ from forerun.types import Boundary, Budget, DraftKind, Drawn, Source, StepTrace,
 
 
 class Verified(NamedTuple):
-    """What became of one row's tree."""
+    """The result of verifying one row's tree."""
 
     verdict: Verdict  # Of a row that failed it keeps nothing, and its token means nothing
     tokens: list[int]  # What the row goes on with: those on the accepted path and the next one
@@ -36,7 +36,7 @@ class Verified(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Rows that share a drafter propose together."""
+    """Rows that share a drafter and are drafted for together."""
 
     name: str
     drafter: Drafter  # `Guarded`, or around one that is, wherever a failure shall not end the step
@@ -48,12 +48,14 @@ class Group:
 
 
 Admit = Callable[[list[TokenTree]], list[TokenTree]]
-"""Chooses which drafted nodes are scored; may take away deterministic nodes only."""
+"""A function that chooses which drafted nodes are scored; it may take away deterministic nodes
+only.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Emitted:
-    """What one step committed to one row; of one that has an error now, a token that means nothing."""
+    """What one step committed to one row. If the row has an error now, the token is meaningless."""
 
     tokens: list[int]
     sources: list[Source]
@@ -117,8 +119,9 @@ def step(
 
 
 def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) -> list[Emitted]:
-    """Append the tokens after the prompts, from `logits` (B, 1, V) of their last tokens; nothing is drafted. `isolate`
-    is that of `step`."""
+    """Append the tokens after the prompts, from `logits` (B, 1, V) of the prompts' last tokens;
+    nothing is drafted. `isolate` works as in `step`.
+    """
     began, rules = time.perf_counter(), _rules(rows, [])
     scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
@@ -132,7 +135,7 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
 def context_for(
     rows: Sequence[Row], members: Sequence[int], fresh: Sequence[int], hidden_states: Mapping[Boundary, Tensor]
 ) -> DraftContext:
-    """What a drafter may see of the rows that are its members."""
+    """Return what a drafter may see of the rows that are its members."""
     chosen = [rows[index] for index in members]
     return DraftContext(
         rows=tuple([row.cache_row for row in chosen]),
@@ -149,14 +152,18 @@ def context_for(
 
 
 def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
-    """The rule that verifies each row, by what its drafter may draft: known before anything is drawn."""
+    """Return the rule that verifies each row. It follows from what the drafter may draft, so it is
+    known before anything is drawn.
+    """
     kinds = dict.fromkeys(range(len(rows)), DraftKind())
     kinds |= {index: group.drafter.kind(rows[index].sampler) for group in groups for index in group.members}
     return [row.rule or default_rule(kinds[index], greedy=row.sampler.greedy) for index, row in enumerate(rows)]
 
 
 def proposed(rows: Sequence[Row], groups: Sequence[Group], *, check: bool = False) -> list[TokenTree]:
-    """What the groups draft, a tree for each row; `check` verifies what was recorded of draws."""
+    """Ask each group's drafter to propose, and return one tree per row; `check` verifies the
+    recorded draft probabilities.
+    """
     trees = [TokenTree(row.tokens[-1]).seal() for row in rows]
     for group in groups:
         depths = [min(depth, rows[index].room - 1) for index, depth in zip(group.members, group.depths, strict=True)]
@@ -174,13 +181,15 @@ def proposed(rows: Sequence[Row], groups: Sequence[Group], *, check: bool = Fals
 
 
 def _failed(row: Row, name: str, task: str, error: Exception) -> None:
-    """A drafter lost its draft for a row: say so once, and count it."""
+    """Warn once that a drafter lost its draft for a row, and count it."""
     warn_drafter(name, task, repr(error))
     row.drafter_errors += 1
 
 
 def _without_impossible(trees: list[TokenTree], rows: Sequence[Row], names: Mapping[int, str]) -> list[TokenTree]:
-    """The trees without what was drawn from no distribution, which its drafter loses, with all below; it is counted."""
+    """Return the trees without nodes that were drawn from no distribution, and without all nodes
+    below them. Each loss is counted against the drafter.
+    """
     fetch_masses(trees)
     sound = []
     for index, tree in enumerate(trees):
@@ -194,7 +203,9 @@ def _without_impossible(trees: list[TokenTree], rows: Sequence[Row], names: Mapp
 
 
 def _check_probs(tree: TokenTree) -> None:
-    """Debug mode: every sampled node had a positive probability under a recorded distribution that sums to one."""
+    """Assert, in debug mode, that every sampled node had a positive probability under a recorded
+    distribution that sums to one.
+    """
     for node, probs in tree.draft_probs.items():
         assert abs(float(probs.double().sum()) - 1) < 1e-4, f"the draft probs recorded at node {node} do not sum to 1"
     for token, parent, drawn in zip(tree.tokens, tree.parents, tree.drawn, strict=True):
@@ -230,7 +241,7 @@ def _lesson(
     verdicts: Sequence[Verdict],
     hidden_states: Mapping[Boundary, Tensor],
 ) -> DraftContext:
-    """What a drafter is shown of these rows after a step."""
+    """Return what a drafter is shown of these rows after a step."""
     chosen = [verdicts[index] for index in members]
     boundaries = drafter.requires | drafter.observes
     wanted = {boundary: _kept_states(hidden_states[boundary], members, chosen) for boundary in boundaries}
@@ -238,7 +249,9 @@ def _lesson(
 
 
 def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verdict]) -> Tensor:
-    """(B, F, H): the states of the root and of each accepted node, padded with the root's."""
+    """Return (B, F, H): the hidden states of the root and of each accepted node, padded with the
+    root's.
+    """
     width = max(len(verdict.path) for verdict in verdicts) + 1
     nodes = [[0, *verdict.path] + [0] * (width - 1 - len(verdict.path)) for verdict in verdicts]
     index, chosen = sent([torch.tensor(nodes), torch.tensor(list(members))], states.device)
@@ -246,7 +259,9 @@ def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verd
 
 
 def _emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[float], drafter: str | None) -> Emitted:
-    """`marks`: when drafting, verifying and committing began, and when the step ended."""
+    """Return what a step committed to a row. `marks` are the times at which drafting, verifying and
+    committing began, and at which the step ended.
+    """
     verdict, (draft_ms, verify_ms, commit_ms) = result.verdict, [1e3 * (end - start) for start, end in pairwise(marks)]
     trace = StepTrace(
         step=row.steps,
@@ -275,8 +290,8 @@ def _emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[float]
 def _score_roots_again(
     target: Target, rows: Sequence[Row], scored: Scored, row_trees: list[TokenTree]
 ) -> dict[int, NumericError]:
-    """Let rows that failed for their numbers, and had more in their slots than the root, decode plainly in this step;
-    the errors that they had, by index into `rows`.
+    """Let rows that failed for their numbers, and had more in their slots than the root, decode
+    plainly in this step. Returns the errors that they had, by index into `rows`.
 
     A token's keys and values reach all others of its row, whether or not these see it: a drafted token whose numbers
     overflow takes the row's root with it, and so does what was left behind the root by a draft that was never scored.
@@ -298,7 +313,8 @@ def _score_roots_again(
 
 
 def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:
-    """The verdict of the rule `name` on row `index` of `scores`, cut at a stop token: nothing is committed behind it.
+    """Return the verdict of the rule `name` on row `index` of `scores`, cut at a stop token:
+    nothing is committed behind it.
 
     All that is done for this row alone in a step is done here. Nothing is raised: why it failed is left in
     ``row.error``, a `NumericError` where numbers are not finite, a `NoTokenLeftError` where every token is banned, a
@@ -312,7 +328,7 @@ def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:
 
 
 def _raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
-    """Where rows are not isolated, the error of the first that failed is everybody's."""
+    """Raise the error of the first row that failed, unless rows are isolated from each other."""
     error = None if isolate else next((row.error for row in rows if row.error is not None), None)
     if error is not None:
         raise error
@@ -335,7 +351,7 @@ def _verified(row: Row, scores: Scores, index: int, name: str) -> Verified:
     return Verified(verdict, tokens, name, nodes, logprobs)
 
 
-def _traced_nodes(tree: TokenTree, target: HostRow | LadderRow, accepted: set[int]) -> tuple[TracedNode, ...]:
+def _traced_nodes(tree: TokenTree, target: HostRow | DeviceRow, accepted: set[int]) -> tuple[TracedNode, ...]:
     return tuple(
         TracedNode(
             token=tree.tokens[node],

@@ -20,8 +20,10 @@ from forerun.types import Drawn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """The first nodes of a tree have run through the target's first layers while they were drafted, in the slots in
-    which they are scored: scoring runs only the rest."""
+    """How far the first nodes of a tree ran through the target's first layers while they were
+    drafted. They did so in the slots in which they are scored, so scoring runs only the remaining
+    layers.
+    """
 
     boundary: int  # Layers that they have run through, at least 1
     states: Tensor  # (R, H) at that boundary, of the tree's first R nodes, root included
@@ -29,7 +31,7 @@ class Resume:
 
 
 class TokenTree:
-    """One sequence's draft. Node 0 is the root: the last committed token, which is not drafted.
+    """One sequence's draft. Node 0 is the root, the last committed token, which is not drafted.
 
     A drafter adds nodes, parents before their children. What the engine scores is a copy that `seal` has made
     read-only. Only `Drawn.DETERMINISTIC` siblings are merged: a token that was sampled twice is two nodes, since
@@ -45,10 +47,14 @@ class TokenTree:
         self.depths = [0]  # (N,) depth of each node, root 0
         self.drawn = [Drawn.DETERMINISTIC]  # (N,) how each node came about; the root is DETERMINISTIC
         self.confidence = [1.0]
-        """(N,) in 0..1, the drafter's estimate that a node is accepted if its parent is; 1 for the root."""
+        """(N,) the drafter's estimate, in 0..1, that a node is accepted if its parent is; 1 for the
+        root.
+        """
         self.probes: set[int] = set()  # Nodes that are scored for the drafter's own use and never accepted
         self.draft_probs: dict[int, Tensor] = {}
-        """node -> (V,) float32: what its sampled children were drawn from; V is at most the target's vocabulary."""
+        """The distribution (V,) float32 that each node's sampled children were drawn from, by node;
+        V is at most the target's vocabulary.
+        """
         self.masses: dict[int, float] = {}  # node -> the sum of its `draft_probs`, where known; see `masses_of`
         self.resume: Resume | None = None  # What the first nodes have already run through in this step
         self._twins: dict[tuple[int, int], int] | None = {}
@@ -57,7 +63,9 @@ class TokenTree:
     def of(
         cls, root: int, tokens: Sequence[int], parents: Sequence[int], confidence: Sequence[float] | None = None
     ) -> TokenTree:
-        """A tree of deterministic nodes 1, 2, ..., of which none has a twin; parents by node id."""
+        """Build a tree of deterministic nodes 1, 2, ..., no two of them twins; parents are node
+        ids.
+        """
         tree, size = cls(root), len(tokens)
         tree.tokens += tokens
         tree.parents += parents
@@ -70,7 +78,7 @@ class TokenTree:
 
     @property
     def size(self) -> int:
-        """Drafted nodes, the root not counted."""
+        """Number of drafted nodes, without the root."""
         return len(self.tokens) - 1
 
     def __repr__(self) -> str:
@@ -87,7 +95,9 @@ class TokenTree:
         confidence: float = 1.0,
         probe: bool = False,
     ) -> int:
-        """Add a child of `parent` and return its node id; a DETERMINISTIC twin is returned instead of added."""
+        """Add a child of `parent` and return its node id. If a DETERMINISTIC twin is there already,
+        return the twin's id.
+        """
         given = drawn is Drawn.DETERMINISTIC and not probe
         twins = self._known_twins()
         if given and (twin := twins.get((parent, token))) is not None:
@@ -105,19 +115,23 @@ class TokenTree:
         return node
 
     def add_path(self, tokens: Iterable[int], parent: int = 0, *, confidence: float = 1.0) -> int:
-        """Add a chain of DETERMINISTIC nodes below `parent`, sharing what is there already; returns the last node."""
+        """Add a chain of DETERMINISTIC nodes below `parent`, sharing nodes that are there already,
+        and return the last one.
+        """
         for token in tokens:
             parent = self.add(token, parent, confidence=confidence)
         return parent
 
     def set_probs(self, node: int, probs: Tensor, mass: float | None = None) -> None:
-        """Record what the sampled children of `node` were drawn from, (V,) float32, and its sum if known."""
+        """Record the distribution (V,) float32 that the sampled children of `node` were drawn from,
+        and its sum if known.
+        """
         self.draft_probs[node] = probs
         if mass is not None:
             self.masses[node] = mass
 
     def copy(self) -> TokenTree:
-        """The same tree, to be added to."""
+        """Return a copy of the tree that can be added to."""
         made = TokenTree(self.tokens[0])
         for name in _COLUMNS:
             setattr(made, name, list(getattr(self, name)))
@@ -126,7 +140,9 @@ class TokenTree:
         return made
 
     def seal(self) -> TokenTree:
-        """Make the tree read-only, so that who writes to it gets an error instead of another answer; returns it."""
+        """Make the tree read-only and return it, so that writing to it raises instead of changing
+        an answer.
+        """
         for name in _COLUMNS:
             vars(self)[name] = tuple(getattr(self, name))
         vars(self)["probes"] = frozenset(self.probes)
@@ -134,7 +150,7 @@ class TokenTree:
         return self
 
     def only(self, nodes: Iterable[int]) -> TokenTree:
-        """The tree of the root and these nodes alone; the parent of each is among them."""
+        """Return the tree of the root and these nodes alone; the parent of each must be among them."""
         kept = [0, *sorted(nodes)]
         new = {node: position for position, node in enumerate(kept)}
         made = TokenTree(self.tokens[0])
@@ -149,7 +165,7 @@ class TokenTree:
         return made
 
     def _known_twins(self) -> dict[tuple[int, int], int]:
-        """(parent, token) -> the deterministic node there."""
+        """Return the deterministic node at each (parent, token)."""
         if self._twins is None:
             self._twins = {}
             for node in range(1, len(self.tokens)):
@@ -170,7 +186,9 @@ class TokenTree:
 
     @cached_property
     def asked(self) -> tuple[tuple[int, ...], ...]:
-        """(N,) the acceptable children of each node in the order that rules ask them: sampled ones, then the others."""
+        """(N,) the acceptable children of each node in the order rules try them: sampled ones, then
+        the others.
+        """
         if Drawn.DETERMINISTIC not in self.drawn[1:]:
             return self.children
         return tuple(
@@ -186,13 +204,14 @@ class TokenTree:
         return found
 
     def child(self, node: int | None, token: int) -> int | None:
-        """The first node that holds `token` below `node`, probes included; None where there is none. Nodes that hold
-        the same tokens from the root on count as the first of them: so a drafter that knows which tokens it asked about
-        copes with a tree that was cut, merged with another or numbered anew."""
+        """Return the first node that holds `token` below `node`, probes included, or None. Nodes
+        that hold the same tokens from the root on count as the first of them, so that a drafter
+        finds its nodes again in a tree that was cut, merged with another or renumbered.
+        """
         return None if node is None else self._by_token.get((node, token))
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Node ids from the root's child down to `node`; empty for the root."""
+        """Return the node ids from the root's child down to `node`; empty for the root."""
         nodes: list[int] = []
         while node > 0:
             nodes.append(node)
@@ -201,17 +220,20 @@ class TokenTree:
 
     @property
     def sampled(self) -> bool:
-        """Whether any node was sampled."""
+        """True if any node was sampled."""
         return self.drawn.count(Drawn.DETERMINISTIC) < len(self.drawn)
 
     @property
     def prunable(self) -> bool:
-        """Whether nodes may be taken away after they were drawn: all are deterministic, none is a probe, and none has
-        run through any layer yet."""
+        """True if nodes may be taken away after they were drawn: all are deterministic, none is a
+        probe, and none has run through any layer yet.
+        """
         return self.resume is None and not self.probes and not self.sampled
 
     def survival(self) -> list[float]:
-        """(N,) estimated probability that a node is accepted: the confidences along its path, a probe's 0."""
+        """Return (N,) the estimated probability that each node is accepted: the product of
+        confidences along its path, 0 for a probe.
+        """
         found = [1.0]
         for node in range(1, len(self.tokens)):
             sure = 0.0 if node in self.probes else min(max(self.confidence[node], 0.0), 1.0)
@@ -219,7 +241,9 @@ class TokenTree:
         return found
 
     def best_path(self) -> tuple[int, ...]:
-        """Nodes of the path below the root that is expected to be accepted furthest: the largest sum of survivals."""
+        """Return the path below the root that is expected to be accepted furthest: the largest sum
+        of survival probabilities.
+        """
         if max(self.depths) == self.size:
             return tuple(range(1, self.size + 1))
         survival, gains = self.survival(), [0.0] * len(self.tokens)
@@ -229,7 +253,9 @@ class TokenTree:
 
 
 class _Sealed(TokenTree):
-    """What `TokenTree.seal` makes of a tree; a class of its own, since a check in the other's would slow each tree."""
+    """A read-only tree, made by `TokenTree.seal`. It is a class of its own because a check in
+    `TokenTree` would slow every tree.
+    """
 
     def seal(self) -> TokenTree:
         return self
@@ -242,8 +268,8 @@ _COLUMNS = ("tokens", "parents", "depths", "drawn", "confidence")
 
 
 def join(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
-    """`base` whole and in its own numbering, then the deterministic nodes of the others, the likeliest first, up to
-    `nodes`.
+    """Merge trees: `base` whole and in its own numbering, then the likeliest deterministic nodes of
+    the others, up to `nodes` in all.
 
     Nodes that hold the same tokens from the root on become one, whose confidence is the largest. A deterministic node
     whose token a sampled sibling holds is left out, and what follows it hangs from that sibling. Sampled nodes of the
@@ -266,8 +292,10 @@ def join(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
 
 
 def graft(tree: TokenTree, other: TokenTree, below: int, *, since: int) -> dict[int, int]:
-    """Hang the deterministic nodes of `other` below a node of `tree`, twins only once; other's node -> tree's node.
-    Nodes of `tree` up to `since` keep the confidence that they have."""
+    """Hang the deterministic nodes of `other` below a node of `tree`, twins only once. Returns a
+    map from nodes of `other` to nodes of `tree`. Nodes of `tree` up to `since` keep their
+    confidence.
+    """
     there: dict[tuple[int, int], int] = {}
     for node in range(1, tree.size + 1):
         if node not in tree.probes:
@@ -287,14 +315,18 @@ def graft(tree: TokenTree, other: TokenTree, below: int, *, since: int) -> dict[
 
 
 def prune(trees: Sequence[TokenTree], keep: Mapping[int, Sequence[int]]) -> list[TokenTree]:
-    """The trees, some of them (by index) with only these nodes, of which every parent is among them."""
+    """Return the trees, those in `keep` (by index) with only these nodes, of which every parent is
+    among them.
+    """
     assert all(trees[row].prunable for row in keep), "only deterministic nodes may be pruned after they were drawn"
     return [tree.only(keep[row]).seal() if row in keep else tree for row, tree in enumerate(trees)]
 
 
 def without(tree: TokenTree, wrong: Mapping[int, float]) -> TokenTree:
-    """The tree without the sampled children of these nodes, and all below them; nothing of it has run yet. What was
-    drawn above stays: whether a node is submitted may not depend on its own value."""
+    """Return the tree without the sampled children of these nodes and everything below them; none
+    of it has run yet. Their ancestors stay: whether a node is submitted may not depend on its own
+    value.
+    """
     kept = {0}
     for node in range(1, tree.size + 1):
         parent = tree.parents[node]
@@ -304,13 +336,17 @@ def without(tree: TokenTree, wrong: Mapping[int, float]) -> TokenTree:
 
 
 def masses_of(probs: Tensor) -> Tensor:
-    """(..) sums of (.., V) in the device's widest float type; NaN where there is a negative number."""
+    """Return the sums (..) of (.., V) in the device's widest float type, NaN where there is a
+    negative number.
+    """
     sums = probs.sum(-1, dtype=widest(probs.device))
     return torch.where(probs.amin(-1) >= 0, sums, torch.nan)
 
 
 def fetch_masses(trees: Sequence[TokenTree]) -> None:
-    """Fill in the `masses` that are not known yet; one read for all trees, and none where nothing was sampled."""
+    """Fill in the `masses` that are not known yet, with one read for all trees, and none where
+    nothing was sampled.
+    """
     unknown = [(tree, node) for tree in trees for node in tree.draft_probs if node not in tree.masses]
     if unknown:
         found = masses_of(torch.stack([tree.draft_probs[node] for tree, node in unknown])).tolist()
@@ -319,8 +355,10 @@ def fetch_masses(trees: Sequence[TokenTree]) -> None:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """Who sees whom inside the tree: (B, N, N) bool from parents (B, K) of nodes 1, 2, ...; every node sees itself and
-    its ancestors. The transitive closure by repeated squaring, without a host round trip."""
+    """Return (B, N, N) bool, which node sees which, from the parents (B, K) of nodes 1, 2, ...:
+    every node sees itself and its ancestors. The transitive closure by repeated squaring, without a
+    host round trip.
+    """
     batch, drafted = parents.shape
     nodes = drafted + 1
     reach = torch.eye(nodes, dtype=torch.float32, device=parents.device).repeat(batch, 1, 1)

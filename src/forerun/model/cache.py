@@ -1,4 +1,5 @@
-"""The row-and-slot KV cache: every row keeps its own length; an accepted path is gathered into place.
+"""A KV cache of rows and slots: every row has its own length, and an accepted path is gathered into
+place.
 
 On a CPU a slot takes memory when it is first written. transformers calls `SlotCache.update` and, in some families,
 `get_seq_length`. Sliding layers keep all slots.
@@ -23,7 +24,9 @@ from forerun.model.padding import Flat
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Where the tokens of the pass that is about to run go, and what their layers may look at; on one device."""
+    """Where the tokens of the coming pass are written and which slots its layers may read, on one
+    device.
+    """
 
     flat: Tensor  # (M,) int64 index into (rows * slots): where each token is written
     rows: Tensor  # (B,) int64 rows to read
@@ -33,7 +36,9 @@ class _Window:
     before: int  # Slots before the tokens of the pass, in the longest row
 
     def read(self, store: Tensor) -> Tensor:
-        """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
+        """Return (B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where
+        scattered rows are selected.
+        """
         seen = store.narrow(1, 0, self.width)
         if self.span is not None:
             seen = seen.narrow(0, *self.span)
@@ -89,47 +94,59 @@ class SlotCache:
         self._windows = {flat.device: self._window}
 
     def go_on(self, slot_ids: Tensor) -> None:
-        """Announce another pass over the same rows, as wide: token (b, n) goes to ``slot_ids[b, n]`` (B, N)."""
+        """Announce another pass over the same rows and width: token (b, n) goes to ``slot_ids[b,
+        n]`` (B, N).
+        """
         self._window = replace(self._window, flat=self._places(self._window.rows, slot_ids).flatten())
         self._windows = {slot_ids.device: self._window}
 
     @property
     def unselected(self) -> Tensor | None:
-        """(B,) the rows of the pass among those that its layers are given; None where they are given no others."""
+        """(B,) the rows of the pass among all rows, if layers are given all rows; None if they are
+        given the pass's rows alone.
+        """
         return self._window.rows if self._window.span is None and not self._window.select else None
 
     def get_seq_length(self, _layer_idx: int = 0) -> int:
-        """Tokens before those of the pass, as transformers counts them: one number for all rows, that of the longest. A
-        mask and positions are given with every pass, so that nothing is placed by it."""
+        """Return the tokens before those of the pass, as transformers asks for them: one number,
+        that of the longest row. Masks and positions are passed explicitly, so nothing is placed by
+        this number.
+        """
         return self._window.before
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """`write`, and what the layer may read: (B, heads, width, dim)."""
+        """Write keys and values (`write`) and return what the layer may read: (B, heads, width,
+        dim).
+        """
         self.write(keys, values, layer_idx)
         return self.seen(layer_idx)
 
     def write(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
-        """Keys and values of the pass, (B, heads, N, dim) or (1, heads, M, dim)."""
+        """Write the keys and values of the pass, (B, heads, N, dim) or (1, heads, M, dim)."""
         flat = self._on(keys.device).flat
         stores = self._of(layer_idx, keys.shape[1::2], values.shape[1::2], keys)
         for store, new in zip(stores, (keys, values), strict=True):
             store.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
 
     def opened(self, layer_idx: int, shape: tuple[int, int], *, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """What `update` writes to, for a layer that does it itself: keys and values (rows, slots + 1, heads, dim) of
-        the `shape` (heads, dim) and of the dtype and device of `like`, and (M,) int64: each token's place."""
+        """Return what a layer that writes the cache itself needs: the stores of keys and values
+        (rows, slots + 1, heads, dim), allocated for the `shape` (heads, dim) with the dtype and
+        device of `like`, and (M,) int64, where each token goes.
+        """
         return self._of(layer_idx, shape, shape, like), self._on(like.device).flat
 
     def seen(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that a layer may read in this pass: (B, heads, width, dim)."""
+        """Return the keys and values that a layer may read in this pass: (B, heads, width, dim)."""
         keys, values = self._stores[layer_idx]
         window = self._on(keys.device)
         return window.read(keys), window.read(values)
 
     def move(self, rows: Sequence[int], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """In each row copy the slots ``sources[i]`` to ``starts[i]``, ``starts[i] + 1``, ... in every layer."""
+        """Copy, in each row and every layer, the slots ``sources[i]`` to ``starts[i]``, ``starts[i]
+        + 1``, ...
+        """
         stride = self.slots + 1
         source = [row * stride + slot for row, slots in zip(rows, sources, strict=True) for slot in slots]
         target = [
@@ -148,15 +165,17 @@ class SlotCache:
             flat.index_copy_(0, here[1], flat.index_select(0, here[0]))
 
     def touch(self, rows: Sequence[int], ends: Sequence[int]) -> None:
-        """Announce that a pass may write to the slots of these rows before `ends`."""
+        """Record that a pass may write to the slots of these rows before `ends`."""
         for row, end in zip(rows, ends, strict=True):
             self._touched[row] = max(self._touched[row], end)
             self._used[row] = max(self._used[row], end)
 
     @torch.inference_mode()
     def clear(self, row: int, start: int) -> int:
-        """Zero a row's slots from `start` on; returns how many there were that a pass may have written to. A mask is
-        added to scores: NaN and infinity of a token that a query may not see would reach it all the same."""
+        """Zero a row's slots from `start` on, and return how many of them a pass may have written
+        to. A mask is added to scores, so NaN or infinity of a token that a query may not see would
+        reach it all the same.
+        """
         count = max(0, self._touched[row] - start)
         if count:
             for store in self._tensors():
@@ -171,16 +190,18 @@ class SlotCache:
             store[target, :length] = store[source, :length]
 
     def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (length, heads, dim) of one row, for tests and for inspection."""
+        """Return the keys and values (length, heads, dim) of one row, for tests and inspection."""
         keys, values = self._stores[layer]
         return keys[row, :length], values[row, :length]
 
     def nbytes(self) -> int:
-        """Bytes of all rows and slots, written or not."""
+        """Return the bytes of all rows and slots, written or not."""
         return sum(store.nbytes for store in self._tensors())
 
     def untouched_bytes(self) -> int:
-        """Bytes of the slots on the CPU that were never written: they are promised, and take no memory yet."""
+        """Return the bytes of the slots on the CPU that were never written: allocated, but not yet
+        backed by memory.
+        """
         allocated = sum(store.nbytes for store in self._tensors() if store.device.type == "cpu")
         return allocated - allocated * sum(self._used) // (self.rows * (self.slots + 1))
 
@@ -197,18 +218,24 @@ class SlotCache:
         return self._windows[device]
 
     def reserve(self, other: SlotCache) -> None:
-        """Allocate now what another cache of the same model had to allocate: OutOfMemoryError now, not later."""
+        """Allocate what another cache of the same model had to allocate, so that OutOfMemoryError
+        is raised now and not later.
+        """
         for layer, pair in other._stores.items():
             self._of(layer, pair[0].shape[2:], pair[1].shape[2:], pair[0])
 
     def _of(self, layer: int, keys: Sequence[int], values: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values; allocated as (heads, dim) of each, dtype and device of `like`, where it is new."""
+        """Return a layer's keys and values. They are allocated at the first call, with (heads, dim)
+        of each and the dtype and device of `like`.
+        """
         if layer not in self._stores:
             self._stores[layer] = (self._allocate(keys, like), self._allocate(values, like))
         return self._stores[layer]
 
     def _allocate(self, size: Sequence[int], like: Tensor) -> Tensor:
-        """Zeros (heads, dim) for every slot. Not empty: a masked NaN would still be a NaN."""
+        """Return zeros (heads, dim) for every slot. Uninitialised memory would not do: a masked NaN
+        is still a NaN.
+        """
         shape = (self.rows, self.slots + 1, *size)
         try:
             return _zeros(shape, like)
@@ -226,14 +253,17 @@ _CACHES: WeakSet[SlotCache] = WeakSet()
 
 
 def promised_bytes() -> int:
-    """Bytes that the caches of this process may still take on the CPU: what is free there is not free for others."""
+    """Return the bytes that the caches of this process may still take on the CPU, and that are
+    therefore not free for others.
+    """
     return sum(cache.untouched_bytes() for cache in list(_CACHES))
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros of the dtype and device of `like`. On a CPU the system's pages of zeros, which take memory when they are
-    written: ``torch.zeros`` writes them all. Small pages, so that a row of a few tokens takes little. OSError: the
-    system refuses."""
+    """Return zeros of the dtype and device of `like`. On a CPU these are the system's zero pages,
+    which take memory only when written, where ``torch.zeros`` writes them all; pages are small, so
+    that a row of a few tokens takes little. Raises OSError if the system refuses.
+    """
     size = prod(shape)
     if like.device.type != "cpu" or not size or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=like.dtype, device=like.device)

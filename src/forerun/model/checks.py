@@ -1,4 +1,4 @@
-"""What can be said of a model's name and dtype before anything is imported or read. Imports no torch."""
+"""Checks of a model's name and dtype that need no import and no file content. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ _ALSO = {"float", "half", "float64", "double"}  # What torch calls so, too
 
 
 def check(name: str | Path, dtype: str) -> None:
-    """Refuse what can be seen to be wrong of a model's name and its dtype before anything is imported or loaded: the
-    errors of `resolve` and of `load.read_config`."""
+    """Raise the errors of `resolve` and of `load.read_config` that a model's name and dtype already
+    show, before anything is imported or loaded.
+    """
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         check_file(path)
@@ -29,7 +30,9 @@ def check_file(path: Path) -> None:
 
 
 def check_directory(name: str | Path) -> None:
-    """Raise CheckpointError if `name` is meant as a directory and is none, or holds no configuration."""
+    """Raise CheckpointError if `name` is meant as a directory and is none, or holds no
+    configuration.
+    """
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{_instead(path)}")
@@ -39,7 +42,9 @@ def check_directory(name: str | Path) -> None:
 
 
 def _instead(folder: Path) -> str:
-    """What a directory without a configuration holds, and what to name in its place."""
+    """Return a sentence on what a directory without a configuration holds, and what to name
+    instead.
+    """
     if (folder / "adapter_config.json").is_file():
         return " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
     if (folder / "snapshots").is_dir() and folder.name.startswith("models--"):

@@ -1,4 +1,4 @@
-"""GGUF files as models: converted once into a transformers checkpoint that the cache folder keeps.
+"""GGUF files as models: each is converted once into a transformers checkpoint in the cache folder.
 
 transformers reads such files, too, but through a reader that takes a minute for a large vocabulary and starts anew for
 configuration, tokenizer and weights. Here the file's header is read once. transformers' own converters make of it
@@ -47,14 +47,16 @@ _SAMPLE = 2**20  # Bytes of a file's beginning that tell it from others, with it
 _LONG = 1000  # Entries of a list of numbers that are a vocabulary's, and in no configuration
 
 _PART = re.compile(r"(?P<name>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
-"""The stem of a file that is a part of a model, as llama.cpp looks for it; the first part has number 1."""
+"""Matches the stem of a file that is one part of a model, named as llama.cpp expects; the first
+part has number 1.
+"""
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _LIST = 8, 9
-"""Types of metadata by their numbers: those of a fixed size as `struct` reads them, and the other two."""
+"""Type numbers of metadata: for scalars their `struct` formats, then strings and lists."""
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-"""Types of tensors that hold floating numbers as they are; any other is a quantised one."""
+"""Tensor types that hold floating-point numbers as they are; any other is quantised."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS.values()}
 
 _STATED = {
@@ -66,20 +68,24 @@ _STATED = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "rope.freq_base": "rope_theta",
 }
-"""What a file says of a model, and transformers' key for it: its converters leave out one or the other, and the model
-would silently be another one."""
+"""Keys of a file's metadata and their names in transformers' configuration. transformers'
+converters leave out one or the other, and the model would silently be another one.
+"""
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-"""Layers of the two published Gemmas whose queries are scaled by the hidden size over the heads, not by a head's size.
-No file says so; llama.cpp, too, goes by the number of layers."""
+"""Layer counts of the two published Gemmas whose queries are scaled by hidden size / heads instead
+of the head size. No file states it; llama.cpp, too, goes by the number of layers.
+"""
 _ROPE_FACTORS = "rope_freqs.weight"  # What each frequency is divided by; not a weight of the model
 _NO_WEIGHTS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
-"""Tensors that a model computes itself."""
+"""Matches tensors that a model computes itself."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every published Llama 3; a file says only what comes of them."""
+"""Scaling parameters of every published Llama 3; a file states only the frequencies that follow
+from them.
+"""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do, whatever its name."""
+    """Return whether a file begins as GGUF files do, whatever its name."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
@@ -129,7 +135,9 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
 
 
 def _whole(path: Path) -> list[Path]:
-    """The files of the model that a file is, or is a part of. CheckpointError: some are not there."""
+    """Return the files of the model that a file is, or is a part of. Raises CheckpointError if some
+    are missing.
+    """
     parts = parts_of(path)
     if absent := [part.name for part in parts if not part.is_file()]:
         more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
@@ -141,7 +149,7 @@ def _whole(path: Path) -> list[Path]:
 
 
 class _Stored(NamedTuple):
-    """Where a tensor lies in the file, and how it is stored."""
+    """The place of a tensor in the file, and how it is stored."""
 
     name: str
     shape: tuple[int, ...]  # As torch has it: the last dimension lies together
@@ -151,7 +159,7 @@ class _Stored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Header:
-    """All of a GGUF file but its tensors."""
+    """Everything in a GGUF file but its tensors."""
 
     path: Path
     metadata: Mapping[str, Any]  # Of long lists, and lists of strings, the number of entries
@@ -172,15 +180,18 @@ class _Header:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The file's own floating type: the narrow one where norms stand in float32 between narrow weights, bfloat16
-        where anything is quantised."""
+        """The file's own floating type: the narrow one if norms are float32 between narrow weights,
+        bfloat16 if anything is quantised.
+        """
         types = {tensor.type for tensor in self.everything}
         if not types <= _FLOATS.keys() or 30 in types:
             return torch.bfloat16
         return torch.float16 if 1 in types else torch.float32
 
     def bytes_of(self, tensor: _Stored) -> int:
-        """Bytes of a tensor in the file. CheckpointError: the package ``gguf`` does not know its type."""
+        """Return the bytes of a tensor in the file. Raises CheckpointError if the package ``gguf``
+        does not know its type.
+        """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
@@ -194,7 +205,7 @@ class _Header:
 
     @property
     def end(self) -> int:
-        """Bytes that the file must have."""
+        """The bytes that the file must have."""
         return self.start + max((tensor.offset + self.bytes_of(tensor) for tensor in self.tensors), default=0)
 
     def check(self) -> None:
@@ -223,7 +234,9 @@ class _Header:
 
 
 class _Reader:
-    """The header's numbers and strings, one after the other; struct.error and ValueError where it ends too early."""
+    """Reads a header's numbers and strings in order; raises struct.error or ValueError if it ends
+    too early.
+    """
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.place = content, 0
@@ -245,7 +258,9 @@ class _Reader:
         return self.content[start : self.place].decode("utf-8")
 
     def value(self, kind: int) -> tuple[Any, bool]:
-        """One entry's value, and whether that is all of it and not the length of a list."""
+        """Return one entry's value, and whether it is the whole value (True) or only the length of
+        a list (False).
+        """
         if kind in _SCALARS:
             return self.numbers(_SCALARS[kind])[0], True
         if kind == _STRING:
@@ -266,7 +281,9 @@ class _Reader:
 
 
 def _joined(headers: Sequence[_Header]) -> _Header:
-    """The header of a model in several parts. CheckpointError: it is no whole language model."""
+    """Join the headers of a model in several parts. Raises CheckpointError unless they make a whole
+    language model.
+    """
     header = replace(headers[0], more=tuple(headers[1:]))
     header.check()
     return header
@@ -274,7 +291,7 @@ def _joined(headers: Sequence[_Header]) -> _Header:
 
 @cache
 def _header_once(path: Path, size: int, _time: int) -> _Header:
-    """`_read_header`, once for each state of a file."""
+    """Run `_read_header` once for each state of a file."""
     if size < 24:
         raise CheckpointError(f"{path} is no GGUF file: it has {size} bytes; download or copy it again")
     with _readable(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -321,7 +338,7 @@ def _read_header(path: Path, reader: _Reader) -> _Header:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """While open, what the operating system refuses becomes a CheckpointError."""
+    """Turn errors of the operating system into a CheckpointError while open."""
     try:
         yield
     except OSError as error:
@@ -329,7 +346,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _convert(header: _Header, dtype: torch.dtype, folder: Path) -> None:
-    """Write the checkpoint; a reader never finds half of it."""
+    """Write the checkpoint so that a reader never finds half of it."""
     model = tokenizer = None
     try:
         with calm(quiet=True):
@@ -364,7 +381,7 @@ def _convert(header: _Header, dtype: torch.dtype, folder: Path) -> None:
 
 
 def _check_room(header: _Header, dtype: torch.dtype, folder: Path) -> None:
-    """Raise CheckpointError where the disk has no room for what is kept."""
+    """Raise CheckpointError if the disk has no room for the converted checkpoint."""
     needed = sum(prod(tensor.shape) for tensor in header.everything) * dtype.itemsize
     parent = next(one for one in folder.parents if one.is_dir())
     if (free := shutil.disk_usage(parent).free) < needed:
@@ -375,7 +392,9 @@ def _check_room(header: _Header, dtype: torch.dtype, folder: Path) -> None:
 
 
 def _legacy() -> Any:
-    """transformers' converters of GGUF files. UnsupportedModelError: this version has others."""
+    """Return transformers' module of GGUF converters. Raises UnsupportedModelError if this version
+    has others.
+    """
     try:
         from transformers import modeling_gguf_pytorch_utils
         from transformers.integrations.gguf import GGUF_CONFIG_ARCHS  # noqa: F401
@@ -388,7 +407,9 @@ def _legacy() -> Any:
 
 
 def _settings(header: _Header) -> dict[str, Any]:
-    """The configuration's keys as transformers reads them. UnsupportedModelError: it does not read such models."""
+    """Return the configuration's keys as transformers reads them. Raises UnsupportedModelError if
+    it does not read such models.
+    """
     legacy = _legacy()
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 
@@ -413,7 +434,7 @@ def _settings(header: _Header) -> dict[str, Any]:
 
 
 def _completed(header: _Header, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with what else the file says and this kind of model knows."""
+    """Return the settings, completed with what else the file states and this kind of model knows."""
     from transformers import CONFIG_MAPPING
 
     def stated(key: str) -> Any:
@@ -436,8 +457,10 @@ def _completed(header: _Header, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scale_rope(header: _Header, config: Any) -> None:
-    """Scale the rope's frequencies as the file says, which transformers' converters leave out: without it the model
-    would be another one. UnsupportedModelError: in a way that the configuration cannot say."""
+    """Set the rope scaling that the file states and transformers' converters leave out; without it
+    the model would be another one. Raises UnsupportedModelError if the configuration has no key for
+    it.
+    """
     found = getattr(config, "rope_parameters", None) or {}
     rope = found.get("full_attention", found)
     if rope.get("rope_type", "default") != "default":
@@ -466,7 +489,9 @@ def _scale_rope(header: _Header, config: Any) -> None:
 
 
 def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float) -> dict[str, Any] | None:
-    """The scaling of a Llama 3 whose factors these are, (D / 2,); None: they are another's."""
+    """Return the Llama 3 scaling that these factors (D / 2,) come from, or None if they come from
+    none.
+    """
     most, (low, high, original) = float(factors.max()), _LLAMA3.values()
     turns = original * theta ** -(np.arange(len(factors)) / len(factors)) / (2 * np.pi)  # Within that many positions
     kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -476,8 +501,10 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float) -> dict[str, An
 
 @contextmanager
 def _twin(header: _Header) -> Iterator[Path]:
-    """A file with the header but for the vocabulary, and a hole for the tensors: where only the configuration is asked
-    for, transformers' reader finds there in 50 ms what it looks for, for seconds, between a hundred thousand tokens."""
+    """Yield a small copy of the file: the header without the vocabulary, and a hole for the
+    tensors. transformers' reader finds the configuration there in 50 ms; in the whole file it takes
+    seconds to pass a hundred thousand tokens.
+    """
     with tempfile.TemporaryDirectory() as folder:
         twin = Path(folder) / "header.gguf"
         parts = (header, *header.more)
@@ -502,7 +529,9 @@ def _config(header: _Header, settings: Mapping[str, Any]) -> Any:
 
 
 def _tokenizer(header: _Header) -> PreTrainedTokenizerBase:
-    """The tokenizer with its chat template. CheckpointError: the file holds none, or of a kind that is not read."""
+    """Return the tokenizer with its chat template. Raises CheckpointError if the file holds none,
+    or one of a kind that is not read.
+    """
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
@@ -519,8 +548,10 @@ def _tokenizer(header: _Header) -> PreTrainedTokenizerBase:
 
 
 class _Names:
-    """Names of a model's parameters, as `get_gguf_hf_weights_map` asks for them. It would ask every module inside for
-    its own, and take seconds; the model's and its base model's are those that files are made of."""
+    """Parameter names of a model, in the form that `get_gguf_hf_weights_map` asks for. It would
+    otherwise ask every submodule for its names, which takes seconds; files only use those of the
+    model and its base model.
+    """
 
     def __init__(self, config: Any, names: list[str], inner: Mapping[str, _Names]) -> None:
         self.config, self._names, self._inner = config, names, inner
@@ -539,7 +570,9 @@ class _Names:
 
 
 def _model(header: _Header, settings: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
-    """The model with the file's weights. CheckpointError: some are missing, or of another shape."""
+    """Return the model with the file's weights. Raises CheckpointError if some are missing or
+    misshapen.
+    """
     from transformers import AutoModelForCausalLM
 
     legacy = _legacy()
@@ -577,13 +610,15 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _ends(header: _Header) -> list[int]:
-    """Tokens that end an answer: of a text, of a turn, of a message."""
+    """Return the token ids that end an answer: end of text, of turn, of message."""
     found = (header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return sorted({token for token in found if token is not None})
 
 
 def _dequantised(header: _Header, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Names and values, float32, of the tensors with these names, one after the other; None: of all."""
+    """Yield the names and float32 values of the tensors with these names, or of all (None), one by
+    one.
+    """
     from gguf import GGMLQuantizationType, dequantize
     from gguf.quants import quant_shape_to_byte_shape
 

@@ -1,4 +1,4 @@
-"""What goes into one pass, the nodes of a batch of trees, and what comes out."""
+"""The inputs of one pass, the nodes of a batch of trees, and its outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """The tokens of a pass on the host: a batch of trees, packed. A piece of a prompt is a chain."""
+    """The tokens of a pass on the host: a batch of trees, packed. A chunk of a prompt is a chain."""
 
     ids: Tensor  # (B, N) int64; on the device where they were drafted there. All else is on the host
     depths: Tensor  # (B, N) int64, positions behind the row's committed tokens
@@ -26,13 +26,14 @@ class Nodes:
     real: Tensor  # (B, N) bool; the rest is padding
     start: int  # Nodes before this one were run earlier in the step; they are seen, not run
     paths: Tensor | None = None
-    """(B, N, D) int32, the nodes from the root down to each node, -1 behind it; None where all rows are chains: a key's
-    slot then says how many a node sees before it."""
+    """(B, N, D) int32, the nodes from the root down to each node, -1 behind it; None if all rows
+    are chains, where a key's slot says how many a node sees before it.
+    """
     resume: Sequence[Resume | None] = ()  # (B,) what the first nodes of each row have already run through; or empty
 
     @classmethod
     def of_prompt(cls, pieces: Sequence[Sequence[int]], least: int = 0) -> Nodes:
-        """Chains of unequal lengths, padded on the right to the longest, or to `least`."""
+        """Pack chains of unequal lengths, padded on the right to the longest, or to `least`."""
         size = max(least, *(len(piece) for piece in pieces))
         steps = torch.arange(size)
         return cls(
@@ -45,7 +46,7 @@ class Nodes:
 
     @classmethod
     def of_trees(cls, trees: Sequence[TokenTree], *, start: int = 0) -> Nodes:
-        """Trees of unequal sizes, padded to the largest."""
+        """Pack trees of unequal sizes, padded to the largest."""
         counts = [tree.size for tree in trees]
         ids, parents = np.zeros((2, len(trees), max(counts) + 1), np.int64)
         for row, tree in enumerate(trees):
@@ -63,7 +64,7 @@ class Nodes:
         counts: Sequence[int],
         start: int,
     ) -> Nodes:
-        """Trees that grow level by level, on their device; nodes before `start` have been run.
+        """Pack trees that grow level by level on their device; nodes before `start` have been run.
 
         Args:
             ids: (B, K) tokens of the nodes so far.
@@ -87,7 +88,7 @@ class Nodes:
         return cls(ids=ids, depths=depths, sees=sees, real=real, start=start, paths=paths, resume=resume)
 
     def chains(self) -> Tensor:
-        """What `paths` would say of chains."""
+        """Return the `paths` of chains."""
         size = self.ids.shape[1]
         steps = torch.arange(size, dtype=torch.int32)
         return steps.where(steps <= steps.unsqueeze(1), -1).expand(len(self.ids), -1, -1)
@@ -97,9 +98,11 @@ class Nodes:
         return self.ids.shape[1] - self.start
 
     def begun(self, writes: Sequence[int], boundaries: Set[Boundary]) -> Begun | None:
-        """What of `resume` still holds: rows whose slots were written since, by the passes `writes` (B,) over each row
-        up to now, and those at another boundary than the first, run anew. None where a state below the boundary is
-        asked for, which only a whole pass sees."""
+        """Return the part of `resume` that still holds, or None. A row is run anew if its slots
+        were written since (`writes` (B,) counts the passes over each row) or if it stands at
+        another boundary than the first. None also if a state below the boundary is asked for, which
+        only a whole pass computes.
+        """
         good = [one for one, now in zip(self.resume, writes, strict=False) if one is not None and one.stamp == now]
         if not good or any(boundary != LAST_HIDDEN and boundary < good[0].boundary for boundary in boundaries):
             return None
@@ -114,14 +117,14 @@ class Nodes:
         return Begun(boundary=boundary, states=states, counts=counts)
 
     def reach(self) -> list[int]:
-        """Per row, positions that its deepest token needs behind the committed ones."""
+        """Return, per row, the positions that its deepest token needs behind the committed ones."""
         deepest: list[int] = (self.depths * self.real).amax(1).add(1).tolist()
         return deepest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """What one forward pass said."""
+    """The results of one forward pass."""
 
     logits: Tensor  # (B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``
     hidden_states: Mapping[Boundary, Tensor] = field(default_factory=dict)  # (B, N, H) of the tokens run, left aligned
@@ -129,7 +132,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """What the first layers have begun of B trees, as far as it still holds."""
+    """The states of B trees after the target's first layers, where they were run and still hold."""
 
     boundary: int  # Layers that the nodes have run through, at least 1
     states: Tensor  # (B, R, H) at that boundary
@@ -138,15 +141,17 @@ class Begun:
 
 @lru_cache(maxsize=256)
 def _relations(parents: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Who sees whom (B, N, N) and the depths (B, N) of trees with these int64 parents (B, K). Most steps draft trees of
-    a shape that was drafted before; what is returned is shared and never written to."""
+    """Return which node sees which (B, N, N) and the depths (B, N) of trees with these int64
+    parents (B, K). Most steps draft trees of a known shape, so results are cached and shared; never
+    write to them.
+    """
     sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
     return sees, sees.sum(-1) - 1
 
 
 @lru_cache(maxsize=256)
 def _paths(parents: bytes, shape: tuple[int, ...]) -> Tensor:
-    """`Nodes.paths` of trees with these int64 parents (B, K), as `_relations`."""
+    """Return `Nodes.paths` of trees with these int64 parents (B, K), cached as in `_relations`."""
     sees, depths = _relations(parents, shape)
     nodes = torch.arange(sees.shape[2]).where(sees, sees.shape[2])
     found = nodes.sort(-1).values[..., : int(depths.max()) + 1]
@@ -154,7 +159,7 @@ def _paths(parents: bytes, shape: tuple[int, ...]) -> Tensor:
 
 
 def spread(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0) -> Tensor:
-    """(B', ..) -> (B, ..): each row at its own place, `rest` elsewhere."""
+    """Scatter (B', ..) into (B, ..): each row at its own index, `rest` elsewhere."""
     found = values.new_full((batch, *values.shape[1:]), rest)
     found[list(rows)] = values
     return found

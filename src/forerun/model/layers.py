@@ -1,4 +1,5 @@
-"""The parts of a transformers causal LM, found without knowing its family: base, layers, norm, output head.
+"""The parts of a transformers causal LM, found without knowing its family: base, layers, norm,
+output head.
 
 Also the hidden states at layer boundaries (boundary b is the residual stream after b layers), and passes over some of
 the layers: a shallow copy of the base model gets a slice of them, stored states injected in front and a tap behind.
@@ -25,14 +26,14 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Which layers to run: from boundary `start` to boundary `stop`, without the sublayers in `skip`."""
+    """The layers to run: from boundary `start` to boundary `stop`, without the sublayers in `skip`."""
 
     start: int = 0  # Boundary whose states go in; 0 runs from the embeddings
     stop: int  # Boundary whose states come out: the residual stream after this many layers, before the final norm
     skip: frozenset[tuple[int, str]] = frozenset()  # (layer, "attn" or "mlp"): sublayers that add nothing
 
     def check(self, layers: int) -> None:
-        """Raise ArgumentError unless the plan fits a model of that many layers."""
+        """Raise ArgumentError unless the range fits a model of that many layers."""
         if not 0 <= self.start < self.stop <= layers:
             raise ArgumentError(f"a plan needs 0 <= start < stop <= {layers}, got {self.start} and {self.stop}")
         for layer, part in self.skip:
@@ -42,8 +43,10 @@ class Plan:
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """A copy that shares every parameter and submodule, whose children may be replaced without touching the original. A
-    forward that accelerate or a compiler put on the instance is dropped: it would call the original."""
+    """Return a copy that shares every parameter and submodule, whose children may be replaced
+    without touching the original. A forward that accelerate or a compiler put on the instance is
+    dropped, for it would call the original.
+    """
     twin = copy.copy(module)
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)
@@ -54,7 +57,9 @@ def shallow(module: nn.Module) -> nn.Module:
 
 
 def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
-    """A shallow copy of `module` with `part` at the dotted `path`; what lies along the path is copied likewise."""
+    """Return a shallow copy of `module` with `part` at the dotted `path`; modules along the path
+    are copied likewise.
+    """
     name, _, rest = path.partition(".")
     twin = shallow(module)
     twin._modules[name] = replaced(module.get_submodule(name), rest, part) if rest else part
@@ -62,7 +67,9 @@ def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
 
 
 def base_name(model: Any) -> str:
-    """The child without the output head: as the class says, or what embeds. UnsupportedModelError: none, or several."""
+    """Return the name of the child without the output head: the one that the class names, else the
+    one that holds the embedding. Raises UnsupportedModelError if there is none, or several.
+    """
     prefix = str(model.base_model_prefix)
     if isinstance(model._modules.get(prefix), nn.Module):
         return prefix
@@ -76,7 +83,7 @@ def base_name(model: Any) -> str:
 
 
 def base_of(model: Any) -> nn.Module:
-    """The model without its output head."""
+    """Return the model without its output head."""
     return model.get_submodule(base_name(model))  # type: ignore[no-any-return]
 
 
@@ -84,7 +91,9 @@ CACHE_ARGUMENTS = ("past_key_values", "cache")  # Until transformers 5.23, and f
 
 
 def cache_argument(module: nn.Module) -> str:
-    """What the module's forward calls its cache: as it says, or, where it hands anything on, as transformers does."""
+    """Return the name of the cache argument of a module's forward. If the forward passes on any
+    keyword, the name is transformers' own.
+    """
     taken = inspect.signature(type(module).forward).parameters
     known = [taken, BaseModelOutputWithPast.__dataclass_fields__]
     return next(name for names in known for name in CACHE_ARGUMENTS if name in names)
@@ -94,14 +103,17 @@ _TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 def turn_of(base: nn.Module) -> threading.RLock:
-    """Held while a base model runs, by whoever runs it: two engines may have been given the same model object, and its
-    hooks, its joint products and the sublayers that are left out belong to one pass at a time."""
+    """Return the lock to hold while a base model runs. Two engines may share a model object, and
+    its hooks, joint products and skipped sublayers belong to one pass at a time.
+    """
     return _TURNS.setdefault(base, threading.RLock())
 
 
 def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    """Dotted name and list of the decoder layers: the one ModuleList of that length, nearest to the input embedding.
-    UnsupportedModelError: none has that length, or several that lie equally near."""
+    """Return the dotted name and the list of the decoder layers: the one ModuleList of that length,
+    nearest to the input embedding. Raises UnsupportedModelError if none has that length, or several
+    lie equally near.
+    """
     lists = {
         name: module
         for name, module in base.named_modules()
@@ -121,7 +133,9 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
 
 
 def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
-    """The one child behind the layers whose weights are all vectors, with its name; else UnsupportedModelError."""
+    """Return the name and module of the one child behind the layers whose weights are all vectors.
+    Raises UnsupportedModelError unless there is exactly one.
+    """
     owner, _, last = layers_of(base, count)[0].rpartition(".")
     children = list(base.get_submodule(owner).named_children())
     after = children[[name for name, _ in children].index(last) + 1 :]
@@ -137,7 +151,9 @@ def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes, also if accelerate keeps its weights elsewhere between calls."""
+    """Return the device that a module computes on, also if accelerate keeps its weights elsewhere
+    between calls.
+    """
     hook = getattr(module, "_hf_hook", None)
     placed = getattr(hook, "execution_device", None)
     if placed is not None:
@@ -146,14 +162,16 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether weights are stored as integers or below 16 bits: by transformers, or with torch's own int8 layers."""
+    """Return whether weights are stored as integers or below 16 bits, by transformers or with
+    torch's own int8 layers.
+    """
     if getattr(model, "is_quantized", False):
         return True
     return any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in model.modules())
 
 
 class _States:
-    """Looks like a base model's output; all that is not the last hidden state is None."""
+    """An output that looks like a base model's; everything but the last hidden state is None."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states
@@ -167,13 +185,13 @@ class _States:
 
 
 class _Stub(nn.Module):
-    """Stands in for the base model and returns the states it was given."""
+    """A stand-in for the base model that returns the states it was given."""
 
     states: Tensor
 
     @property
     def decoder(self) -> _Stub:
-        """Of OPT and its like, which call their base model's decoder."""
+        """The decoder that OPT and similar models call inside their base model: the stub itself."""
         return self
 
     def forward(self, *_args: object, **_kwargs: object) -> _States:
@@ -181,7 +199,7 @@ class _Stub(nn.Module):
 
 
 class OutputHead:
-    """hidden states after the final norm -> raw logits, as the model itself computes them."""
+    """Maps hidden states after the final norm to raw logits, as the model itself computes them."""
 
     def __init__(self, model: Any) -> None:
         self._stub = _Stub()
@@ -189,7 +207,7 @@ class OutputHead:
         self._token = torch.zeros(1, 1, dtype=torch.int64)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """(.., H) -> (.., V)."""
+        """Compute (.., H) -> (.., V)."""
         self._stub.states = states if states.dim() == 3 else states.reshape(1, -1, states.shape[-1])
         logits: Tensor = self._model(input_ids=self._token, use_cache=False).logits.to(states.device)
         del self._stub.states
@@ -205,7 +223,9 @@ def check_boundaries(boundaries: Set[Boundary], layers: int) -> None:
 
 @contextmanager
 def captured(layers: nn.ModuleList, boundaries: Set[Boundary]) -> Iterator[dict[Boundary, Tensor]]:
-    """While open, the states (B, N, H) at the `boundaries` land in the yielded dict, `LAST_HIDDEN` not."""
+    """Capture the states (B, N, H) at the `boundaries` while open, in the yielded dict;
+    `LAST_HIDDEN` is not captured.
+    """
     caught: dict[Boundary, Tensor] = {}
     handles = [_hook(layers, boundary, caught) for boundary in boundaries if boundary != LAST_HIDDEN]
     try:
@@ -234,7 +254,7 @@ _PARTS = {
 
 
 class _Inject(nn.Module):
-    """A layer that returns `states`, whatever came in."""
+    """A layer that returns `states`, whatever its input."""
 
     def __init__(self, attention_type: str | None) -> None:
         super().__init__()
@@ -246,7 +266,7 @@ class _Inject(nn.Module):
 
 
 class _Tap(_Inject):
-    """A layer that remembers what came in, and passes it on."""
+    """A layer that stores its input and passes it on."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.states = args[0] if args else kwargs["hidden_states"]
@@ -254,7 +274,9 @@ class _Tap(_Inject):
 
 
 class _Nothing(nn.Module):
-    """A sublayer that adds nothing, in the shape in which the `real` one answers, which is run at the first call."""
+    """A sublayer that adds nothing. It answers in the form of the `real` one, which is run at the
+    first call to learn it.
+    """
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()
@@ -270,7 +292,7 @@ class _Nothing(nn.Module):
 
 
 class LayerRanges:
-    """Slices of one base model; copies are made once for each (start, stop)."""
+    """Runs slices of one base model; shallow copies are made once for each (start, stop)."""
 
     def __init__(self, base: nn.Module, layers_name: str, layers: nn.ModuleList) -> None:
         self._base = base
@@ -281,18 +303,22 @@ class LayerRanges:
         self._stubs: dict[tuple[int, str], _Nothing] = {}
 
     def run(self, plan: Plan, inputs: dict[str, Any], states: Tensor | None) -> Tensor:
-        """States (B, N, H) at boundary ``plan.stop``; `states` are those at ``plan.start``, None for the embeddings."""
+        """Return the states (B, N, H) at boundary ``plan.stop``; `states` are those at
+        ``plan.start``, None for the embeddings.
+        """
         with self._turn, self._without(plan):
             return self._through(plan.start, plan.stop, inputs, states)[0]
 
     def finish(self, states: Tensor, inputs: dict[str, Any], *, start: int | None = None) -> Tensor:
-        """The layers from boundary `start` on (None: no layer), then the final norm: (B, N, H) -> LAST_HIDDEN."""
+        """Run the layers from boundary `start` on (None: no layer), then the final norm: (B, N, H)
+        -> LAST_HIDDEN.
+        """
         end = len(self._layers)
         with self._turn:
             return self._through(end if start is None else start, end, inputs, states)[1]
 
     def _through(self, start: int, stop: int, inputs: dict[str, Any], states: Tensor | None) -> tuple[Tensor, Tensor]:
-        """States at boundary `stop`, and the same behind the final norm."""
+        """Return the states at boundary `stop`, before and after the final norm."""
         if (start, stop) not in self._copies:
             self._copies[start, stop] = self._copy(start, stop)
         model, inject, tap = self._copies[start, stop]
@@ -322,7 +348,9 @@ class LayerRanges:
 
     @contextmanager
     def _without(self, plan: Plan) -> Iterator[None]:
-        """While open, the plan's skipped sublayers add nothing; the layers are put back whatever happens."""
+        """Make the plan's skipped sublayers add nothing while open; the layers are put back
+        whatever happens.
+        """
         removed: list[tuple[nn.Module, str, nn.Module]] = []
         try:
             for layer, part in sorted(plan.skip):

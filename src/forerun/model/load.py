@@ -1,4 +1,5 @@
-"""Opens a checkpoint as a transformers causal LM, and refuses what is missing, broken or does not fit.
+"""Opens a checkpoint as a transformers causal LM, and refuses what is missing, broken or does not
+fit.
 
 transformers itself only warns about missing, unexpected and misshapen tensors and then runs with random weights. The
 headers of safetensors files tell whether they are whole, and their size, before a tensor is loaded.
@@ -36,7 +37,9 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
-    """Tensor name -> dtype, shape and offsets. CheckpointError: the file is truncated or no safetensors file."""
+    """Return tensor name -> dtype, shape and offsets. Raises CheckpointError if the file is
+    truncated or no safetensors file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -54,7 +57,9 @@ def read_header(path: Path) -> Mapping[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights. CheckpointError: none, or a broken index."""
+    """Return the files that hold a checkpoint's weights. Raises CheckpointError if there are none,
+    or the index is broken.
+    """
     if (directory / INDEX).is_file():
         files = listed_files(directory)
         absent = [file.name for file in files if not file.is_file()]
@@ -69,7 +74,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def listed_files(directory: Path) -> list[Path]:
-    """The files that a sharded checkpoint names, there or not. CheckpointError: the index is broken."""
+    """Return the files that a sharded checkpoint names, whether they exist or not. Raises
+    CheckpointError if the index is broken.
+    """
     index = directory / INDEX
     try:
         return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
@@ -78,7 +85,9 @@ def listed_files(directory: Path) -> list[Path]:
 
 
 def weight_bytes(directory: Path, float_bytes: int | None) -> int:
-    """Bytes of a checkpoint's tensors in memory, floats at `float_bytes` each (None: as stored)."""
+    """Return the bytes of a checkpoint's tensors in memory, floats at `float_bytes` each (None: as
+    stored).
+    """
     total = 0
     for entry in (entry for path in weight_files(directory) for entry in read_header(path).values()):
         start, end = entry["data_offsets"]
@@ -90,12 +99,16 @@ def weight_bytes(directory: Path, float_bytes: int | None) -> int:
 
 
 _ONE_LOADS = threading.Lock()
-"""While transformers loads, torch's default dtype is the model's, for all threads: one load at a time."""
+"""Allows one load at a time: while transformers loads, torch's default dtype is the model's, for
+all threads.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How to open a checkpoint, named as in transformers' ``from_pretrained``, and what is done to the model then."""
+    """How to open a checkpoint, named as in transformers' ``from_pretrained``, and what is done to
+    the model afterwards.
+    """
 
     dtype: Any = "auto"  # torch dtype or its name; "auto": see `resolved_dtype`
     device: Any = None  # None: the accelerator that torch finds (CUDA, XPU, MPS, ...), else the CPU
@@ -115,7 +128,9 @@ class LoadOptions:
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
     def first_device(self) -> torch.device:
-        """Where the model goes if no map says otherwise. ArgumentError: there is no such device."""
+        """Return the device the model goes to if no map says otherwise. Raises ArgumentError if
+        there is no such device.
+        """
         if self.device is None:
             found = torch.accelerator.current_accelerator(check_available=True)
             return torch.device("cpu") if found is None else torch.device(found.type, 0)
@@ -129,8 +144,10 @@ class LoadOptions:
 
 
 def read_config(name: str | Path, options: LoadOptions) -> Any:
-    """The configuration of a directory or hub id, refused if it cannot be verified. CheckpointError: missing, corrupt
-    (so may be the defaults beside it) or gated. UnsupportedModelError: of a kind that forerun does not verify."""
+    """Return the configuration of a directory or hub id. Raises CheckpointError if it, or the
+    generation defaults beside it, is missing, corrupt or gated; UnsupportedModelError if it is of a
+    kind that forerun does not verify.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     check_directory(name)
@@ -148,7 +165,9 @@ def read_config(name: str | Path, options: LoadOptions) -> Any:
 
 @contextmanager
 def calm(quiet: bool) -> Iterator[None]:
-    """While open, transformers keeps to errors (its warnings are raised here instead); no bar if `quiet`."""
+    """Limit transformers' log to errors while open, and hide its progress bars if `quiet`. Its
+    warnings are raised as errors here instead.
+    """
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -164,7 +183,9 @@ def calm(quiet: bool) -> Iterator[None]:
 
 
 def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False) -> Any:
-    """The model with its adapter, in evaluation mode. CheckpointError: unreadable, or not the tensors that it names."""
+    """Load the model with its adapter, in evaluation mode. Raises CheckpointError if it is
+    unreadable, or its tensors are not those that it names.
+    """
     from transformers import AutoModelForCausalLM
 
     own, dtype = getattr(config, "dtype", None), resolved_dtype(options, config)
@@ -201,8 +222,9 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a causal LM, and the tokenizer if there is one, into an existing folder as transformers does. Their bar is
-    not shown: who saves tells how far it is, and a server has no terminal."""
+    """Write a causal LM, and the tokenizer if there is one, into an existing folder as transformers
+    does. No progress bar is shown: the caller reports progress, and a server has no terminal.
+    """
     with _ONE_LOADS, calm(quiet=True):
         model.save_pretrained(folder)
     if tokenizer is not None:
@@ -212,7 +234,9 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
-    """Bytes of the weights, by their files' headers, else by the configuration. CheckpointError: a broken file."""
+    """Return the bytes of the weights, by their files' headers, else by the configuration. Raises
+    CheckpointError if a file is broken.
+    """
     resolved = resolved_dtype(options, config)
     quantised = getattr(config, "quantization_config", None) is not None
     directory = _local(name, options)
@@ -226,7 +250,9 @@ def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
 
 
 def _local(name: str | Path, options: LoadOptions) -> Path | None:
-    """The directory of a checkpoint, also of a hub id whose weights were downloaded before; None if they were not."""
+    """Return the local directory of a checkpoint, also of a hub id whose weights were downloaded
+    before; None if there is none.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -242,9 +268,11 @@ def _local(name: str | Path, options: LoadOptions) -> Path | None:
 
 
 def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
-    """The floating type that the weights will have; None where neither the caller nor the configuration says. "auto" is
-    the checkpoint's own, but float32 on a CPU whose products are slower in it, as they are where it is emulated: those
-    of decoding where modules are repacked, else those of training."""
+    """Return the floating type that the weights will have, or None if neither the caller nor the
+    configuration says. "auto" is the checkpoint's own type, but float32 on a CPU whose products are
+    slower in it, as they are where it is emulated: products of decoding where modules are repacked,
+    else those of training.
+    """
     auto = options.dtype in ("auto", None)
     dtype = getattr(config, "dtype", None) if auto else options.dtype
     named = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
@@ -258,7 +286,9 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
 
 
 def attach_adapter(model: Any, options: LoadOptions) -> Any:
-    """The model with a PEFT adapter's layers in place, not merged. CheckpointError: none, or it does not fit."""
+    """Return the model with a PEFT adapter's layers in place, not merged. Raises CheckpointError if
+    there is none, or it does not fit.
+    """
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -277,7 +307,9 @@ def attach_adapter(model: Any, options: LoadOptions) -> Any:
 
 
 def without_wrapper(model: Any) -> Any:
-    """The causal LM inside a PEFT wrapper. UnsupportedModelError: the adapter adds virtual tokens."""
+    """Return the causal LM inside a PEFT wrapper. Raises UnsupportedModelError if the adapter adds
+    virtual tokens.
+    """
     if not hasattr(model, "active_peft_config"):
         return model
     if model.active_peft_config.is_prompt_learning:
@@ -299,7 +331,9 @@ def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
 
 
 def _of_mtp(config: Any, name: str) -> bool:
-    """Whether a tensor is one of the MTP layers that a checkpoint may bring, of which transformers knows nothing."""
+    """Return whether a tensor belongs to the MTP layers that a checkpoint may bring, and
+    transformers does not load.
+    """
     found = re.match(r"(?:model\.)?(?:(mtp(?:_layers)?)|layers\.(\d+))\.", name)
     if found is None or found[1]:
         return found is not None
@@ -317,7 +351,7 @@ _UNREACHED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionErro
 
 
 def explained(name: str | Path, error: Exception) -> ForerunError:
-    """What went wrong while opening `name`, as an error that says what to do."""
+    """Turn an error while opening `name` into one that says what to do."""
     kinds = set[str]()
     link: BaseException | None = error
     while link is not None:

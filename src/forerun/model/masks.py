@@ -21,7 +21,7 @@ AttentionMask = Tensor | dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskStyle:
-    """What kind of mask a model's forward takes."""
+    """The kind of mask that a model's forward takes."""
 
     types: tuple[str, ...]  # Layer types present: `FULL`, `SLIDING` or `CHUNKED`; several are handed over as a dict
     window: int | None  # Positions that a sliding layer looks back, itself included
@@ -29,7 +29,9 @@ class MaskStyle:
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
-        """Read the style from a text configuration. UnsupportedModelError: other types, or sizes that differ."""
+        """Read the style from a text configuration. Raises UnsupportedModelError for other layer
+        types, or sizes that differ.
+        """
         listed = getattr(config, "layer_types", None)
         try:
             window, chunk = (getattr(config, key, None) for key in WINDOWS.values())
@@ -47,7 +49,9 @@ class MaskStyle:
         return cls(types=types, window=window if SLIDING in types else None, chunk=chunk if CHUNKED in types else None)
 
     def within(self, name: str, queries: Tensor, keys: Tensor) -> Tensor:
-        """Whether a layer of type `name` at positions `queries` (..) reaches back to `keys` (..): bool (..)"""
+        """Return whether a layer of type `name` at positions `queries` (..) reaches back to `keys`
+        (..): bool (..).
+        """
         if name == SLIDING and self.window is not None:
             return queries - keys < self.window
         if name == CHUNKED and self.chunk is not None:
@@ -57,7 +61,9 @@ class MaskStyle:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The tokens of one pass (queries) and the nodes that stand behind each row's committed tokens (keys)."""
+    """The tokens of one pass (queries) and the nodes that stand behind each row's committed tokens
+    (keys).
+    """
 
     lengths: Tensor  # (B,) int64 committed tokens
     sees: Tensor  # (B, N, M) bool: query n may look at node m. Node m stands in slot ``lengths + m``
@@ -66,7 +72,9 @@ class Block:
 
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:
-    """(B, 1, N, width): 0 where a query may look, else the dtype's minimum; one that sees no node looks at slot 0."""
+    """Build the mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum. A query
+    that sees no node looks at slot 0.
+    """
     slots = torch.arange(width, device=block.lengths.device)
     relative = slots - block.lengths.unsqueeze(1)
     node = relative.clamp(0, block.sees.shape[2] - 1)

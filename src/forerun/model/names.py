@@ -1,4 +1,4 @@
-"""From the name of a model to its directory, and to its tokenizer: where a name is looked at. Imports no torch."""
+"""Resolves the name of a model to its directory and its tokenizer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken*")
-"""Names of the files that tokenizers consist of."""
+"""Name patterns of the files that tokenizers consist of."""
 _PROJECTOR = "mmproj"  # In the names of files that stand beside a multimodal model's own
 
 
@@ -53,8 +53,9 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
 
 
 def _only_file(folder: Path) -> Path | None:
-    """The GGUF file of a directory that holds no checkpoint, of a split one the first part; None where it holds none.
-    CheckpointError: several models."""
+    """Return the GGUF file of a directory that holds no checkpoint (the first part of a split one),
+    or None. Raises CheckpointError if it holds several models.
+    """
     if (folder / "config.json").is_file():
         return None
     files = sorted(file for file in folder.glob("*.gguf") if file.is_file())
@@ -70,8 +71,10 @@ def _only_file(folder: Path) -> Path | None:
 
 
 def warn_of_more_tokens(tokenizer: Any, rows: int) -> None:
-    """Warn of a tokenizer with more tokens than a model's head has `rows`. Some published models have a few more that
-    their texts never hold, so it is no error; whatever prompt holds one is refused."""
+    """Warn of a tokenizer with more tokens than a model's head has `rows`. Some published models
+    have a few more that their texts never hold, so it is no error; whatever prompt holds one is
+    refused.
+    """
     if isinstance(tokenizer, Sized) and len(tokenizer) > rows:
         _log.warning(
             "the tokenizer has %d tokens and the model only %d: prompts that hold one of the others are refused, all "
@@ -95,7 +98,7 @@ def tokenizer_beside(source: str) -> PreTrainedTokenizerBase | None:
 
 
 def _holds_tokenizer(folder: Path) -> bool:
-    """Whether a directory holds files of a tokenizer."""
+    """Return whether a directory holds files of a tokenizer."""
     return any(file.is_file() for pattern in _TOKENIZERS for file in folder.glob(pattern))
 
 
@@ -105,7 +108,9 @@ def _without_tokenizer(name: str | Path, why: str) -> CheckpointError:
 
 
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, or the model's own; None for False, or where an object's model brings none."""
+    """Load the tokenizer asked for, or the model's own; None for False, or where an object's model
+    brings none.
+    """
     if tokenizer is False:
         return None
     if tokenizer is not None and not isinstance(tokenizer, str | Path):

@@ -1,4 +1,4 @@
-"""Sizes that passes are padded to, and passes that run their real tokens alone.
+"""Sizes that passes are padded to, and passes that run only their real tokens.
 
 `Buckets` pads nodes and visible cache to few sizes, so that a row's bits depend on little. With `Flat` the real tokens
 of a pass are one sequence to all layers; attention alone puts them back in their rows, where their keys are.
@@ -19,15 +19,19 @@ from forerun.errors import ArgumentError
 
 BLOCK = 512  # Cache slots that the CPU attention kernel takes at a time
 AWKWARD = range(193, 384)
-"""A last block of this many slots is summed in another order than a full one. Seen on an AMD with AVX-512, where the
-widths outside always agreed to the bit; with these, a token would get other bits as the text grows."""
+"""Block lengths that are summed in another order than a full block when they come last. Seen on an
+AMD with AVX-512, where the widths outside always agreed to the bit; with these, a token would get
+other bits as the text grows.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
-    """Sizes that the nodes and the visible cache of a scoring pass are padded up to. Both are functions of committed
-    length and node count only, never of what other steps did. With one entry in `nodes`, plain and speculative steps
-    have the same shapes: the reproducible mode (docs/losslessness.md)."""
+    """Sizes that the nodes and the visible cache of a scoring pass are padded up to. Both are
+    functions of committed length and node count only, never of what other steps did. With one entry
+    in `nodes`, plain and speculative steps have the same shapes: the reproducible mode
+    (docs/losslessness.md).
+    """
 
     nodes: tuple[int, ...] = ()  # Allowed N, rising; larger passes are not padded. Empty: N is never padded.
     width: int = 64  # Visible cache slots are a multiple of this; on a CPU `AWKWARD` last blocks are left out
@@ -37,11 +41,11 @@ class Buckets:
             raise ArgumentError(f"buckets need a positive width and rising positive node counts, got {self}")
 
     def pad_nodes(self, count: int) -> int:
-        """The smallest allowed N that holds `count` nodes."""
+        """Return the smallest allowed N that holds `count` nodes."""
         return next((size for size in self.nodes if size >= count), count)
 
     def pad_width(self, used: int, slots: int, *, on_cpu: bool = True) -> int:
-        """The visible width that holds `used` slots of the `slots` that there are."""
+        """Return the visible width that holds `used` slots out of `slots`."""
         width = -(-used // self.width) * self.width
         while on_cpu and width % BLOCK in AWKWARD:
             width += self.width
@@ -53,7 +57,7 @@ WORTH = 16  # Tokens that must be saved: a pass over fewer is paid by reading th
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Where the M real tokens of a pass stand among its B rows of N."""
+    """The indices of the M real tokens of a pass among its B rows of N."""
 
     kept: Tensor  # (M,) int64 index into B * N, rising
     rows: int
@@ -61,18 +65,20 @@ class Flat:
 
     @classmethod
     def worth(cls, real: Tensor) -> Flat | None:
-        """Of `real` (B, N) bool; None where little is padding."""
+        """Return the real tokens by the mask `real` (B, N) bool, or None where too little is
+        padding to pay.
+        """
         if real.numel() < WORTH:
             return None
         kept = real.flatten().nonzero().squeeze(1)
         return cls(kept, *real.shape) if real.numel() - len(kept) >= WORTH else None
 
     def flatten(self, values: Tensor) -> Tensor:
-        """(B, N, ..) -> (1, M, ..)"""
+        """Gather (B, N, ..) -> (1, M, ..)."""
         return values.flatten(0, 1).index_select(0, self.kept.to(values.device)).unsqueeze(0)
 
     def restore(self, values: Tensor) -> Tensor:
-        """(1, M, ..) -> (B, N, ..), zeros for padding."""
+        """Scatter (1, M, ..) -> (B, N, ..), zeros for padding."""
         whole = values.new_zeros(self.rows * self.nodes, *values.shape[2:])
         whole.index_copy_(0, self.kept.to(values.device), values[0])
         return whole.view(self.rows, self.nodes, *values.shape[2:])
@@ -80,8 +86,10 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The order in which each node of a tree counts the keys that it sees: the committed tokens, then its ancestors and
-    itself. It is not the order of the slots, where siblings stand between ancestors, but that of plain decoding."""
+    """The order in which each node of a tree counts the keys that it sees: the committed tokens,
+    then its ancestors and itself. It is not the order of the slots, where siblings stand between
+    ancestors, but that of plain decoding.
+    """
 
     lengths: Tensor  # (B,) int64 committed tokens
     nodes: Tensor  # (B, N, D) int32 from the root down to the node itself, -1 behind it; m stands in slot lengths + m
@@ -89,7 +97,7 @@ class Paths:
 
 @dataclass(kw_only=True, slots=True)
 class Pass:
-    """What the attention of all layers has to know of one pass."""
+    """The properties of one pass that the attention of all layers needs."""
 
     flat: Flat | None = None  # How its tokens stand; None: as a rectangle
     paths: Paths | None = None  # None: every token counts the keys that it sees in the order of their slots
@@ -100,7 +108,7 @@ class Pass:
     _repeated: tuple[Tensor, int, Tensor] | None = None
 
     def repeated(self, mask: Tensor, times: int) -> Tensor:
-        """(B, 1, N, W) -> (B, 1, times * N, W); once for all layers, which share a mask."""
+        """Repeat a mask (B, 1, N, W) -> (B, 1, times * N, W), once for all layers, which share it."""
         if times == 1:
             return mask
         last = self._repeated
@@ -114,7 +122,7 @@ _RUNNING: ContextVar[Pass | None] = ContextVar("forerun_pass", default=None)
 
 @contextmanager
 def running(this: Pass) -> Iterator[None]:
-    """While the block runs, `this` is the pass of this thread: other engines run theirs in other threads."""
+    """Make `this` the pass of this thread while open; other engines run theirs in other threads."""
     token = _RUNNING.set(this)
     try:
         yield
@@ -123,5 +131,5 @@ def running(this: Pass) -> Iterator[None]:
 
 
 def current() -> Pass:
-    """The pass that runs in this thread; a plain one where somebody else calls the model."""
+    """Return the pass that runs in this thread; a plain one where somebody else calls the model."""
     return Pass() if torch.compiler.is_compiling() else _RUNNING.get() or Pass()

@@ -1,4 +1,6 @@
-"""Proof that a model's layers may be run in part: what the first begin and the others complete is the whole pass."""
+"""Proves that a model's layers may be run in part: the first layers, completed by the others, equal
+the whole pass.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ _TEXT = 32  # Tokens on which a model in 16 bits shows its own noise
 
 @torch.inference_mode()
 def renumber(target: Target, rows: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
-    """Keep of the nodes that were run in this step ``kept[i]``, rising ids, as nodes 1, 2, ... of row ``rows[i]``."""
+    """Keep the nodes ``kept[i]`` (rising ids) of those run in this step, as nodes 1, 2, ... of row
+    ``rows[i]``.
+    """
     sources = [[target.lengths[row] + node for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
     target.cache.move(rows, sources, [target.lengths[row] + 1 for row in rows])
 
 
 def prove(target: Target, boundary: int) -> None:
-    """Check that the first layers up to `boundary` and then the others make the whole model; errors as `compare`."""
+    """Check that the first layers up to `boundary` followed by the others make the whole model.
+    Raises as `compare` does.
+    """
 
     def root_only(trial: Target, tree: TokenTree) -> Resume:
         states = trial.run([0], [TokenTree(tree.tokens[0])], Plan(stop=boundary))
@@ -35,8 +41,10 @@ def prove(target: Target, boundary: int) -> None:
 
 
 def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
-    """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the logits, by the limits
-    of the self-check. UnsupportedModelError: the layers cannot be run in part, or the parts do not make the whole."""
+    """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the
+    logits by the limits of the self-check. Raises UnsupportedModelError if the layers cannot be run
+    in part, or the parts do not make the whole.
+    """
     name = type(target.model).__name__
     noise = (
         None

@@ -1,5 +1,6 @@
-"""From a name or a loaded model to a `Target` that has been checked: plan memory, load, repack, prove. Order matters:
-the references of the self-check are run before anything is repacked."""
+"""Turns a name or a loaded model into a checked `Target`: plan memory, load, repack, prove. The
+order matters: the references of the self-check are run before anything is repacked.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def prepare(
     reserve: int,
     reserve_per_slot: int,
 ) -> Made:
-    """The checked target; see `Target.load`."""
+    """Return the checked target; see `Target.load`."""
     if rows < 1 or (slots is not None and slots < 1) or min(reserve, reserve_per_slot) < 0:
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
@@ -76,7 +77,7 @@ def prepare(
 
 
 def judge(cls: type[Any], model: Any, tokenizer: Any) -> None:
-    """Refuse a model that was loaded to be trained on or for, by the same errors as where it is to be served."""
+    """Refuse a model that was loaded for training, by the same errors as where it is served."""
     proved(cls, model, lambda: tokenizer, None, _room(model), verdicts.fingerprint(model, False, False))
 
 
@@ -87,7 +88,9 @@ def _room(model: Any) -> int:
 def _accelerate(
     model: Any, options: LoadOptions, named: bool, ids: Sequence[int], accepted: Sequence[str] | None
 ) -> None:
-    """Make the model faster; modules are compared on the text `ids` unless they were `accepted` before."""
+    """Make the model faster; modules are compared on the text `ids` unless they were `accepted`
+    before.
+    """
     done = accelerate.accelerate(model, compile=options.compile, ids=ids, accepted=accepted)
     _log.info("%s: %s", name_of(model), done)
     if named:
@@ -95,8 +98,9 @@ def _accelerate(
 
 
 def _let_go_of_files(model: Any) -> None:
-    """Copy the few weights that were not repacked: transformers leaves them in the mapped file, and one of them keeps
-    all that was read of it in memory."""
+    """Copy the few weights that were not repacked. transformers leaves them in the mapped file, and
+    one of them keeps everything that was read of it in memory.
+    """
     rest = [own for own in (*model.parameters(), *model.buffers()) if own.device.type == "cpu"]
     if sum(own.nbytes for own in rest) < packed_bytes(model):
         for own in rest:
@@ -104,7 +108,7 @@ def _let_go_of_files(model: Any) -> None:
 
 
 class _Sizes(NamedTuple):
-    """What memory is planned for."""
+    """The sizes that memory is planned for."""
 
     rows: int
     slots: int | None  # Of a row; None: nobody asked for a number
@@ -130,7 +134,7 @@ def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, i
 
 
 def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
-    """A model that the caller has loaded; only its cache must still fit."""
+    """Take over a model that the caller has loaded; only its cache must still fit."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(f"a target is a directory, a hub id or a loaded causal LM, got {type(model).__name__}")
     if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
@@ -149,8 +153,10 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
 
 
 def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int) -> int:
-    """Slots of a row; fewer than the default where memory is short, else OutOfMemoryError. Without a `device` the model
-    goes on several: transformers decides what fits where, and nothing is checked before."""
+    """Return the slots of a row; fewer than the default where memory is short. Raises
+    OutOfMemoryError if the slots asked for do not fit. Without a `device` the model goes on
+    several: transformers decides what fits where, and nothing is checked before.
+    """
     rows, slots = sizes.rows, sizes.slots
     if slots is None:
         slots = default_slots(context_length(config))
@@ -169,13 +175,13 @@ def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int
 
 
 def default_slots(context: int) -> int:
-    """Slots of a row where nobody asked for a number."""
+    """Return the slots of a row where nobody asked for a number."""
     return min(context, DEFAULT_TOKENS) + HEADROOM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Bytes that a target needs on one device."""
+    """The bytes that a target needs on one device."""
 
     rows: int
     slots: int
@@ -186,7 +192,7 @@ class MemoryPlan:
 
     @property
     def cache(self) -> int:
-        """KV cache of all rows and slots, the dump slot included."""
+        """KV cache of all rows and slots, including the slot that padding is written to."""
         return self.token * self.rows * (self.slots + 1)
 
     @property
@@ -208,20 +214,22 @@ class MemoryPlan:
         )
 
     def fitting_slots(self, available: int) -> int:
-        """Most slots of a row that would fit, with as many rows; 0 if none."""
+        """Return the most slots of a row that would fit with as many rows; 0 if none."""
         room = available - self.weights - self.probs - self.reserve
         return max(0, room // max(1, self.token * self.rows) - 1)
 
 
 def cache_bytes_per_token(config: Any, itemsize: int) -> int:
-    """KV bytes per token over all layers, from a text configuration. Latent attention (DeepSeek) caches its latents."""
+    """Return the KV bytes per token over all layers, from a text configuration. Latent attention
+    (DeepSeek) caches its latents.
+    """
     by_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     return sum(_cached_width(layer) for layer in by_layer[:own]) * itemsize
 
 
 def _cached_width(config: Any) -> int:
-    """Numbers that one layer caches per token."""
+    """Return how many numbers one layer caches per token."""
     if getattr(config, "kv_lora_rank", None):
         return int(config.kv_lora_rank + config.qk_rope_head_dim)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -229,7 +237,9 @@ def _cached_width(config: Any) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free bytes on a device; on the CPU also within the container's limit, and without what caches may still take."""
+    """Return the free bytes on a device; on the CPU also within the container's limit, and without
+    what caches may still take.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
@@ -238,7 +248,9 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes left in this control group (version 2); practically infinite where there is no limit."""
+    """Return the bytes left in this control group (version 2); practically infinite where there is
+    no limit.
+    """
     try:
         limit = (root / "memory.max").read_text(encoding="ascii").strip()
         used = int((root / "memory.current").read_text(encoding="ascii"))

@@ -1,4 +1,5 @@
-"""Whether a model may be served, and with which of our replacements: one judgement for all who load a target.
+"""Decides whether a model may be served, and with which of our replacements: one judgement for all
+who load a target.
 
 The structure is checked in float32, the whole in the model's own dtype (`self_check`). What fails with faster modules
 alone is served without them; a model is refused if it fails as transformers made it, and then the message says what
@@ -35,8 +36,8 @@ def proved(
     room: int,
     key: str | None,
 ) -> tuple[Made, int | None]:
-    """Check a model as it is, and as `faster` leaves it. Returns a target of two rows that was tried, and the tokens up
-    to which the model was found right; None: any number.
+    """Check a model as it is, and as `faster` leaves it. Returns a target of two rows that was
+    tried, and the tokens up to which the model was found right; None: any number.
 
     Args:
         tokenizer: gives the model's tokenizer, or None; None: there is none.
@@ -80,7 +81,9 @@ def proved(
 
 
 def _as_before(cls: type[Made], model: Any, faster: Faster | None, accepted: Sequence[str]) -> Made:
-    """A target of a model that was found right before, with one token in its cache, which tells that one's shape."""
+    """Return a target of a model that was found right before, with one token in its cache, which
+    sets the cache's shape.
+    """
     _log.debug("%s was found right before", name_of(model))
     if faster is not None:
         faster((), accepted)
@@ -91,19 +94,21 @@ def _as_before(cls: type[Made], model: Any, faster: Faster | None, accepted: Seq
 
 
 def _tried(cls: type[Made], model: Any, expected: self_check.Expected) -> tuple[Made, int | None, str | None]:
-    """A target of two rows; the tokens up to which it is right; and what is wrong with it."""
+    """Return a target of two rows, the tokens up to which it is right, and what is wrong with it."""
     with refusing(model):
         trial: Made = cls(model, rows=2, slots=expected.slots)
     return trial, *self_check.check(trial, expected)
 
 
 def _copy(model: Any, most_parameters: int, room: int) -> Any | None:
-    """A float32 copy of the model, or of its first layers; None where there can be none."""
+    """Return a float32 copy of the model, or of its first layers, or None where there can be none."""
     return None if spread(model) else float32_copy(model, most_parameters, room // 2)
 
 
 def _structure(cls: type[Any], twin: Any, ids: Sequence[int]) -> int | None:
-    """Check a float32 copy, in which nothing is replaced; the tokens up to which it is right. UnsupportedModelError."""
+    """Check a float32 copy, in which nothing is replaced, and return the tokens up to which it is
+    right. Raises UnsupportedModelError if it is not.
+    """
     _, limit, wrong = _tried(cls, twin, self_check.expect(twin, ids))
     if wrong is not None:
         raise UnsupportedModelError(f"{wrong}. Speculation would not be lossless. {UNSERVED}")
@@ -111,7 +116,9 @@ def _structure(cls: type[Any], twin: Any, ids: Sequence[int]) -> int | None:
 
 
 def _remedy(cls: type[Any], model: Any, ids: Sequence[int], removed: Sequence[str], room: int) -> str:
-    """What helps a model that fails in its own dtype, tried first."""
+    """Return a sentence on what helps a model that fails in its own dtype; the remedy is tried
+    first.
+    """
     without = f"It fails without {', '.join(removed)} too. " if removed else ""
     whole = None if model.dtype == torch.float32 else _copy(model, model.num_parameters(), room)
     if whole is not None:

@@ -1,4 +1,5 @@
-"""Work on a device that is recorded once and then replayed: one launch for a whole pass, not one an operation.
+"""Work on a device that is recorded once and then replayed: one launch for a whole pass, not one an
+operation.
 
 A recording has fixed shapes, fixed addresses and a fixed course, so work is known by a key that settles all three; what
 differs from call to call comes in tensors. Where nothing records, work simply runs.
@@ -23,7 +24,9 @@ _log = logging.getLogger(__name__)
 Made = TypeVar("Made")
 Work = Callable[..., Any]  # Of tensors on one device, to tensors there; neither reads nor copies a value on the host
 Record = Callable[[Work, tuple[Tensor, ...]], Work]
-"""(work, inputs like those that it will be given) -> the same work again; its result lives until the next call."""
+"""Maps (work, inputs like those that it will be given) to the same work, recorded; its result lives
+until the next call.
+"""
 
 _MOST = 64  # Recordings that are kept where nobody says otherwise; the one that was used least lately goes
 MET_BEFORE = 3  # How often what comes in many shapes is to be met before it is recorded
@@ -34,7 +37,9 @@ LEAST_WIDTH = 256  # Slots of a cache that a recorded pass reads at least, or tw
 
 
 class Recordings:
-    """The recordings of one device, made by `record`; where that is None, or has failed, work runs as it comes."""
+    """The recordings of one device, made by `record`. If that is None, or has failed, work runs
+    unrecorded.
+    """
 
     def __init__(self, record: Record | None) -> None:
         self._record = record
@@ -44,20 +49,22 @@ class Recordings:
 
     @classmethod
     def on(cls, device: torch.device) -> Recordings:
-        """CUDA graphs where there are any."""
+        """Return recordings as CUDA graphs on CUDA, else none."""
         return cls(CudaGraphs(device) if device.type == "cuda" else None)
 
     @property
     def active(self) -> bool:
-        """Whether anything is ever recorded."""
+        """True if anything is ever recorded."""
         return self._record is not None
 
     def __len__(self) -> int:
         return len(self._known)
 
     def run(self, key: Hashable | None, work: Work, *inputs: Tensor, after: int = 0) -> Any:
-        """What `work` makes of the inputs: of a key always the same work on the same shapes. Without one it is not
-        recorded, and with one not before it was met `after` times: keys may be many, of which few come again."""
+        """Run `work` on the inputs, recorded under `key`, which must always mean the same work on
+        the same shapes. Without a key it is not recorded, and with one only once it was met `after`
+        times: keys may be many, of which few come again.
+        """
         if self._record is None or key is None:
             return work(*inputs)
         if key not in self._known:
@@ -80,31 +87,39 @@ class Recordings:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Held while a graph is recorded. Beginning one, torch waits for the whole device, which is an error, there and here,
-while another thread records."""
+"""Held while a graph is recorded. To begin one, torch waits for the whole device, which is an
+error, there and here, while another thread records.
+"""
 
 
 def none_meanwhile() -> AbstractContextManager[object]:
-    """While open, nothing is recorded: for threads that draw random numbers on a device, which torch forbids then."""
+    """Return a lock under which nothing is recorded, for threads that draw random numbers on a
+    device, which torch forbids during a recording.
+    """
     return _ONE_AT_A_TIME
 
 
 @cache
 def _aside(device: torch.device) -> Any:
-    """The stream on which everything is recorded. One for all: cuBLAS keeps memory for every stream that it has seen,
-    32 MiB of it on a Hopper."""
+    """Return the stream on which everything is recorded. There is one for all, because cuBLAS keeps
+    memory for every stream that it has seen, 32 MiB on a Hopper.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class CudaGraphs:
-    """Records as `torch.cuda.CUDAGraph`. All share one pool of memory: only the latest result is ever looked at."""
+    """Records work as `torch.cuda.CUDAGraph`. All share one pool of memory: only the latest result
+    is ever looked at.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work, inputs: tuple[Tensor, ...]) -> Work:
-        """Record, after `work` has run so that what it allocates once is there; other threads may use the device."""
+        """Record the work, after running it so that what it allocates once is there. Other threads
+        may use the device.
+        """
         own = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
         with _ONE_AT_A_TIME, torch.cuda.device(self._device):
@@ -127,37 +142,40 @@ class CudaGraphs:
 
 
 def bucket(size: int) -> int:
-    """The power of two that holds `size`: so that shapes, and recordings, are few."""
+    """Return the power of two that holds `size`, so that shapes, and recordings, are few."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def rounded(tokens: int, rows: int) -> int:
-    """Tokens of each of `rows` rows that a recorded pass runs where one has so many: a single one, or a power of two,
-    from eight on unless all of them were more than `FREE`. An H200 takes as long for eight as for one, and the fewer
-    sizes there are the sooner all are recorded."""
+    """Return the tokens per row that a recorded pass runs for `tokens` per row: one, or a power of
+    two, at least eight unless all `rows` together would exceed `FREE`. An H200 takes as long for
+    eight as for one, and the fewer sizes there are the sooner all are recorded.
+    """
     size = bucket(tokens)
     return size if size == 1 else max(size, min(8, FREE // bucket(rows)))
 
 
 def extended(values: Tensor, more: int) -> Tensor:
-    """(B, ..) -> (B + more, ..), for as many rows as a recording is: the last row again and again."""
+    """Extend (B, ..) -> (B + more, ..) by repeating the last row, to fill up a recording's rows."""
     return torch.cat([values, values[-1:].expand(more, *values.shape[1:])]) if more else values
 
 
 def first_rows(made: Made, count: int) -> Made:
-    """Of what was made for more rows, those of the first; a dataclass of tensors (B, ..)."""
+    """Return the first `count` rows of what was made for more rows, a dataclass of tensors (B, ..)."""
     assert is_dataclass(made) and not isinstance(made, type), "what is made is a dataclass"
     values = {part.name: getattr(made, part.name) for part in fields(made)}
     return replace(made, **{name: value[:count] for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def wide(used: int, slots: int) -> int:
-    """Slots of the `slots` of a cache that a recorded pass reads, of which `used` are needed."""
+    """Return how many of a cache's `slots` a recorded pass reads if `used` are needed."""
     return min(slots, max(LEAST_WIDTH, bucket(used)))
 
 
 def recordable(config: Any) -> bool:
-    """Whether a model's passes read nothing on the host: some rotary embeddings look for the largest position."""
+    """Return whether a model's passes read nothing on the host: some rotary embeddings look for the
+    largest position.
+    """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
     kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *by_layer_type)}

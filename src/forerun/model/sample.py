@@ -1,4 +1,5 @@
-"""Tokens on which a model is tried at load: a paragraph through its own tokenizer, else what it draws itself.
+"""Tokens on which a model is tried at load: a paragraph through its own tokenizer, else tokens that
+it draws itself.
 
 A trained model's logits on text are what it was made for; on made-up ids they are mostly noise, and so would be
 whatever is concluded from them.
@@ -34,8 +35,10 @@ the same way, over a long time. La tour est encore debout; on peut la visiter en
 
 
 def sample(model: Any, tokenizer: Callable[[], Any] | None) -> list[int]:
-    """Return the ids of a built-in text behind the token that begins texts, some two hundred. Without a tokenizer, or
-    with one of another vocabulary, the model draws `DRAWN` ids. `tokenizer` gives the model's, or None."""
+    """Return the ids of a built-in text of some two hundred tokens, behind the token that begins
+    texts. Without a tokenizer, or with one of another vocabulary, the model draws `DRAWN` ids.
+    `tokenizer` returns the model's, or None.
+    """
     found = None if tokenizer is None else tokenizer()
     ids = [] if found is None else _encoded(found)
     if len(set(ids)) < _LEAST or max(ids) >= text_config(model).vocab_size:
@@ -51,9 +54,11 @@ def _encoded(tokenizer: Any) -> list[int]:
 
 @torch.inference_mode()
 def drawn(model: Any, count: int) -> list[int]:
-    """Return token ids that the model draws from its own distribution, always the same, without a cache: all positions
-    at once, again and again, each from what was drawn before it the last time; the first `ROUNDS` are exact draws. They
-    are `count`, or as many as the context has, and none is a token whose embedding is not finite."""
+    """Return token ids that the model draws from its own distribution, the same at each call,
+    without a cache. All positions are drawn at once, again and again, each from what was drawn
+    before it in the last round; the first `ROUNDS` are exact draws. There are `count` ids, or as
+    many as the context has, and none whose embedding is not finite.
+    """
     config, embedding = text_config(model), model.get_input_embeddings()
     device, coins = device_of(embedding), torch.Generator().manual_seed(0)
     count = min(count, most_positions(config))

@@ -1,4 +1,5 @@
-"""The proof at load time that a model can be verified: trees and unequal rows against plain forwards.
+"""The proof at load time that a model can be verified: trees and unequal rows are compared with
+plain forwards.
 
 Two rows of unequal length are prefilled with text, branching trees are scored, different paths are kept, and a second
 tree stands on what was gathered. Every logit is compared with a plain forward through the model as it was before
@@ -38,14 +39,18 @@ _log = logging.getLogger(__name__)
 _PARENTS = (0, 0, 1, 2, 3, 4, 5, 6)  # Two chains of four, interleaved: no node stands in the slot of its depth
 _PATHS = ((2, 4, 6, 8), (1, 3, 5, 7))  # Kept by row; all tokens have to be moved
 STRUCTURE = 1e-3
-"""Largest root-mean-square error of a node's logits in float32, in units of their spread. A sound model has 1e-5 at
-most, a wrong mask 0.3 and more."""
+"""Largest root-mean-square error of a node's logits in float32, in units of their spread. A sound
+model has 1e-5 at most, a wrong mask 0.3 and more.
+"""
 FACTOR = 3
-"""How many times the model's own noise ours may be in 16 bits, both as mean KL divergence. Sound ones have up
-to 1.6 times, see docs/losslessness.md."""
+"""The most that our noise may be in 16 bits, as a multiple of the model's own noise, both as mean
+KL divergence. Sound ones have up to 1.6, see docs/losslessness.md.
+"""
 _NOISY = 0.05  # Own noise (nats) from which on a warning tells of it: some tokens in a hundred come out otherwise
 _NEAR, _SHORT_WINDOW = 64, 8
-"""Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks are shortened."""
+"""Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks
+are shortened to `_SHORT_WINDOW`.
+"""
 _PROMPT = 20  # Least tokens of its longer prompt
 _BEHIND = 3  # Tokens by which a prompt passes a size
 _TREE, _LATER = len(_PARENTS), 4  # Drafted nodes of the first and of the second step
@@ -53,14 +58,16 @@ _COMPARED = 32  # Positions at the end of a long prompt whose logits are compare
 _SINGLE = 10  # Tokens that transformers runs one by one, in four rows, to measure its own noise
 _MOST_TOKENS = 4096  # A longer check would take gigabytes for attention's scores
 _WORK, _CPU_WORK = 2**44, 2**40
-"""Parameters times tokens of a forward that takes some seconds on an accelerator, and on a CPU."""
+"""Parameters times tokens of a forward that takes some seconds, on an accelerator and on a CPU."""
 _WHOLE, _CPU_WHOLE = 8 * 10**9, 160 * 10**6
-"""Most parameters of a model that is copied to float32 as a whole: a check of some tenths of a second."""
+"""Most parameters of a model that is copied to float32 as a whole: a check of some tenths of a
+second.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """What plain forwards of the check's sequences say."""
+    """The results of plain forwards over the check's sequences."""
 
     size: int  # The size that the second prompt passes; 0: all up to `_NEAR`
     prefixes: tuple[list[int], ...]  # By row: prompt and root
@@ -79,7 +86,7 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What the model says before anything is repacked."""
+    """The model's results before anything is repacked."""
 
     sizes: dict[int, str]  # Tokens -> the keys of the configuration that name them, those within the context
     near: Reference
@@ -88,14 +95,16 @@ class Expected:
 
     @property
     def slots(self) -> int:
-        """Tokens of a row that the check needs."""
+        """The tokens of a row that the check needs."""
         longest = max(len(prefix) for each in (self.near, *self.far) for prefix in each.prefixes)
         return longest + _TREE + _LATER
 
 
 @contextmanager
 def short_windows(config: Any) -> Iterator[None]:
-    """While open, long windows of forerun's own masks are short in a text configuration: a few tokens reach beyond."""
+    """Shorten long windows of forerun's own masks in a text configuration while open, so that a few
+    tokens reach beyond them.
+    """
     named = {key: getattr(config, key, None) for key in WINDOWS.values()}
     long = {key: size for key, size in named.items() if isinstance(size, int) and size > _NEAR}
     for key in long:
@@ -108,19 +117,23 @@ def short_windows(config: Any) -> Iterator[None]:
 
 
 def whole_parameters(model: Any) -> int:
-    """Most parameters of a model that is checked as a whole in float32 on the device of this one."""
+    """Return the most parameters of a model that is checked as a whole in float32 on the device of
+    this one.
+    """
     return _CPU_WHOLE if device_of(model.get_input_embeddings()).type == "cpu" else _WHOLE
 
 
 def is_exact(model: Any) -> bool:
-    """Whether a model's errors are held to `STRUCTURE` rather than to its own noise."""
+    """Return whether a model's errors are held to `STRUCTURE` rather than to its own noise."""
     return model.dtype.itemsize >= 4 and not is_quantised(model)
 
 
 def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
-    """Run the check's sequences, made of the text `ids`, through the model as it is, past all sizes that can be passed
-    in seconds; without `sizes` past those alone that are as short as the text. NumericError: the logits are not finite.
-    UnsupportedModelError: a plain forward fails, or the model is not causal."""
+    """Run the check's sequences, made of the text `ids`, through the model as it is, past all sizes
+    that can be passed in seconds; without `sizes` only past those as short as the text. Raises
+    NumericError if the logits are not finite, UnsupportedModelError if a plain forward fails or the
+    model is not causal.
+    """
     config, named = text_config(model), dict[int, str]()
     context = most_positions(config)
     for key, size in named_sizes(config).items():
@@ -147,7 +160,9 @@ def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
 
 @torch.inference_mode()
 def _reference(model: Any, ids: Sequence[int], size: int, passed: int) -> Reference:
-    """One batch, no cache, no mask; the second prompt has `_BEHIND` tokens more than `passed`."""
+    """Run plain forwards in one batch, without cache or mask; the second prompt has `_BEHIND`
+    tokens more than `passed`.
+    """
     vocabulary, longer = text_config(model).vocab_size, passed + _BEHIND
     shorter, path, behind = max(2, longer - 5), len(_PATHS[0]), 1 + _LATER  # a prompt and a root, at least
     texts = [_text(ids, offset, length + path + behind) for offset, length in ((0, shorter), (len(ids) // 2, longer))]
@@ -191,17 +206,19 @@ def _reference(model: Any, ids: Sequence[int], size: int, passed: int) -> Refere
 
 
 def _rows(ids: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """(4, length) of the text, from four places on."""
+    """Return (4, length) of the text, from four offsets on."""
     return torch.tensor([_text(ids, part * len(ids) // 4, length) for part in range(4)], device=device)
 
 
 def _text(ids: Sequence[int], offset: int, count: int) -> list[int]:
-    """So many tokens of the text, from `offset` on and around, behind its first."""
+    """Return `count` tokens of the text from `offset` on, wrapping around, behind its first."""
     return [ids[0], *(ids[1 + (offset + index) % (len(ids) - 1)] for index in range(count - 1))]
 
 
 def _not_finite(model: Any) -> str:
-    """What to tell of a model whose logits are not finite, with the weight that is to blame where there is one."""
+    """Return the message about a model whose logits are not finite, with the weight that is to
+    blame if there is one.
+    """
     bad = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     said = f"{name_of(model)}: a plain forward gives NaN or infinite logits"
     if bad is not None:
@@ -210,7 +227,9 @@ def _not_finite(model: Any) -> str:
 
 
 def check_embeddings(model: Any) -> None:
-    """Raise NumericError if a token's embedding is not finite, which no text shows that lacks the token."""
+    """Raise NumericError if a token's embedding is not finite, which a text without the token would
+    not show.
+    """
     weight = getattr(model.get_input_embeddings(), "weight", None)
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.device.type != "meta":
         sums = weight.detach().sum(-1, dtype=torch.float32)
@@ -222,9 +241,12 @@ def check_embeddings(model: Any) -> None:
 
 @torch.inference_mode()
 def own_noise(model: Any, tokens: Tensor) -> float:
-    """Return the mean KL divergence (nats) of logits that transformers makes token by token, through a cache of its
-    own, from those of one pass, at the last `_SINGLE` places of text (B, N). At least what it makes to move every entry
-    of the embeddings by one unit in its last place: a small model's sums may come out alike in passes of any shape."""
+    """Return the model's own noise: the mean KL divergence (nats) of logits that transformers
+    computes token by token, through a cache of its own, from those of one pass, at the last
+    `_SINGLE` positions of text (B, N). It is at least the effect of moving every entry of the
+    embeddings by one unit in its last place, since a small model's sums may come out alike in
+    passes of any shape.
+    """
     first = tokens.shape[1] - _SINGLE
     whole = model(input_ids=tokens, use_cache=False).logits[:, first:]
     handle = model.get_input_embeddings().register_forward_hook(lambda _module, _args, states: nudged(states))
@@ -239,7 +261,7 @@ def own_noise(model: Any, tokens: Tensor) -> float:
 
 
 def _one_by_one(model: Any, tokens: Tensor, first: int) -> Tensor:
-    """Logits (B, N - first, V) of the tokens from `first` on, each in a pass of its own."""
+    """Return logits (B, N - first, V) of the tokens from `first` on, each in a pass of its own."""
     try:
         handed: dict[str, Any] = {cache_argument(model): DynamicCache(config=text_config(model))}
         model(input_ids=tokens[:, :first], use_cache=True, **handed)
@@ -255,8 +277,9 @@ def _one_by_one(model: Any, tokens: Tensor, first: int) -> Tensor:
 
 
 def divergence(ours: Tensor, theirs: Tensor) -> Tensor:
-    """KL divergence (..,) in nats of the distribution of our logits (.., V) from theirs; a shift common to all logits
-    counts nothing. Infinite where ours are not finite."""
+    """Return the KL divergence (..,) in nats of the distribution of our logits (.., V) from theirs;
+    a shift common to all logits counts nothing. Infinite where ours are not finite.
+    """
     theirs = theirs.float().log_softmax(-1)
     ours = ours.to(theirs.device).float().log_softmax(-1)
     terms = theirs.exp() * (theirs - ours)
@@ -275,10 +298,12 @@ def _check_causal(model: Any, near: Reference) -> None:
 
 
 def check(target: Any, expected: Expected) -> tuple[int | None, str | None]:
-    """Score the check's trees with a `Target`, whose rows must be free and at least two with ``expected.slots`` slots.
-    Returns the tokens up to which the model was found right, where it is not, or may not be, right beyond; and what is
-    wrong in any case: a node's logits differ from the plain forward. UnsupportedModelError: the model cannot be driven
-    this way."""
+    """Score the check's trees with a `Target`, whose rows must be free and at least two with
+    ``expected.slots`` slots. Returns two things: the tokens up to which the model was found right,
+    if it is not or may not be right beyond; and what is wrong in any case, a node's logits that
+    differ from the plain forward. Raises UnsupportedModelError if the model cannot be driven this
+    way.
+    """
     near = [size for size in sorted(expected.sizes) if _SHORT_WINDOW < size <= _NEAR]
     wrong = _complaint(target, expected.near, ", ".join(f"{expected.sizes[size]} = {size}" for size in near))
     if wrong:
@@ -304,7 +329,9 @@ def _warn_of_limit(target: Any, limit: int, why: str) -> None:
 
 
 def _complaint(target: Any, expected: Reference, named: str) -> str | None:
-    """What `target` says other than expected; `named` are the sizes that it passes."""
+    """Describe how `target` deviates from what is expected; None if it does not. `named` are the
+    sizes that it passes.
+    """
     with refusing(target.model):
         worst = errors(target, expected)
     _log.debug("%s: self-check %s, limit %.3g", name_of(target.model), worst, expected.limit)
@@ -326,7 +353,7 @@ def _complaint(target: Any, expected: Reference, named: str) -> str | None:
 
 
 def errors(target: Any, expected: Reference) -> dict[str, float]:
-    """By phase, the `difference` of a target's logits from those of plain forwards."""
+    """Return, by phase, the `difference` of a target's logits from those of plain forwards."""
     rows, start = [0, 1], expected.start
     if start:
         target.prefill(rows, [prefix[:start] for prefix in expected.prefixes])
@@ -359,20 +386,25 @@ def errors(target: Any, expected: Reference) -> dict[str, float]:
 
 
 def most_difference(noise: float | None) -> float:
-    """Return the largest `difference` that is allowed where a model's own noise is this; None: it is exact."""
+    """Return the largest `difference` allowed where the model's own noise is `noise`; None means
+    that the model is exact.
+    """
     return STRUCTURE if noise is None else FACTOR * noise
 
 
 def difference(ours: Tensor, theirs: Tensor, noise: float | None) -> float:
-    """Return how far logits (M, V) are from others: their mean `divergence` (nats) where the model's own noise is
-    known, else the worst `spread_error`."""
+    """Return the distance of logits (M, V) from others: their mean `divergence` (nats) where the
+    model's own noise is known, else the worst `spread_error`.
+    """
     return spread_error(ours, theirs) if noise is None else float(divergence(ours, theirs).mean())
 
 
 @contextmanager
 def _misleading(cache: SlotCache, length: int) -> Iterator[None]:
-    """While open, the cache gives `length` as its number of tokens: a mask and positions are handed over, so that
-    nothing may depend on it, also not far behind the few tokens of the check (Llama 4 scales queries by it)."""
+    """Make the cache report `length` as its number of tokens while open. Masks and positions are
+    passed explicitly, so nothing may depend on it, also not far behind the few tokens of the check
+    (Llama 4 scales queries by it).
+    """
     vars(cache)["get_seq_length"] = lambda *_: length
     try:
         yield
@@ -381,7 +413,9 @@ def _misleading(cache: SlotCache, length: int) -> Iterator[None]:
 
 
 def spread_error(ours: Tensor, theirs: Tensor) -> float:
-    """Worst node's root-mean-square difference over the standard deviation of its logits; infinite where one is NaN."""
+    """Return the worst node's root-mean-square difference over the standard deviation of its
+    logits; infinite where one is NaN.
+    """
     theirs = theirs.to(ours.device).float()
     difference = (ours.float() - theirs).square().mean(-1).sqrt()
     return float((difference / theirs.std(-1).clamp(min=1e-9)).nan_to_num(nan=math.inf).max())

@@ -1,4 +1,6 @@
-"""Which models can be verified losslessly and how far, by their configuration; and why one cannot, by running it."""
+"""Tells from a configuration which models can be verified losslessly and how far, and by running a
+model why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,26 @@ from forerun.model.masks import MaskStyle
 
 _log = logging.getLogger(__name__)
 _SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span|segment|budget|mem_len|dense_len")
-"""In a key of a configuration: its value may be a number of tokens behind which attention changes."""
+"""Matches keys of a configuration whose value may be a number of tokens behind which attention
+changes.
+"""
 _NO_SIZE = re.compile(r"expert|moe|group|layer|head|num_|_num|feed_forward|ffn|multiple_of|conv|mamba|ssm|norm|logits")
-"""In such a key: it is something else after all."""
+"""Matches those of these keys that mean something else after all."""
 _ELSEWHERE = re.compile(r"vision|audio|image|quant")  # In its path: it is not about a text's tokens
 _PICKED, _UNIT = re.compile(r"top_?k"), re.compile(r"block|compress|stride|chunk")
-"""In keys of a count of blocks, and of a block's size: together they make a number of tokens."""
+"""Match keys of a count of blocks, and of a block's size: together they make a number of tokens."""
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of a model's decoder."""
+    """Return the configuration of a model's decoder."""
     return model.config.get_text_config(decoder=True)
 
 
 def refuse_config(config: Any, model_class: Any = None) -> None:
-    """Raise UnsupportedModelError for an encoder-decoder, what is no causal LM, or recurrent state, before any weight
-    is loaded. `model_class` is that of a model which is loaded already; None: what transformers would load."""
+    """Raise UnsupportedModelError for an encoder-decoder, what is no causal LM, or recurrent state,
+    before any weight is loaded. `model_class` is that of a model that is loaded already; None: what
+    transformers would load.
+    """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{kind} is an encoder-decoder model; forerun verifies causal language models only")
@@ -55,8 +61,10 @@ def refuse_stateful(model_class: Any, kind: str) -> None:
 
 
 def named_sizes(config: Any) -> dict[str, int]:
-    """Key -> tokens: the windows, chunks, blocks and top-k that a text configuration names, its own parts included.
-    Goes by the words in the keys. A key that names something else costs a longer self-check, nothing more."""
+    """Return key -> tokens: the windows, chunks, blocks and top-k that a text configuration names,
+    its own parts included. Keys are chosen by the words in them. A key that names something else
+    costs a longer self-check, nothing more.
+    """
     named = dict(_integers(config.to_dict()))
     sizes = {
         key: value
@@ -73,7 +81,9 @@ def named_sizes(config: Any) -> dict[str, int]:
 
 
 def _integers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted key and value of every integer above 1; those of a list share its key, of which the largest remains."""
+    """Yield dotted key and value of every integer above 1; those of a list share its key, of which
+    the largest remains.
+    """
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _integers(part, f"{key}.{name}" if key else str(name))
@@ -87,10 +97,12 @@ def _integers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def context_length(config: Any) -> int:
-    """Positions that a text configuration allows. A rope that switches its frequencies on the batch's largest position
-    (dynamic, longrope) would let one row change another's logits; below the original length it never switches, so the
-    context ends there, and a warning says so. So does that of a model that scales queries by the number of tokens in
-    the cache (Llama 4's temperature tuning)."""
+    """Return the positions that a text configuration allows. A rope that switches its frequencies
+    on the batch's largest position (dynamic, longrope) would let one row change another's logits;
+    below the original length it never switches, so the context ends there, and a warning says so.
+    So does that of a model that scales queries by the number of tokens in the cache (Llama 4's
+    temperature tuning).
+    """
     announced, limit = _announced(config), most_positions(config)
     if limit < announced:
         why = f"behind position {limit} its rope, or the scale of its attention, changes for every row of a batch"
@@ -99,7 +111,7 @@ def context_length(config: Any) -> int:
 
 
 def most_positions(config: Any) -> int:
-    """`context_length` without the warning."""
+    """Return `context_length` without the warning."""
     announced = _announced(config)
     return min([announced, *_switch_points(config, announced)])
 
@@ -128,15 +140,19 @@ _HIDDEN = 1  # The token that the probe's second mask hides
 
 
 def name_of(model: Any) -> str:
-    """What a model is called in a message: as the user named it, who knows no folder of ours where a file is kept."""
+    """Return the name of a model for messages: the one the user gave, not a folder of our cache
+    that they do not know.
+    """
     named = getattr(model, "named_by_user", "") or getattr(model, "name_or_path", "")
     return str(named) or type(model).__name__
 
 
 @contextmanager
 def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
-    """While open, whatever a model's own code raises becomes an UnsupportedModelError that says what is missing;
-    `plainly` it runs without a cache and a mask, so that nothing of forerun's can be missing."""
+    """Turn any error of a model's own code into an UnsupportedModelError that says what is missing,
+    while open. `plainly` means that it runs without cache and mask, so that nothing of forerun's
+    can be missing.
+    """
     try:
         yield
     except (ForerunError, torch.OutOfMemoryError):
@@ -152,8 +168,9 @@ def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
 
 @torch.inference_mode()
 def obstacle(model: Any, error: Exception | None = None) -> str | None:
-    """What of a mask, positions and a cache `model`, whose plain forward works, does not follow; None where that is not
-    what is wrong. `error` is what it raised under forerun."""
+    """Return what `model`, whose plain forward works, does not follow of a mask, positions and a
+    cache; None if that is not what is wrong. `error` is what it raised under forerun.
+    """
     if isinstance(error, AttributeError) and isinstance(error.obj, SlotCache):
         return f"its layers ask the KV cache for {error.name!r}, for a state that forerun cannot roll back"
     steps, mask = torch.arange(4).unsqueeze(0), "a 4D attention mask, one entry for each pair of tokens"

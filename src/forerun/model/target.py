@@ -39,7 +39,9 @@ class Target:
     """A causal LM with a cache of `rows` x `slots` tokens."""
 
     def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None, buckets: Buckets | None = None) -> None:
-        """Wrap a loaded model unchecked; most callers want `load`. UnsupportedModelError: it cannot score trees."""
+        """Wrap a loaded model unchecked; most callers want `load`. Raises UnsupportedModelError if
+        it cannot score trees.
+        """
         if rows < 1 or (slots is not None and slots < 1):
             raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
         refuse_stateful(type(model), model.config.model_type)
@@ -112,7 +114,7 @@ class Target:
 
     @property
     def dtype_name(self) -> str:
-        """Its number format in words, for example ``"bfloat16"``."""
+        """The number format by name, for example ``"bfloat16"``."""
         return str(self.dtype).removeprefix("torch.")
 
     @torch.inference_mode()
@@ -124,9 +126,11 @@ class Target:
         boundaries: Set[Boundary] = frozenset(),
         all_logits: bool = False,
     ) -> Scored:
-        """Append ``tokens[i]`` to row ``rows[i]``: logits (B, 1, V) after the last token of each row, or (B, M, V) with
-        `all_logits`, and hidden states (B, M, H), left aligned, M the longest chunk. ArgumentError: a chunk is empty,
-        or does not fit the row's slots or the context."""
+        """Append ``tokens[i]`` to row ``rows[i]``. Returns logits (B, 1, V) after the last token of
+        each row, or (B, M, V) with `all_logits`, and hidden states (B, M, H), left aligned, M the
+        longest chunk. Raises ArgumentError if a chunk is empty, or does not fit the row's slots or
+        the context.
+        """
         counts = [len(chunk) for chunk in tokens]
         self._check_room(rows, counts, counts)
         if min(counts) < 1:
@@ -160,8 +164,9 @@ class Target:
     def score(
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
     ) -> Scored:
-        """One forward pass over each row's tree: logits (B, N - start, V) and hidden states (B, N - start, H).
-        ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
+        """Run one forward pass over each row's tree: logits (B, N - start, V) and hidden states (B,
+        N - start, H). Raises ArgumentError if a tree does not fit the row's slots or the context,
+        or its `resume` does not fit it.
 
         Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
         tree's `resume` has begun is completed: the logits are those of a whole pass. Of `Nodes`, packed already, those
@@ -187,10 +192,12 @@ class Target:
     def run(
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: Plan, *, states: Tensor | None = None
     ) -> Tensor:
-        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots: from `states`
-        (B, N - start, H) at boundary ``plan.start``, needed unless that is 0, to those at ``plan.stop``, before the
-        final norm: `final_norm`, then `lm_head` give logits. Skipped attention writes no keys; run these layers in full
-        before committing. ArgumentError: the plan does not fit the model, or states are missing or misshapen."""
+        """Run the nodes that `score` would run through the layers of `plan` only, in the same
+        slots: from `states` (B, N - start, H) at boundary ``plan.start``, needed unless that is 0,
+        to those at ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give logits.
+        Skipped attention writes no keys; run these layers in full before committing. Raises
+        ArgumentError if the plan does not fit the model, or states are missing or misshapen.
+        """
         plan.check(self.num_layers)
         nodes = self._nodes(rows, trees)
         if (states is None) != (plan.start == 0):
@@ -210,8 +217,10 @@ class Target:
         *,
         tried: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, from the embeddings on; and the raw logits (B, N - start, V) that `head` gives of these states
-        (None: the target's final norm and output head). A plan that is only `tried` is not recorded."""
+        """Run layers as `run` does, from the embeddings on, and also return the raw logits (B, N -
+        start, V) that `head` computes from these states (None: the target's final norm and output
+        head). A plan that is only `tried` is not recorded.
+        """
         plan.check(self.num_layers)
         states, logits = self._part(rows, nodes, plan, None, head or self._exit, tried=tried)
         return states, logits
@@ -221,8 +230,10 @@ class Target:
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep the root and the accepted path (node ids) of each row, gathered into place: lengths grow by 1 +
-        len(path). ArgumentError: a path names a node that was not run in this step, or does not rise."""
+        """Keep the root and the accepted path (node ids) of each row, gathered into place: lengths
+        grow by 1 + len(path). Raises ArgumentError if a path names a node that was not run in this
+        step, or does not rise.
+        """
         for row, path in zip(rows, paths, strict=True):
             ran = self._ran.get(row, 0)
             if list(path) != sorted(set(path)) or (path and not 1 <= path[0] <= path[-1] < ran) or ran == 0:
@@ -234,7 +245,9 @@ class Target:
             del self._ran[row]
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. `clear` zeroes the others."""
+        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. `clear`
+        zeroes the others.
+        """
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
@@ -242,7 +255,9 @@ class Target:
             self._ran.pop(row, None)
 
     def clear(self, row: int) -> int:
-        """Zero what stands behind a row's committed tokens; returns how many slots that were, see `SlotCache.clear`."""
+        """Zero the slots behind a row's committed tokens, and return how many were zeroed; see
+        `SlotCache.clear`.
+        """
         return self.cache.clear(row, self.lengths[row])
 
     @torch.inference_mode()
@@ -256,13 +271,13 @@ class Target:
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embedding table's rows (.., H) of `tokens` (..)."""
+        """Return the embedding table's rows (.., H) of `tokens` (..)."""
         embedded: Tensor = self._embedding(tokens.to(self.device))
         return embedded
 
     @torch.inference_mode()
     def final_norm(self, states: Tensor) -> Tensor:
-        """States at the last boundary (.., H) -> LAST_HIDDEN (.., H)."""
+        """Apply the final norm: states at the last boundary (.., H) -> LAST_HIDDEN (.., H)."""
         flat = states.reshape(1, -1, states.shape[-1])
         size = flat.shape[1]
         ids = torch.zeros(1, size, dtype=torch.int64, device=self.device)
@@ -277,33 +292,37 @@ class Target:
 
     @torch.inference_mode()
     def lm_head(self, states: Tensor) -> Tensor:
-        """Raw logits (.., V) of states after the final norm (.., H), soft caps and scales included."""
+        """Return raw logits (.., V) of states after the final norm (.., H), soft caps and scales
+        included.
+        """
         return self.head(states)
 
     @property
     def computes_padding(self) -> bool:
-        """Whether a scoring pass costs what its widest row costs in every row; False: only real tokens run."""
+        """True if every row of a scoring pass costs what its widest row costs; False if only real
+        tokens run.
+        """
         return bool(self.buckets.nodes) or not self._folds
 
     @property
     def pads_prompts(self) -> bool:
-        """Whether a prefill costs what its longest chunk costs in every row."""
+        """True if every row of a prefill costs what its longest chunk costs."""
         return not self._folds
 
     @property
     def _folds(self) -> bool:
-        """Whether attention finds rows and real tokens by itself."""
+        """True if attention itself finds rows and real tokens."""
         return self.device.type == "cpu" and accelerate.folds(self.model, self._base)
 
     def memory_bytes(self) -> int:
-        """Bytes of weights and cache."""
+        """Return the bytes of weights and cache."""
         return int(self.model.get_memory_footprint()) + packed_bytes(self.model) + self.cache.nbytes()
 
     # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
     # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
 
     def _complete(self, rows: Sequence[int], nodes: Nodes, begun: Begun, boundaries: Set[Boundary]) -> Scored:
-        """What one whole pass over `nodes` would give."""
+        """Return what one whole pass over `nodes` would give."""
         size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
         if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
             expected, span = f"(1..{size}, {self.hidden_size}), root first", f"nodes {nodes.start}..{size - 1}"
@@ -323,7 +342,9 @@ class Target:
         return Scored(logits=logits, hidden_states=dict(zip(wanted, found, strict=True)))
 
     def _begin(self, rows: Sequence[int], nodes: Nodes, begun: Begun) -> Tensor:
-        """States (B, N, H) of all nodes at the boundary; those that lack the first layers run through them now."""
+        """Return the states (B, N, H) of all nodes at the boundary; those that lack the first
+        layers run through them now.
+        """
         size = nodes.ids.shape[1]
         states = nn.functional.pad(begun.states, (0, 0, 0, size - begun.states.shape[1]))
         lacking = nodes.real & (torch.arange(size) >= torch.tensor(begun.counts).unsqueeze(1))
@@ -344,7 +365,9 @@ class Target:
         *,
         tried: bool = False,
     ) -> list[Tensor]:
-        """The nodes' states behind the layers of `plan`, from `states` on, and what `head` makes of them."""
+        """Return the nodes' states behind the layers of `plan`, from `states` on, and what `head`
+        computes from them.
+        """
 
         def work(inputs: dict[str, Any], *given: Tensor) -> list[Tensor]:
             found = self._ranges.run(plan, inputs, *given or [None])
@@ -358,8 +381,10 @@ class Target:
     def _pass(
         self, what: Hashable | None, work: Work, rows: Sequence[int], nodes: Nodes, states: Tensor | None = None
     ) -> list[Tensor]:
-        """What `work`, which `what` names, makes of a pass's arguments and of `states` (B, N - start, H) of its nodes:
-        (B, N - start, ..) each. It is recorded where passes are and it has a name, once it has come more than once."""
+        """Run `work` (named `what`) on a pass's arguments and on `states` (B, N - start, H) of its
+        nodes, and return its results, (B, N - start, ..) each. It is recorded where passes are, if
+        it has a name and has come more than once.
+        """
         given = [] if states is None else [states]
         if self.records:
             return self._replayed(what, work, rows, nodes, given, after=MET_BEFORE)
@@ -370,12 +395,14 @@ class Target:
         return [values[:, : nodes.fresh] for values in found]
 
     def _logits(self, states: Tensor, flat: Flat | None) -> Tensor:
-        """Of states (B, N, H) after the final norm; with `flat` of the real tokens alone."""
+        """Return the logits of states (B, N, H) after the final norm; with `flat` those of the real
+        tokens alone are computed.
+        """
         return self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
 
     @property
     def records(self) -> bool:
-        """Whether passes are recorded, and replayed."""
+        """True if passes are recorded and replayed."""
         return self.recordings.active and not self.buckets.nodes
 
     def _append(
@@ -387,13 +414,13 @@ class Target:
         *,
         all_logits: bool,
     ) -> Scored:
-        """`prefill` of short chains, as one pass that is recorded."""
+        """Run `prefill` of short chains as one recorded pass."""
         scored = self._recorded(rows, nodes, boundaries)
         self._note_appended(rows, counts)
         return scored if all_logits else replace(scored, logits=_last(scored.logits, counts))
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
-        """`score`, recorded."""
+        """Run `score` as a recorded pass."""
         wanted = sorted(boundaries)
 
         def work(inputs: dict[str, Any]) -> list[Tensor]:
@@ -414,7 +441,9 @@ class Target:
         *,
         after: int = 0,
     ) -> list[Tensor]:
-        """As `_pass`: one recording for all passes of about this size, or run as it comes where recording failed."""
+        """Run `work` as `_pass` does, by one recording for all passes of about this size, or as it
+        comes where recording failed.
+        """
         packed, width = self._packed(rows, nodes)
         batch, size = packed[-1].shape
         index, missing = sent_ints(rows, self.device), size - nodes.fresh
@@ -437,7 +466,9 @@ class Target:
         return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
 
     def _announced(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
-        """Arguments of a pass over `ids` (B, N) in the first B rows of the cache, to the slots `places` (B, N)."""
+        """Return the arguments of a pass over `ids` (B, N) in the first B rows of the cache,
+        written to the slots `places` (B, N).
+        """
         self.cache.begin(range(len(ids)), places, width, index=torch.arange(len(ids), device=ids.device))
         return self._inputs(block, ids, width, None)
 
@@ -451,10 +482,12 @@ class Target:
     def _place(
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
     ) -> tuple[dict[str, Any], Pass]:
-        """Keyword arguments for the base model's forward, and what its attention has to know; tells the cache where
-        the tokens go. Padding nodes are written to the dump slot and look at slot 0 alone. The width counts them: it is
-        the same for plain and speculative steps that are padded to the same N. With `flat` the model is handed the real
-        tokens alone."""
+        """Return the keyword arguments for the base model's forward and the properties that its
+        attention needs, and tell the cache where the tokens go. Padding nodes are written to the
+        dump slot and look at slot 0 alone. The width counts them: it is the same for plain and
+        speculative steps that are padded to the same N. With `flat` the model is handed the real
+        tokens alone.
+        """
         committed = self._note_passes(rows, nodes)
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing, used = size - nodes.fresh, max(committed) + nodes.start + size
@@ -474,9 +507,11 @@ class Target:
         return self._inputs(block, ids, width, flat), this
 
     def _packed(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
-        """Structure and ids of a pass on the device, and its width: sizes are powers of two, and every row stands at
-        its own place in the cache. So one recording serves all rows and texts of about these sizes, and nothing of the
-        cache is copied. Other rows' places, and nodes that are not there, are padding as in `_place`."""
+        """Return structure and ids of a pass on the device, and its width. Sizes are powers of two,
+        and every row stands at its own place in the cache, so one recording serves all rows and
+        texts of about these sizes, and nothing of the cache is copied. Other rows' places, and
+        nodes that are not there, are padding as in `_place`.
+        """
         committed = self._note_passes(rows, nodes)
         batch = min(self.cache.rows, bucket(max(rows) + 1))
         size = rounded(nodes.fresh, batch)
@@ -490,7 +525,9 @@ class Target:
         return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
 
     def _structure(self, committed: Sequence[int], nodes: Nodes, missing: int, unseen: int) -> list[Tensor]:
-        """The parts of a `masks.Block`, and slots (B, N): N counts `missing` nodes of padding, M `unseen` ones."""
+        """Return the parts of a `masks.Block`, and slots (B, N). N counts `missing` nodes of
+        padding, M `unseen` ones.
+        """
         lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
         positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
         slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
@@ -504,8 +541,10 @@ class Target:
         ]
 
     def _paths(self, nodes: Nodes, missing: int) -> list[Tensor]:
-        """Of a pass over `nodes` and `missing` ones of padding: (B, N, D), or nothing where slots do as well: on a CPU
-        where all rows are chains; elsewhere bits depend on shapes, and chains go the way of trees or none does."""
+        """Return the paths (B, N, D) of a pass over `nodes` and `missing` ones of padding, or
+        nothing where slots do as well: on a CPU where all rows are chains. Elsewhere bits depend on
+        shapes, and chains take the way of trees or none does.
+        """
         if self.device.type != "cpu" and not self.buckets.nodes:
             return []
         found = nodes.paths
@@ -525,7 +564,7 @@ class Target:
         }
 
     def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> list[int]:
-        """Count a pass over the rows; their committed tokens."""
+        """Count a pass over the rows, and return their committed tokens."""
         committed = [self.lengths[row] for row in rows]
         for row in rows:
             self.writes[row] += 1
@@ -535,7 +574,9 @@ class Target:
     def _forward(
         self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
     ) -> tuple[Tensor, dict[Boundary, Tensor]]:
-        """One pass of the base model: states (B, N, H) after the final norm, and those asked for."""
+        """Run one pass of the base model: states (B, N, H) after the final norm, and those asked
+        for.
+        """
         inputs, this = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
         with captured(self._layers, boundaries) as caught, running(this):
             states: Tensor = self._base(**inputs).last_hidden_state
@@ -546,12 +587,12 @@ class Target:
         return flat.restore(states), {boundary: flat.restore(value) for boundary, value in caught.items()}
 
     def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
-        """Which tokens of a pass run; None: all, also padding."""
+        """Return which tokens of a pass run, or None for all, padding included."""
         whole = (padded and self.buckets.nodes) or not self._folds
         return None if whole else Flat.worth(nodes.real[:, nodes.start :])
 
     def _note_appended(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """So many more tokens of the rows are in the cache."""
+        """Record that so many more tokens of the rows are in the cache."""
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
             self._ran.pop(row, None)
@@ -573,11 +614,11 @@ class Target:
 
 
 def _last(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """(B, N, ..) -> (B, 1, ..): each row's last, of its first `counts` (B,)."""
+    """Return each row's last of its first `counts` (B,): (B, N, ..) -> (B, 1, ..)."""
     ends = sent_ints([count - 1 for count in counts], values.device)
     return values.gather(1, ends.view(-1, 1, 1).expand(-1, 1, values.shape[-1]))
 
 
 def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
-    """(B, N) -> (B, N + missing)"""
+    """Pad (B, N) -> (B, N + missing)."""
     return nn.functional.pad(values, (0, missing), value=value) if missing else values

@@ -1,4 +1,6 @@
-"""A float32 copy of a model, whole or of its first layers: what rounding hides in 16 bits stands out there."""
+"""A float32 copy of a model, whole or of its first layers: errors that rounding hides in 16 bits
+show there.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ _log = logging.getLogger(__name__)
 
 
 def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | None:
-    """Return a float32 copy of a causal LM that shares nothing with it: whole where it has `most_parameters` at most,
-    else its first layers, every kind of layer among them. None where there can be no such copy: quantised weights,
-    layers that cannot be run in part, more than `most_bytes`."""
+    """Return a float32 copy of a causal LM that shares nothing with it: whole where it has
+    `most_parameters` at most, else its first layers, every kind of layer among them. None where
+    there can be no such copy: quantised weights, layers that cannot be run in part, more than
+    `most_bytes`.
+    """
     if is_quantised(model):
         return None
     try:
@@ -44,13 +48,15 @@ def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | Non
 
 
 def spread(model: Any) -> bool:
-    """Whether modules stand on several devices, on disk, or in shards: repacking them would break that."""
+    """Return whether modules stand on several devices, on disk, or in shards, so that repacking
+    would break them.
+    """
     placed = getattr(model, "hf_device_map", None) or {}
     return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))
 
 
 def _first_layers(model: Any) -> Any | None:
-    """A shallow copy with the fewest first layers among which there is one of every kind."""
+    """Return a shallow copy with the fewest first layers among which there is one of every kind."""
     config = text_config(model)
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "hidden_size_per_layer_input", None):
         return None  # A layer's place in the list says what it reads
@@ -76,5 +82,5 @@ def _first_layers(model: Any) -> Any | None:
 
 
 def _parts(layer: nn.Module) -> tuple[str, ...]:
-    """The classes of a layer and of its modules, which tell dense layers from experts."""
+    """Return the classes of a layer and of its modules, which tell dense layers from experts."""
     return tuple(sorted({type(module).__name__ for module in layer.modules()}))

@@ -1,5 +1,7 @@
-"""A tree that a causal LM drafts, as one recording: the tokens that its cache lacks, then the tree level by level, and
-what is drawn between the levels. One launch, where passes one by one are packed, sent and launched each by itself."""
+"""A tree that a causal LM drafts, as one recording: the tokens that its cache lacks, then the tree
+level by level, and the draws between the levels. It is one launch, where passes one by one are
+packed, sent and launched each by itself.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from forerun.model.target import Target
 
 
 class Drafted(Protocol):
-    """A dataclass of tensors (B, ..)."""
+    """A draft as a dataclass of tensors (B, ..)."""
 
     @property
     def run(self) -> int:
-        """How many of its nodes, from the first, the model has run."""
+        """Number of nodes, counted from the first, that the model has run."""
         ...
 
 
@@ -42,8 +44,9 @@ def unroll(
     *numbers: Tensor,
     key: Hashable,
 ) -> Tree:
-    """Append ``tokens[i]``, at least one, to row ``rows[i]`` and draft a tree behind the last of them, its root. The
-    cache then holds what `Target.prefill` and `Target.score` of the nodes that were run leave there, to be committed.
+    """Append ``tokens[i]``, at least one, to row ``rows[i]`` and draft a tree behind the last of
+    them, its root. The cache then holds what `Target.prefill` and `Target.score` of the nodes that
+    were run leave there, to be committed.
 
     Args:
         parents: (N,) of the nodes of the whole shape, level by level; -1 of the root.
@@ -93,7 +96,9 @@ def unroll(
 
 
 class _Course:
-    """The passes over a tree of one shape, on the device alone: over the first rows of the cache, each in its place."""
+    """The passes over a tree of one shape, on the device alone: over the first rows of the cache,
+    each in its place.
+    """
 
     def __init__(self, target: Target, parents: tuple[int, ...], width: int) -> None:
         self.target, self.parents, self._width = target, parents, width
@@ -104,7 +109,9 @@ class _Course:
         return ancestor_mask(torch.tensor([self.parents[1:]], dtype=torch.int64))[0]
 
     def root(self, lengths: Tensor, counts: Tensor, ids: Tensor) -> Tensor:
-        """Logits (B, 1, V) after the last of the first `counts` (B,) of `ids` (B, N), which stand behind `lengths`."""
+        """Return logits (B, 1, V) after the last of the first `counts` (B,) of `ids` (B, N), which
+        stand behind `lengths`.
+        """
         size, device = ids.shape[1], ids.device
         steps = torch.arange(size, device=device)
         real, places = steps < counts.unsqueeze(1), lengths.unsqueeze(1) + steps
@@ -114,7 +121,9 @@ class _Course:
         return self.target.head(states.gather(1, last))
 
     def below(self, base: Tensor, takes_part: Tensor, ids: Tensor, level: range) -> Tensor:
-        """Logits (B, F, V) after the nodes `level`, which hold `ids` (B, F), of rows whose root stands at `base`."""
+        """Return logits (B, F, V) after the nodes `level`, which hold `ids` (B, F), of rows whose
+        root stands at `base`.
+        """
         device, depths = ids.device, self._sees[: level.stop].sum(-1) - 1
         sees = constant(tuple(self._sees[level.start : level.stop, : level.stop].flatten().tolist()), device)
         places = base.unsqueeze(1) + torch.arange(level.start, level.stop, device=device)
@@ -126,8 +135,9 @@ class _Course:
     def _run(
         self, lengths: Tensor, sees: Tensor, positions: Tensor, places: Tensor, real: Tensor, ids: Tensor
     ) -> Tensor:
-        """States (B, N, H) after the final norm; `positions` (B, M) of the nodes behind `lengths`, of which the last N
-        are run."""
+        """Return states (B, N, H) after the final norm. `positions` (B, M) are those of the nodes
+        behind `lengths`, of which the last N are run.
+        """
         positions = positions.clamp_max(self.target.max_length - 1)
         block = Block(lengths, sees, positions[:, -ids.shape[1] :], positions)
         slots = torch.where(real, places, self.target.cache.dump)

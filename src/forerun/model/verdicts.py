@@ -1,4 +1,5 @@
-"""The self-check's result is kept on disk, so that a second start of the same model need not repeat it.
+"""Keeps the self-check's result on disk, so that a second start of the same model need not repeat
+it.
 
 Kept is only that nothing was found, and which modules were accepted: by the model's configuration and files, forerun's
 own sources, the versions of torch and transformers, the device and what was asked for. Whatever limits a context or is
@@ -24,8 +25,9 @@ _READ = ("model", "core")  # Folders whose sources decide what a pass computes
 
 
 def fingerprint(model: Any, *asked: object) -> str | None:
-    """Return what a verdict is kept under; None where the weights are in no folder, so that they cannot be told from
-    others. `asked` is whatever else decides about the model's passes."""
+    """Return the key that a verdict is kept under; None where the weights are in no folder, so that
+    they cannot be told from others. `asked` is whatever else decides about the model's passes.
+    """
     folder = _folder(model)
     if folder is None or getattr(model, "peft_config", None):
         return None
@@ -40,7 +42,9 @@ def fingerprint(model: Any, *asked: object) -> str | None:
 
 
 def kept(key: str | None) -> list[str] | None:
-    """The modules that were accepted when the model was found right; None: nothing is known."""
+    """Return the modules that were accepted when the model was found right; None if nothing is
+    known.
+    """
     if key is None:
         return None
     told = caching.read_kept(_path(key))
@@ -50,13 +54,15 @@ def kept(key: str | None) -> list[str] | None:
 
 
 def keep(key: str | None, name: str, accepted: Sequence[str]) -> None:
-    """Keep that a model was found right with these modules replaced; a folder that cannot be written to is no error."""
+    """Keep that a model was found right with these modules replaced. A folder that cannot be
+    written to is no error.
+    """
     if key is not None:
         caching.keep(_path(key), {"model": name, "accepted": list(accepted)}, "the self-check's result")
 
 
 def _folder(model: Any) -> Path | None:
-    """Where the files are that a model was loaded from, also one of the hub."""
+    """Return the folder that a model's files were loaded from, also for a model of the hub."""
     name = str(getattr(model, "name_or_path", "") or "")
     if not name or Path(name).is_dir():
         return Path(name) if name else None
@@ -76,7 +82,7 @@ def _path(key: str) -> Path:
 
 @cache
 def _sources() -> str:
-    """Changes with the code that computes a pass."""
+    """Return a hash of the code that computes a pass."""
     found = hashlib.sha256()
     for folder in _READ:
         for path in sorted((_SOURCES / folder).rglob("*")):
@@ -86,5 +92,5 @@ def _sources() -> str:
 
 
 def _processor() -> str:
-    """What kind of CPU this is: its instructions decide which kernels run."""
+    """Describe the CPU: its instructions decide which kernels run."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"

@@ -10,7 +10,8 @@ from forerun.types import Verdict
 
 
 class ArgmaxWalk(Rule):
-    """Keeps a child while it holds the target's argmax, then emits the argmax: exact at temperature 0, and only there.
+    """Accepts a child while it holds the target's argmax, then emits the argmax. It is exact at
+    temperature 0, and only there.
 
     At T = 0 every lossless rule comes down to this one (Stern et al. 2018, arXiv 1811.03115).
     """
@@ -19,5 +20,5 @@ class ArgmaxWalk(Rule):
     reads = Reads(argmax=True)
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        """Walk while the largest processed logit is a child; `rng` is not touched."""
+        """Walk while the largest processed logit is a child; `rng` is not used."""
         return walk(tree, target.argmax)

@@ -1,4 +1,5 @@
-"""What a verification rule is, which rules there are, and which one verifies a draft by default.
+"""The base class of verification rules, the registry of rules, and the default rule for a kind of
+draft.
 
 A rule sees one row's tree, the target's distributions at its nodes, and rng. It never sees a drafter. Imports no torch.
 """
@@ -34,40 +35,47 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reads:
-    """What a rule asks the target about a node. On a device that is formed beforehand, and nothing else."""
+    """What a rule reads at a node. On an accelerator these numbers are computed before the rule
+    runs, and no others are.
+    """
 
     argmax: bool = False  # Only the token of largest processed logit
-    rungs: int | None = 0  # Most children of a node that are rejected one after the other; None: all. 0: it only draws.
+    rejections: int | None = 0  # Most children of a node rejected in a row; None: all, 0: it only draws
     weighted: bool = False  # Whether children are rejected with the weight of block and traversal verification, not 1
     entropy: bool = False  # Also the entropy, and the probability of each child's token
 
 
 class Rule(ABC):
-    """Keeps a path of the tree and names the token after it."""
+    """A verification rule: it accepts a path of the tree and chooses the token after it."""
 
     name: ClassVar[str]
     reads: ClassVar[Reads]
     lossless: ClassVar[bool] = True  # Whether the emitted distribution is exactly the target's
 
     def verifies(self, kind: DraftKind) -> bool:
-        """Whether the rule uses all nodes of such drafts. Of others it leaves some out, which is lossless, too."""
+        """Return whether the rule uses all nodes of such drafts. It ignores some nodes of other
+        drafts, which is lossless too.
+        """
         return True
 
     @abstractmethod
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        """Verify the tree. Asks `target` only for what `reads` names; draws only from `rng`."""
+        """Verify the tree. The rule asks `target` only for what `reads` names, and draws only from
+        `rng`.
+        """
 
 
 def check_named(name: str) -> None:
-    """Raise ArgumentError unless there is a rule of that name; imports nothing."""
+    """Raise ArgumentError unless there is a rule of that name. Imports nothing."""
     if name not in RULES:
         raise ArgumentError(f"unknown verification rule {name!r}.{choices(name, RULES)}")
 
 
 @cache
 def rule_named(name: str) -> Rule:
-    """The rule of that name; one of each will do, for rules keep nothing from one tree to the next. ArgumentError:
-    there is none; the message names the nearest."""
+    """Return the rule of that name; rules are stateless, so one instance serves all. Raises
+    ArgumentError if there is none, naming the nearest.
+    """
     check_named(name)
     module, _, attribute = RULES[name].partition(":")
     rule: Rule = getattr(importlib.import_module(module), attribute)()
@@ -75,14 +83,17 @@ def rule_named(name: str) -> Rule:
 
 
 def ending(tree: TokenTree, node: int) -> Source:
-    """What the token after `node` is, if `node` is the last one accepted: TARGET, BONUS or RECOVERED."""
+    """Return the kind of the token after `node`, the last accepted node: TARGET, BONUS or
+    RECOVERED.
+    """
     if tree.size == len(tree.probes):
         return Source.TARGET
     return Source.RECOVERED if tree.children[node] else Source.BONUS
 
 
 def walk(tree: TokenTree, choose: Callable[[int], int]) -> Verdict:
-    """Follow the target's own choices for as long as they were drafted: ``choose(node)`` names the next token.
+    """Follow the target's own choices for as long as they were drafted; ``choose(node)`` returns
+    the next token.
 
     Nodes that hold the same tokens from the root on (a token that was sampled twice) are followed side by side.
     """
@@ -97,7 +108,7 @@ def walk(tree: TokenTree, choose: Callable[[int], int]) -> Verdict:
 
 
 def default_rule(kind: DraftKind, *, greedy: bool) -> str:
-    """The best lossless rule for drafts of a kind (docs/losslessness.md)."""
+    """Return the name of the best lossless rule for drafts of a kind (docs/losslessness.md)."""
     if greedy:
         return "argmax_walk"
     if not kind.sampled:
@@ -108,8 +119,9 @@ def default_rule(kind: DraftKind, *, greedy: bool) -> str:
 
 
 def check_fits(name: str, kind: DraftKind, drafter: str) -> None:
-    """Refuse a rule that was asked for by name and cannot verify everything that a drafter may draft. ArgumentError:
-    there is no such rule, or it is one for other drafts."""
+    """Raise ArgumentError if a rule that was asked for by name cannot verify everything that a
+    drafter may draft, or if there is no such rule.
+    """
     if rule_named(name).verifies(kind):
         return
     one = rule_named(name).verifies(DraftKind(sampled=True, multipath=True))

@@ -1,4 +1,6 @@
-"""The greedy-k rule: deterministic siblings, and at most one drawn from the distribution restricted to other tokens."""
+"""The greedy-k rule: deterministic siblings, and at most one drawn from the distribution restricted
+to other tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from forerun.types import DraftKind, Drawn, Verdict
 
 
 class GreedyK(Rule):
-    """At each node: reject or accept the one sampled child against q', then walk on the deterministic ones.
+    """At each node, tries the one sampled child against q', then walks on among the deterministic
+    ones.
 
     Hu et al., arXiv 2502.18779. q' is the recorded distribution: the draft's, restricted to the tokens that no
     deterministic sibling holds. The sampled child is accepted with probability min(1, p(x) / q'(x)); else a token is
@@ -20,7 +23,7 @@ class GreedyK(Rule):
     """
 
     name = "greedy_k"
-    reads = Reads(rungs=1)
+    reads = Reads(rejections=1)
 
     def verifies(self, kind: DraftKind) -> bool:
         return kind.chain or kind.multipath or not kind.sampled
@@ -35,7 +38,7 @@ class GreedyK(Rule):
                 if rng.flip(probs.ratio, child):
                     node = child
                     continue
-                probs, _ = probs.rejected()
+                probs, _ = probs.reject()
             token = probs.draw(rng)
             given = (child for child in tree.children[node] if tree.drawn[child] is Drawn.DETERMINISTIC)
             held = next((child for child in given if tree.tokens[child] == token), None)

@@ -1,4 +1,4 @@
-"""Recursive rejection: each sibling is tried against what its elder siblings left of the target's distribution."""
+"""Recursive rejection: each sibling is tried against the residual that its elder siblings left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from forerun.types import Verdict
 
 
 class RecursiveRejection(Rule):
-    """For each sibling x in drawing order: accept with probability min(1, p(x) / q(x)), else p <- norm[p - q]_+.
+    """Tries siblings x in drawing order: accepts with probability min(1, p(x) / q(x)), else p <-
+    norm[p - q]_+.
 
     p is the target's distribution as the elder siblings left it, q the distribution that x was drawn from given them:
     the recorded distribution for iid siblings (SpecInfer, arXiv 2305.09781), without the elder siblings' tokens and
@@ -19,7 +20,7 @@ class RecursiveRejection(Rule):
     """
 
     name = "recursive_rejection"
-    reads = Reads(rungs=None)
+    reads = Reads(rejections=None)
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Verify the tree from the root down."""
@@ -27,7 +28,7 @@ class RecursiveRejection(Rule):
         while True:
             probs = target.probs(node)
             while (child := probs.child) is not None and not rng.flip(probs.ratio, child):
-                probs, _ = probs.rejected()
+                probs, _ = probs.reject()
             if child is None:
                 return Verdict(path=tree.path(node), next_token=probs.draw(rng), kind=ending(tree, node))
             node = child

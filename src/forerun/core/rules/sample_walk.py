@@ -19,7 +19,7 @@ class SampleWalk(Rule):
     """
 
     name = "sample_walk"
-    reads = Reads(rungs=0)
+    reads = Reads(rejections=0)
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Walk while the drawn token is a child."""

@@ -1,4 +1,6 @@
-"""Token-by-token rejection on a chain: the rule that speculative sampling began with, kept as the baseline."""
+"""Token-by-token rejection on a chain: the original rule of speculative sampling, here as the
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class TokenRejection(Rule):
     """
 
     name = "token_rejection"
-    reads = Reads(rungs=1)
+    reads = Reads(rejections=1)
 
     def verifies(self, kind: DraftKind) -> bool:
         return kind.chain
@@ -32,6 +34,6 @@ class TokenRejection(Rule):
             if child is None:
                 return Verdict(path=tree.path(node), next_token=probs.draw(rng), kind=ending(tree, node))
             if not rng.flip(probs.ratio, child):
-                left, _ = probs.rejected()
+                left, _ = probs.reject()
                 return Verdict(path=tree.path(node), next_token=left.draw(rng), kind=Source.RECOVERED)
             node = child

@@ -10,7 +10,8 @@ from forerun.types import Verdict
 
 
 class TraversalVerification(Rule):
-    """Tries leaves left to right; a rejected leaf is deleted and its parent's distribution and weight are corrected.
+    """Tries leaves from left to right; rejecting one removes it and corrects its parent's
+    distribution and weight.
 
     Weng et al., arXiv 2505.12398. A node has a weight r (root 1, child min(r * target(x) / draft(x), 1)) and a target
     distribution p. A leaf is accepted, with all above it, with probability r. If it is deleted, its parent b takes S =
@@ -21,7 +22,7 @@ class TraversalVerification(Rule):
     """
 
     name = "traversal"
-    reads = Reads(rungs=None, weighted=True)
+    reads = Reads(rejections=None, weighted=True)
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Verify the tree from its first leaf to the root."""
@@ -30,7 +31,9 @@ class TraversalVerification(Rule):
         return verdict
 
     def _visit(self, tree: TokenTree, target: NodeProbs, rng: Rng, start: tuple[int, float]) -> Verdict | None:
-        """Verify all below `start` = (node, weight), then the node itself; None if none of it was accepted."""
+        """Verify everything below `start` = (node, weight), then the node itself. Returns None if
+        none of it was accepted.
+        """
         node, weight = start
         if weight <= 0:
             return None
@@ -41,7 +44,7 @@ class TraversalVerification(Rule):
                 verdict = self._visit(tree, target, rng, (child, min(weight * probs.ratio, 1.0)))
                 if verdict is not None:
                     return verdict
-                probs, mass = probs.rejected(weight)
+                probs, mass = probs.reject(weight)
                 weight = share(mass, weight)
         if node != 0 and not rng.flip(weight, node):
             return None

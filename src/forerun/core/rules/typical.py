@@ -1,4 +1,6 @@
-"""Typical acceptance: keeps what the target finds plausible. LOSSY: the emitted distribution is not the target's."""
+"""Typical acceptance: accepts what the target finds plausible. LOSSY: the emitted distribution is
+not the target's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from forerun.types import Verdict
 
 
 class TypicalAcceptance(Rule):
-    """Accepts x where target(x) > min(epsilon, delta * exp(-H(target))); keeps the longest accepted path.
+    """Accepts x where target(x) > min(epsilon, delta * exp(-H(target))) and takes the longest
+    accepted path.
 
     Medusa (Cai et al., arXiv 2401.10774), H in nats. Among paths of equal length the one that the target finds
     likeliest is kept. At T = 0 the entropy is 0 and only the argmax passes; at T > 0 the rule is biased towards the
@@ -25,7 +28,7 @@ class TypicalAcceptance(Rule):
 
     name = "typical"
     lossless = False
-    reads = Reads(rungs=0, entropy=True)
+    reads = Reads(rejections=0, entropy=True)
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         self.epsilon, self.delta = epsilon, delta
@@ -43,7 +46,7 @@ class TypicalAcceptance(Rule):
         return Verdict(path=tree.path(best), next_token=token, kind=ending(tree, best))
 
     def _plausible(self, tree: TokenTree, target: NodeProbs, node: int) -> list[tuple[int, float]]:
-        """The children of `node` that pass, each with its target probability."""
+        """Return the children of `node` that pass, each with its target probability."""
         at = target.probs(node)
         threshold = min(self.epsilon, self.delta * math.exp(-at.entropy))
         probs = [(child, at.of_child(child)) for child in tree.children[node]]

@@ -1,4 +1,6 @@
-"""Speed for a loaded target, without touching its modelling code; `accelerate` applies what fits."""
+"""Faster kernels for a loaded target, without changes to its modelling code; `accelerate` applies
+those that fit.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from forerun.model.kernels import native
 
 
 def fused(device: torch.device) -> ModuleType | None:
-    """The fused operations of a device: `native` on a CPU, `triton_ops` on CUDA where Triton is there. Each function
-    `takes_...` says what they can be asked."""
+    """Return the module of fused operations for a device: `native` on a CPU, `triton_ops` on CUDA
+    with Triton, else None. Its functions `takes_...` say which inputs they accept.
+    """
     if device.type == "cpu":
         return native
     return _triton() if device.type == "cuda" else None

@@ -1,4 +1,5 @@
-"""Makes the passes of a loaded target cheaper: packed linears, folded attention, fused C kernels, compilation.
+"""Speeds up the passes of a loaded target: packed linear layers, folded attention, fused C kernels,
+compilation.
 
 The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked. In a
 compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph; what
@@ -34,7 +35,9 @@ COMPARED = 48  # Tokens on which replaced modules are compared with their own fo
 
 
 class _PassThrough:
-    """Stands for the cache inside the compiled graph: the real one is reached from the attention operation."""
+    """A placeholder for the cache in the compiled graph; the attention operation reaches the real
+    one.
+    """
 
     def update(
         self, keys: Tensor, values: Tensor, _layer: int, *_args: object, **_kwargs: object
@@ -43,7 +46,9 @@ class _PassThrough:
 
 
 class CompiledForward:
-    """Has the signature of a base model's forward, and falls back to it where a pass cannot be compiled."""
+    """A compiled forward with the signature of a base model's forward, to which it falls back for
+    passes that cannot be compiled.
+    """
 
     def __init__(self, base: nn.Module, layers: int) -> None:
         self.plain = base.forward
@@ -56,7 +61,7 @@ class CompiledForward:
         self._seen: set[tuple[bool, ...]] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base model; compiled if it is a cached pass of token ids without hooks."""
+        """Run the base model, compiled if it is a cached pass of token ids without hooks."""
         if self.failed or args or not self._fits(kwargs):
             return self.plain(*args, **kwargs)
         this = replace(current(), cache=kwargs[self.cache_argument], attended=0)
@@ -85,7 +90,9 @@ class CompiledForward:
         )
 
     def _run(self, inputs: tuple[Any, ...]) -> Any:
-        """The first pass of a kind compiles, behind a progress bar on stderr."""
+        """Run the compiled forward; the first pass of a kind compiles, behind a progress bar on
+        stderr.
+        """
         kind = tuple(size == 1 for size in inputs[0].shape)
         if kind in self._seen:
             return self.compiled(*inputs)
@@ -106,7 +113,9 @@ class CompiledForward:
 
 
 def compile_forward(model: Any) -> bool:
-    """Replace the base forward of a packed and folded `model`; False, with nothing done, where that is impossible."""
+    """Replace the base forward of a packed and folded `model`. Returns False, with nothing done,
+    where that is impossible.
+    """
     reason = _obstacle(model)
     if reason:
         log.warning("not compiled: %s", reason)
@@ -134,7 +143,7 @@ def _obstacle(model: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acceleration:
-    """What was done to a model."""
+    """A record of what `accelerate` did to a model."""
 
     packing: Packing
     folded_attention: bool
@@ -156,8 +165,9 @@ class Acceleration:
 def accelerate(
     model: Any, *, compile: bool = False, ids: Sequence[int] = (), accepted: Collection[str] | None = None
 ) -> Acceleration:
-    """Make the passes of a causal LM in evaluation mode cheaper, in place. With `compile` the first pass with one token
-    and the first with more take up to a minute each, in later processes seconds; compiled passes round differently.
+    """Make the passes of a causal LM in evaluation mode cheaper, in place. With `compile` the first
+    pass with one token and the first with more take up to a minute each, in later processes
+    seconds; compiled passes round differently.
 
     Args:
         ids: text on which what is replaced is compared with what was there; empty: what the model draws.
@@ -187,8 +197,9 @@ def replaced(model: Any) -> list[str]:
 
 
 def undone(model: Any) -> Iterator[str]:
-    """Undo `accelerate` piece by piece, the last first; yields the name of each piece that was there, once it is taken
-    out. A compiled forward goes first, packed weights last."""
+    """Undo `accelerate` piece by piece, the last first, and yield the name of each piece once it is
+    removed. A compiled forward goes first, packed weights last.
+    """
     base: Any = base_of(model)
     if isinstance(base.__dict__.get("forward"), CompiledForward):
         del base.forward
@@ -203,5 +214,7 @@ def undone(model: Any) -> Iterator[str]:
 
 
 def folds(model: Any, base: Any) -> bool:
-    """Whether passes of `model`, through its `base`, run `fold_attention` uncompiled: it asks the running `Pass`."""
+    """Return whether passes of `model`, through its `base`, run `fold_attention` uncompiled, where
+    it sees the running `Pass`.
+    """
     return attention.installed(model) and not isinstance(base.forward, CompiledForward)

@@ -1,4 +1,5 @@
-"""Whether a faster forward may stand where a module's own stood: element by element, on states that the model makes.
+"""Decides whether a faster forward may replace a module's own: element by element, on states of the
+model itself.
 
 The unit of a value is what rounding moves it by: one in its last place, or, where a sum cancels, as much as the
 module's own answer moves when every entry of its input is rounded up or down by one in its last place. A forward that
@@ -20,17 +21,21 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 UNITS, UNITS_FLOAT32 = 8, 256
-"""Most units by which a value may differ. In 16 bits sums are kept in float32 and rounded once or twice: 1.3 was seen.
-In float32 sums of thousands of terms themselves round in another order."""
+"""The most units by which a value may differ. In 16 bits, where sums are kept in float32 and
+rounded once or twice, 1.3 was seen. In float32 sums of thousands of terms themselves round in
+another order.
+"""
 
 
 LEAN = 1 / 32
-"""Largest mean difference in one direction, in parts of the most that one value may differ by. Sound ones lean by 0.006
-units in 16 bits and 0.2 in float32; a norm of weights around 40 that forgets its 1 + leans by 3 in bf16."""
+"""The largest mean difference in one direction, as a share of the most that one value may differ
+by. Sound forwards have 0.006 units in 16 bits and 0.2 in float32; a norm of weights around 40 that
+forgets its 1 + has 3 in bf16.
+"""
 
 
 class Replacement(Protocol):
-    """A forward that may stand where a module's own stood. Any object with these four can be tried."""
+    """A forward that may replace a module's own. Any object with these four members can be tried."""
 
     module: nn.Module
     plain: Callable[..., Any]  # The module's own forward
@@ -40,15 +45,19 @@ class Replacement(Protocol):
         ...
 
     def answers(self, forward: Callable[..., Any], states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return all that `forward`, this or the module's own, makes of `states` (.., size): outputs, and what it
-        writes elsewhere. `kwargs` is what else the model handed the module."""
+        """Return everything that `forward`, this or the module's own, computes from `states` (..,
+        size): outputs, and what it writes elsewhere. `kwargs` are the other arguments that the
+        model passed to the module.
+        """
         ...
 
 
 @torch.inference_mode()
 def accepted(model: nn.Module, replacements: Sequence[Replacement], ids: Tensor) -> list[Replacement]:
-    """Run a plain pass over `ids` (B, N) and try each replacement on what reaches its module there. Returns those that
-    answer as the module; the others are named at debug level. The model is left as it was."""
+    """Run a plain pass over `ids` (B, N) and try each replacement on the states that reach its
+    module. Returns those that answer as the module does and logs the others at debug level; the
+    model is left as it was.
+    """
     names = {module: name for name, module in model.named_modules()}
     passed = dict[int, bool]()
 
@@ -78,7 +87,9 @@ def accepted(model: nn.Module, replacements: Sequence[Replacement], ids: Tensor)
 
 @torch.inference_mode()
 def accepted_alone(replacements: Sequence[tuple[Replacement, Tensor]]) -> list[Replacement]:
-    """As `accepted`, for modules of which no pass over tokens is at hand (a head's), each with states to try it on."""
+    """Accept replacements as `accepted` does, for modules that no pass over tokens reaches (a
+    head's); each comes with states to try it on.
+    """
     found = list[Replacement]()
     for each, states in replacements:
         wrong = difference(each, states, {})
@@ -90,7 +101,7 @@ def accepted_alone(replacements: Sequence[tuple[Replacement, Tensor]]) -> list[R
 
 
 def difference(replacement: Replacement, states: Tensor, kwargs: dict[str, Any]) -> str | None:
-    """In words, by how much the replacement's answer to these states is wrong; None: it is right."""
+    """Describe how much the replacement's answer to these states is wrong; None if it is right."""
     expected = replacement.answers(replacement.plain, states, kwargs)
     moved = replacement.answers(replacement.plain, nudged(states), kwargs)
     try:
@@ -102,8 +113,9 @@ def difference(replacement: Replacement, states: Tensor, kwargs: dict[str, Any])
 
 
 def fault(found: Tensor, expected: Tensor, moved: Tensor) -> str | None:
-    """In words, by how much values (.., C) are wrong; None: they are right. `moved` are the expected ones with inputs
-    that were `nudged`."""
+    """Describe how much values (.., C) are wrong; None if they are right. `moved` are the expected
+    values for `nudged` inputs.
+    """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"its shape or dtype: {tuple(found.shape)} {found.dtype}"
     most = UNITS if expected.dtype.itemsize < 4 else UNITS_FLOAT32
@@ -116,8 +128,10 @@ def fault(found: Tensor, expected: Tensor, moved: Tensor) -> str | None:
 
 
 def units(found: Tensor, expected: Tensor, moved: Tensor) -> Tensor:
-    """Return differences (N, C) of values (.., C) from the expected ones, in units of each value; positive where
-    one is too large in size, infinite where one alone is not finite."""
+    """Return the differences (N, C) of values (.., C) from the expected ones, in units of each
+    value. A difference is positive where the value is too large in size, infinite where only one of
+    the two is finite.
+    """
     width = expected.shape[-1] if expected.dim() else 1
     ours, theirs, other = (each.reshape(-1, width).double() for each in (found, expected, moved))
     unit = last_place(expected.reshape(-1, width)).double()
@@ -132,21 +146,23 @@ def units(found: Tensor, expected: Tensor, moved: Tensor) -> Tensor:
 
 
 def last_place(values: Tensor) -> Tensor:
-    """One unit in the last place of each value, of the smallest normal one at least."""
+    """Return one unit in the last place of each value, at least that of the smallest normal number."""
     limits = torch.finfo(values.dtype)
     exponent = values.double().abs().clamp(min=limits.smallest_normal).log2().floor()
     return torch.exp2(exponent) * limits.eps
 
 
 def nudged(states: Tensor) -> Tensor:
-    """The states with every entry one unit in its last place higher or lower, by a fixed draw."""
+    """Return the states with every entry moved up or down by one unit in its last place, the same
+    way at each call.
+    """
     draw = torch.rand(states.shape, generator=torch.Generator().manual_seed(0)).to(states.device)
     step = torch.where(draw < 0.5, -1.0, 1.0) * last_place(states)
     return (states.double() + step).to(states.dtype)
 
 
 def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """The states that a module is called with, and the other keywords."""
+    """Return the states that a module is called with, and its other keyword arguments."""
     if args:
         return args[0], kwargs
     name = next(key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())

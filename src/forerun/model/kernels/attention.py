@@ -1,4 +1,5 @@
-"""Attention over a key-value cache with grouped heads: the query heads of a group become rows, keys are not repeated.
+"""Attention over a key-value cache with grouped heads: the query heads of a group become rows, keys
+are not repeated.
 
 At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `repeat_kv`; folding needs no copy. In
 half precision our own kernels do it where the device has them (`fused`), else torch. On a CPU torch runs few rows in
@@ -39,8 +40,9 @@ def fold_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers asks for it: (B, N, heads, D') or (1, M, heads, D'), and no weights.
-    UnsupportedModelError: the model uses a soft cap or attention sinks.
+    """Compute attention with the signature of transformers' attention functions: (B, N, heads, D')
+    or (1, M, heads, D'), and no weights. Raises UnsupportedModelError if the model uses a soft cap
+    or attention sinks.
 
     Args:
         query: (B, heads, N, D); (1, heads, M, D) in a pass whose real tokens run behind each other (`padding`).
@@ -80,7 +82,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`fold_attention` in `this` pass, over a rectangle of tokens: (B, N, heads, D')."""
+    """Compute `fold_attention` in `this` pass, over a rectangle of tokens: (B, N, heads, D')."""
     batch, heads, count, depth = query.shape
     ops = fused(query.device)
     if ops is not None and not dropout and ops.takes_attention(query, key, value, mask):
@@ -106,8 +108,9 @@ def attend(
 def _apart(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, paths: Paths
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Every node as a sequence of its own, of one query, with copies of the keys on its path in their order: what a
-    library attends to can be ordered in no other way."""
+    """Turn every node into a sequence of its own, of one query, with copies of the keys on its path
+    in path order. A library's attention offers no other way to choose the order of the keys.
+    """
     batch, width, longest = len(query), key.shape[2], paths.nodes.shape[2]
     ranks, lengths = torch.arange(width, device=query.device), paths.lengths.view(-1, 1, 1)
     behind = (ranks - lengths).expand(-1, query.shape[2], -1)  # (B, N, W)
@@ -128,7 +131,9 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 @torch.library.impl(_LIBRARY, "attend", "CPU")
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int) -> Tensor:
-    """Write the cache and read it, in one step that a compiled pass need not see into: no width is compiled in."""
+    """Write the cache and read it in one operation that is opaque to a compiled pass, so that no
+    width is compiled in.
+    """
     this = current()
     this.attended += 1
     keys, values = this.cache.update(key, value, layer)
@@ -143,18 +148,22 @@ def _attend_shape(
 
 
 def suits(model: Any) -> bool:
-    """True if `model` runs transformers' ``sdpa``: then it has neither soft caps nor sinks."""
+    """Return whether `model` runs transformers' ``sdpa``, which implies neither soft caps nor
+    sinks.
+    """
     return getattr(model.config, "_attn_implementation", None) == "sdpa"
 
 
 def installed(model: Any) -> bool:
-    """Whether `model` uses `fold_attention`."""
+    """Return whether `model` uses `fold_attention`."""
     return getattr(model.config, "_attn_implementation", None) == NAME
 
 
 def refusal(model: Any, ids: Tensor) -> str | None:
-    """Run a plain pass over `ids` (B, N) with transformers' ``sdpa``, and in every layer compare what `attend` makes of
-    the same queries, keys and values; in words, what differs, None: nothing does (see `acceptance`)."""
+    """Run a plain pass over `ids` (B, N) with transformers' ``sdpa`` and compare it, in every
+    layer, with `attend` on the same queries, keys and values. Returns a description of what
+    differs, or None (see `acceptance`).
+    """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -192,7 +201,9 @@ def refusal(model: Any, ids: Tensor) -> str | None:
 
 @contextmanager
 def unfolded(module: Any) -> Iterator[None]:
-    """While open, an attention module of a model that uses `fold_attention` runs transformers' ``sdpa``."""
+    """Make an attention module of a model that uses `fold_attention` run transformers' ``sdpa``
+    while open.
+    """
     config = module.config
     config._attn_implementation = "sdpa"
     try:

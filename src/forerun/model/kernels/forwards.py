@@ -1,5 +1,5 @@
-"""Faster forwards for the norms, gated MLPs and attentions of a packed model: the same modules, fewer operations; and
-for whole decoder layers made of them.
+"""Faster forwards for the norms, gated MLPs, attentions and whole decoder layers of a packed model:
+the same modules in fewer operations.
 
 Only `forward` of a module is replaced, on the object; where a pass is not what the kernels take (gradients, another
 cache, a compiler that traces) the module's own runs. A module gets one if it answers the states of a plain pass as
@@ -26,16 +26,17 @@ from forerun.model.layers import cache_argument
 from forerun.model.padding import current
 
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
-"""Classes of transformers that do nothing but project, perhaps normalise heads, rotate, attend and project."""
+"""Classes of transformers that only project, perhaps normalise heads, rotate, attend and project.
+"""
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-"""Classes that do nothing but embed, run their layers and norm."""
+"""Classes that only embed, run their layers and norm."""
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""Classes that do nothing but norm, attend and add, norm, mix and add."""
+"""Classes that only norm, attend and add, then norm, mix and add."""
 SMALL = 1e-3  # States are tried at this scale too, where a norm's epsilon counts
 
 
 class _Forward:
-    """A `Replacement`: stands where a module's own forward stood."""
+    """A `Replacement` that takes the place of a module's own forward."""
 
     def __init__(self, module: nn.Module, weight: Tensor) -> None:
         self.module = module
@@ -44,22 +45,22 @@ class _Forward:
         self.width = 0  # Of its states, where it can be tried on nothing but states
 
     def random_states(self) -> Tensor:
-        """Return states (1, 24, width) of a normal distribution, always the same."""
+        """Return normally distributed states (1, 24, width), the same at each call."""
         states = torch.randn(1, 24, self.width, generator=torch.Generator().manual_seed(0))
         return states.to(self.device, self.dtype)
 
     @property
     def ops(self) -> Any:
-        """The operations of the module's device."""
+        """The fused operations of the module's device."""
         return fused(self.device)
 
     def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return what `forward`, this or the module's own, makes of states (.., size)."""
+        """Return what `forward`, this or the module's own, computes from states (.., size)."""
         return [forward(states.contiguous(), **kwargs)]
 
 
 class NormForward(_Forward):
-    """A root-mean-square norm in float32 whose weight is applied in bf16."""
+    """A root-mean-square norm computed in float32 whose weight is applied in bf16."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, module.weight)
@@ -80,7 +81,7 @@ class NormForward(_Forward):
 
     @property
     def weight(self) -> Tensor:
-        """(width,), as the module has it now."""
+        """(width,) the module's current weight."""
         found = self.module._parameters["weight"]
         assert found is not None, "suits() is asked first"
         return found
@@ -95,7 +96,7 @@ class NormForward(_Forward):
 
 
 class _JointForward(_Forward):
-    """Of a module whose `PARTS` are computed as one product."""
+    """A forward for a module whose `PARTS` are computed as one product."""
 
     PARTS: ClassVar[tuple[str, ...]]
 
@@ -108,7 +109,9 @@ class _JointForward(_Forward):
 
     @classmethod
     def joint_of(cls, module: nn.Module) -> PackedWeight | None:
-        """The weight of that product; None where the parts are not its parts, all and in this order."""
+        """Return the weight of that product, or None unless the parts are exactly its parts in this
+        order.
+        """
         children = [module._modules.get(name) for name in cls.PARTS]
         parts = [(child.packed_weight, child.index) for child in children if isinstance(child, PackedLinear)]
         weight = parts[0][0] if parts else None
@@ -117,13 +120,15 @@ class _JointForward(_Forward):
         return weight if len(weight.sizes) == len(children) else None
 
     def intact(self) -> bool:
-        """Whether the parts are still those of the joint product: adapters and quantisation put others there."""
+        """Return whether the parts are still those of the joint product: adapters and quantisation
+        replace them.
+        """
         children = self.module._modules
         return all(children[name] is part for name, part in self.parts)
 
 
 class GatedForward(_JointForward):
-    """``down(silu(gate(x)) * up(x))`` with a joint product for gate and up."""
+    """Computes ``down(silu(gate(x)) * up(x))`` with one joint product for gate and up."""
 
     PARTS = ("gate_proj", "up_proj")
 
@@ -152,7 +157,7 @@ class GatedForward(_JointForward):
 
 
 class AttentionForward(_JointForward):
-    """Attention over a `SlotCache`; queries are rotated and keys and values written in one step."""
+    """Attention over a `SlotCache` that rotates queries and writes keys and values in one step."""
 
     PARTS = ("q_proj", "k_proj", "v_proj")
 
@@ -205,7 +210,7 @@ class AttentionForward(_JointForward):
         return module.o_proj(self.attend(query, cache, attention_mask)), None
 
     def attend(self, query: Tensor, cache: SlotCache, mask: Tensor) -> Tensor:
-        """What queries (B, N, heads, D) find in the cache: (B, N, heads * D)."""
+        """Attend with queries (B, N, heads, D) over the cache: (B, N, heads * D)."""
         module: Any = self.module
         keys, values = cache.seen(module.layer_idx)
         query = query.transpose(1, 2)
@@ -213,7 +218,7 @@ class AttentionForward(_JointForward):
         return attended.flatten(2)
 
     def fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
-        """Whether a pass is one that the kernels take."""
+        """Return whether the kernels can run this pass."""
         angle = (*states.shape[:-1], self.heads.depth)  # for every token, in the form in which the kernel reads them
         return (
             type(cache) is SlotCache
@@ -226,8 +231,9 @@ class AttentionForward(_JointForward):
         )
 
     def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
-        """What attention makes of causal rows on a cache of its own, and the keys and values that it writes there. The
-        module's own forward attends as it did before attention was folded."""
+        """Return the attention output of causal rows on a cache of its own, and the keys and values
+        written there. The module's own forward attends as it did before attention was folded.
+        """
         with attention.unfolded(self.module) if forward is self.plain else nullcontext():
             return _on_a_cache(self, forward, states, kwargs, lambda found: found[0])
 
@@ -235,8 +241,9 @@ class AttentionForward(_JointForward):
 def _on_a_cache(
     own: AttentionForward, forward: Any, states: Tensor, kwargs: dict[str, Any], chosen: Callable[[Any], Tensor]
 ) -> list[Tensor]:
-    """What is `chosen` of what a forward makes of causal rows (B, N, width) on a cache of its own, and the keys and
-    values that it writes there."""
+    """Run a forward on causal rows (B, N, width) with a cache of its own. Returns what `chosen`
+    picks from its result, and the keys and values that it wrote.
+    """
     batch, count = states.shape[:2]
     cache, module = SlotCache(batch, count), own.module
     cache.begin(range(batch), torch.arange(count, device=states.device).expand(batch, -1), count)
@@ -253,7 +260,7 @@ def _on_a_cache(
 
 
 class _Rooms:
-    """The room that all layers of a model share: they run one at a time."""
+    """Scratch buffers that all layers of a model share, since they run one at a time."""
 
     KEPT = 64  # Tokens for which there is always room; that of larger passes is let go by the next smaller one
 
@@ -261,7 +268,7 @@ class _Rooms:
         self.last: LayerRoom | None = None
 
     def of(self, parts: LayerParts, tokens: int, dtype: torch.dtype, kind: int) -> LayerRoom:
-        """Room for so many tokens in such layers."""
+        """Return buffers for so many tokens in such layers."""
         room = self.last
         if room is None or (room.sizes, room.dtype) != (parts.sizes, dtype) or not self._fits(room.tokens, tokens):
             room = self.last = LayerRoom(parts.sizes, max(tokens, self.KEPT), dtype, kind)
@@ -277,7 +284,7 @@ class _Rooms:
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """What stands inside of layers, and whether it is what it was."""
+    """The submodules and hooks found inside layers, to tell later whether anything was exchanged."""
 
     places: list[tuple[dict[str, Any], str]]  # Children of an owner, and a name among them
     held: list[Any]
@@ -287,7 +294,7 @@ class _Inside:
 
     @classmethod
     def at(cls, places: Sequence[tuple[nn.Module, str]]) -> _Inside:
-        """What stands there now."""
+        """Record what is there now."""
         found = [(owner._modules, name) for owner, name in places]
         held: list[Any] = [children[name] for children, name in found]
         replaced = [part.__dict__ for part in held if "forward" in part.__dict__]
@@ -296,11 +303,11 @@ class _Inside:
 
     @classmethod
     def of(cls, layers: Sequence[LayerForward]) -> _Inside:
-        """What stood in all these layers."""
+        """Join the records of several layers."""
         return cls(*([one for layer in layers for one in getattr(layer.inside, field.name)] for field in fields(cls)))
 
     def intact(self) -> bool:
-        """Whether nothing has been exchanged or is watched."""
+        """Return whether nothing has been exchanged and nothing is hooked."""
         return (
             not any(self.hooks)
             and [children.get(name) for children, name in self.places] == self.held
@@ -309,7 +316,7 @@ class _Inside:
 
 
 class _Run:
-    """Whole layers that run one behind the other."""
+    """Consecutive whole layers that run in one call."""
 
     def __init__(self, layers: Sequence[LayerForward]) -> None:
         self.layers, self.first, self.rooms = layers, layers[0], layers[0].rooms
@@ -320,11 +327,11 @@ class _Run:
         self.calls = Layers(self.parts, self.kind, products.address())
 
     def fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
-        """Whether the kernels take this pass."""
+        """Return whether the kernels can run this pass."""
         return self.inside.intact() and self.first.attention.fits(states, angles, mask, cache)
 
     def __call__(self, states: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: SlotCache) -> Tensor:
-        """What the layers make of states (B, N, width) that they fit."""
+        """Run the layers on states (B, N, width) that fit."""
         heads = self.first.attention.heads
         opened = [cache.opened(number, (heads.keys, heads.depth), like=states) for number in self.numbers]
         stores, places = [pair for pair, _ in opened], opened[0][1]
@@ -341,7 +348,9 @@ class _Run:
         return states
 
     def _asked(self, states: Tensor, stores: Stores, cache: SlotCache, mask: Tensor) -> Attention | None:
-        """The problem that attention in C is given by all layers; None where it runs elsewhere or on other tokens."""
+        """Return the attention problem that all layers give to the C kernel, or None if attention
+        runs elsewhere or on other tokens.
+        """
         this, module = current(), self.first.attention.module
         seen = cache.seen(module.layer_idx)
         aliased = all(
@@ -358,16 +367,16 @@ class _Run:
 
 
 class _Runs(dict[tuple[int, int], _Run]):
-    """Those that were needed so far, by their first layer and the one behind their last. A copy of a model makes its
-    own."""
+    """The runs that were needed so far, by first layer and end. A copied model makes its own."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Runs:
         return _Runs()
 
 
 class LayerForward(_Forward):
-    """A decoder layer on a CPU in one call, or in two with its attention between them. Its parts have got their own
-    faster forwards before; the bits are those of the parts."""
+    """A decoder layer on a CPU in one call, or in two with its attention between them. Its parts
+    must have their own faster forwards already; the bits are those of the parts.
+    """
 
     PARTS: ClassVar = {
         "input_layernorm": NormForward,
@@ -393,7 +402,7 @@ class LayerForward(_Forward):
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
-        """Asked once the parts have their forwards."""
+        """Return whether a module can be replaced; asked once its parts have their forwards."""
         if type(module).__name__ not in LAYERS or not type(module).__module__.startswith("transformers.models."):
             return False
         parts = [(module._modules.get(name), kind) for name, kind in cls.PARTS.items()]
@@ -429,7 +438,7 @@ class LayerForward(_Forward):
         return self.runs[0, 1](hidden_states, position_embeddings, attention_mask, cache)
 
     def parts(self) -> LayerParts:
-        """What the layer is made of."""
+        """Return the weights and sizes of the layer."""
         mix, down = self.last
         return LayerParts(
             first=self.before,
@@ -442,13 +451,16 @@ class LayerForward(_Forward):
         )
 
     def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
-        """What the layer makes of causal rows on a cache of its own, and what it writes there."""
+        """Return the layer's output for causal rows on a cache of its own, and what it writes
+        there.
+        """
         return _on_a_cache(self.attention, forward, states, kwargs, lambda found: found)
 
 
 class ModelForward(_Forward):
-    """A base model whose whole layers run in one call, as far as none of them is watched; its embedding, its angles,
-    its last norm and its other layers are called as its own forward calls them."""
+    """A base model whose whole layers run in one call where none of them is hooked. Embedding,
+    rotary angles, last norm and other layers are called as its own forward calls them.
+    """
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, module.layers[0].forward.attention.joint.packed)
@@ -458,7 +470,7 @@ class ModelForward(_Forward):
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
-        """Asked once the layers have their forwards."""
+        """Return whether a module can be replaced; asked once its layers have their forwards."""
         if type(module).__name__ not in MODELS or not type(module).__module__.startswith("transformers.models."):
             return False
         layers: Any = module._modules.get("layers")
@@ -488,7 +500,7 @@ class ModelForward(_Forward):
         return BaseModelOutputWithPast(last_hidden_state=module.norm(states), **{self.cache_argument: cache})
 
     def _fits(self, ids: Tensor | None, mask: Any, positions: Tensor | None, kwargs: dict[str, Any]) -> bool:
-        """Whether this is a pass of ids over a cache of ours, and nothing else is asked."""
+        """Return whether this is a plain pass of ids over a `SlotCache`."""
         module: Any = self.module
         return (
             ids is not None
@@ -503,7 +515,7 @@ class ModelForward(_Forward):
         )
 
     def _whole_until(self, start: int) -> int:
-        """The end of the run of whole, unwatched layers of one kind that begins there."""
+        """Return the end of the run of whole, unhooked layers of one kind that begins at `start`."""
         end, key = start, None
         for layer in self.layers[start:]:
             forward = layer.__dict__.get("forward")
@@ -521,7 +533,9 @@ class ModelForward(_Forward):
 
     @torch.inference_mode()
     def agrees(self, ids: Tensor) -> bool:
-        """Whether it makes of ids (B, N) on a cache of its own what the module's own forward makes of them."""
+        """Return whether it computes from ids (B, N), on a cache of its own, exactly what the
+        module's own forward computes.
+        """
         batch, count = ids.shape
         cache, positions = SlotCache(batch, count), torch.arange(count).expand(batch, -1)
         cache.begin(range(batch), positions, count)
@@ -533,7 +547,7 @@ class ModelForward(_Forward):
 
 
 def _projections(layer: Any) -> list[tuple[Any, str]]:
-    """Where the projections that nothing is joined with stand: their owners and names."""
+    """Return owners and names of the projections that are not part of a joint product."""
     return [(layer._modules["self_attn"], "o_proj"), (layer._modules["mlp"], "down_proj")]
 
 
@@ -545,7 +559,8 @@ KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormFo
 
 
 def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | None = None) -> int:
-    """Give every module of `model` that suits and answers as before a faster forward; how many got one.
+    """Give every module of `model` that suits and answers as before a faster forward, and return
+    how many got one.
 
     Args:
         ids: (B, N) tokens, text of the model's own kind, over which the modules are compared. None: `model` takes no
@@ -573,7 +588,9 @@ def _tried(
     accepted: Collection[str] | None,
     kind_of: Callable[[nn.Module], Callable[[Any], Any] | None],
 ) -> list[Any]:
-    """The faster forwards that modules get now, of the kind that suits each, where it answers as before."""
+    """Install faster forwards on the modules that `kind_of` suits and that answer as before, and
+    return them.
+    """
     named = [(name, module, kind_of(module)) for name, module in model.named_modules()]
     made = {name: kind(module) for name, module, kind in named if kind is not None and "forward" not in module.__dict__}
     if accepted is not None:
@@ -593,7 +610,7 @@ def installed(model: nn.Module) -> list[str]:
 
 
 def remove(model: nn.Module) -> int:
-    """Undo `install`; how many modules have their own forward again."""
+    """Undo `install`, and return how many modules have their own forward again."""
     replaced = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), _Forward)]
     for module in replaced:
         del module.forward
@@ -601,12 +618,14 @@ def remove(model: nn.Module) -> int:
 
 
 def _epsilon(module: Any) -> float:
-    """Of a norm; 0 where it does not say."""
+    """Return a norm's epsilon, or 0 if it states none."""
     return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0)
 
 
 def _takes(weight: Tensor, size: int = 0) -> bool:
-    """Whether its device has operations for states of its dtype, of so many values."""
+    """Return whether the device of `weight` has operations for states of its dtype with `size`
+    values.
+    """
     ops = fused(weight.device)
     if ops is None or weight.dtype not in ops.DTYPES or size % ops.LANES:
         return False

@@ -49,7 +49,7 @@ Loader = Callable[[str], ctypes.CDLL]
 
 
 def version(flags: Sequence[str] | None = None) -> str:
-    """Changes with any kernel's source and with the flags."""
+    """Return a hash of all kernel sources and the flags."""
     sources = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]")))
     return hashlib.sha256(sources + "\0".join(FLAGS if flags is None else flags).encode()).hexdigest()[:16]
 
@@ -57,9 +57,11 @@ def version(flags: Sequence[str] | None = None) -> str:
 def compiled_library(
     name: str, loader: Loader = ctypes.CDLL, *, flags: Sequence[str] | None = None
 ) -> ctypes.CDLL | None:
-    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged. The `loader`
-    ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it. Of other
-    `flags` than `FLAGS`, which need AVX-512 BF16, the caller knows that the processor has what they ask for."""
+    """Compile ``<name>.c`` and load it; None where this machine cannot, which is logged. The
+    `loader` ``ctypes.PyDLL`` keeps the interpreter's lock during a call, which is better where a
+    call is shorter than waiting for the lock. A caller that passes `flags` of its own knows that
+    the processor supports them; the default `FLAGS` need AVX-512 BF16.
+    """
     if sys.platform != "linux" or (flags is None and not torch.cpu._is_avx512_bf16_supported()):
         return None
     try:
@@ -72,7 +74,9 @@ def compiled_library(
 
 
 def _loaded(name: str, loader: Loader, flags: Sequence[str]) -> ctypes.CDLL:
-    """The kernel from the cache, compiled first if need be. OSError: no compiler; SubprocessError: it failed."""
+    """Load the kernel from the cache, and compile it first if need be. Raises OSError without a
+    compiler, SubprocessError if it fails.
+    """
     path = cache_root() / "kernels" / f"{name}-{version(flags)}.so"
     try:
         return _open(path, loader)
@@ -91,7 +95,9 @@ def _loaded(name: str, loader: Loader, flags: Sequence[str]) -> ctypes.CDLL:
 
 
 def _open(path: Path, loader: Loader) -> ctypes.CDLL:
-    """The library in a file that nobody else can write to: others' code would run as us. OSError: none there."""
+    """Load a library from a file that nobody else can write to, since it runs with our rights.
+    Raises OSError if there is none.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
@@ -119,13 +125,13 @@ DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
 
 
 def _fields(pointers: str, counts: str, floats: str) -> list[tuple[str, Any]]:
-    """Of a C structure that ends with the number of threads."""
+    """Return the fields of a C structure that ends with the number of threads."""
     kinds = ((pointers, ctypes.c_void_p), (counts, ctypes.c_int64), (floats, ctypes.c_float))
     return [*((name, kind) for names, kind in kinds for name in names.split()), ("threads", ctypes.c_int32)]
 
 
 class _Problem(ctypes.Structure):
-    """`Problem` of ``attend.c``."""
+    """The structure `Problem` of ``attend.c``."""
 
     _fields_ = _fields(
         "query key value mask rows out lengths paths",
@@ -136,7 +142,9 @@ class _Problem(ctypes.Structure):
 
 
 def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Whether `attend` can be asked: bf16 on a CPU that has the instructions, heads of a fitting width, no gradient."""
+    """Return whether `attend` takes these tensors: bf16 on a CPU that has the instructions, fitting
+    head widths, no gradient.
+    """
     tensors = (query, key, value, mask)
     return (
         all(tensor.dtype == torch.bfloat16 and tensor.stride(-1) == 1 for tensor in tensors)
@@ -158,9 +166,10 @@ def attend(
     *,
     paths: Paths | None = None,
 ) -> Tensor:
-    """Attention where `takes_attention` says so, (B, N, heads, D'); a token's bits depend on what it sees alone and,
-    with `paths`, not on the slots of it. ArgumentError: the shapes do not belong together, or there is no such row or
-    slot; nothing was read.
+    """Compute attention (B, N, heads, D') for tensors that `takes_attention` accepts. A token's
+    bits depend only on what it sees and, with `paths`, not on the slots it stands in. Raises
+    ArgumentError, before anything is read, if the shapes do not belong together or a row or slot
+    does not exist.
 
     Args:
         query: (B, heads, N, D)
@@ -174,7 +183,7 @@ def attend(
 
 
 class Attention:
-    """A problem for the attention kernel, which `run` answers. Its tensors must live as long as it."""
+    """A problem for the attention kernel. Its tensors must live as long as it does."""
 
     def __init__(
         self,
@@ -187,7 +196,7 @@ class Attention:
         *,
         paths: Paths | None = None,
     ) -> None:
-        """As `attend`."""
+        """Describe a problem; the arguments are those of `attend`."""
         batch, heads, count, depth = query.shape
         held, key_heads, width, _ = key.shape
         fitting = value.shape[:3] == key.shape[:3] and key.shape[3] == depth
@@ -209,21 +218,23 @@ class Attention:
         self._paths = paths
 
     def run(self) -> Tensor:
-        """(B, N, heads, D'). ArgumentError: the shapes do not belong together, or there is no such row or slot."""
+        """Compute attention (B, N, heads, D'). Raises ArgumentError if the shapes do not belong
+        together or a row or slot does not exist.
+        """
         self._refuse(attention_kernel().forerun_attend if self.fitting else None)
         return self.out
 
     def address(self) -> int:
-        """Where the problem lies for `Layers.run`. ArgumentError: as `run`."""
+        """Return the problem's address for `Layers.run`. Raises ArgumentError as `run` does."""
         self._refuse(attention_kernel().forerun_attend_check if self.fitting else None)
         return ctypes.addressof(self._problem)
 
     def offsets(self, key: int, value: int) -> tuple[int, int]:
-        """Entries between these addresses and its own keys and values."""
+        """Return the offsets, in entries, from these addresses to its own keys and values."""
         return (self._problem.key - key) // self.out.itemsize, (self._problem.value - value) // self.out.itemsize
 
     def _refuse(self, judge: Callable[[Any], int] | None) -> None:
-        """Raise ArgumentError where it finds something wrong, or there is none to ask."""
+        """Raise ArgumentError if `judge` rejects the problem, or there is no `judge`."""
         if judge is not None and not judge(ctypes.byref(self._problem)):
             return
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors[:4] if tensor is not None)
@@ -239,7 +250,7 @@ class Attention:
 
 @cache
 def attention_kernel() -> Any:
-    """The compiled library of attention; None where this machine cannot have it."""
+    """Return the compiled attention library, or None where this machine cannot have it."""
     amx = torch.cpu._is_amx_tile_supported()
     library = compiled_library("attend", flags=(*FLAGS, *AMX) if amx else None)
     if library is None:
@@ -251,7 +262,7 @@ def attention_kernel() -> Any:
 
 @cache
 def _attention_part() -> int:
-    """Where the function lies with which `Layers.run` attends."""
+    """Return the address of the function that `Layers.run` attends with."""
     return ctypes.cast(attention_kernel().forerun_attend_part, ctypes.c_void_p).value or 0
 
 
@@ -272,7 +283,7 @@ _ARGUMENTS = {
 
 
 class _Placing(ctypes.Structure):
-    """`Placing` of ``fused_ops.c``."""
+    """The structure `Placing` of ``fused_ops.c``."""
 
     _fields_ = _fields(
         "states cosine sine query_norm key_norm places query keys values",
@@ -282,7 +293,7 @@ class _Placing(ctypes.Structure):
 
 
 class _Product(ctypes.Structure):
-    """`Product` of ``product.h``."""
+    """The structure `Product` of ``product.h``."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("states", "weights", "bias", "out", "wide")),
@@ -292,7 +303,7 @@ class _Product(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of ``fused_ops.c``."""
+    """The structure `Layer` of ``fused_ops.c``."""
 
     _fields_: ClassVar = [
         *((name, _Product) for name in ("joint", "mix", "gates", "down")),
@@ -304,7 +315,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Pass(ctypes.Structure):
-    """`Pass` of ``fused_ops.c``."""
+    """The structure `Pass` of ``fused_ops.c``."""
 
     _fields_ = _fields(
         "states answer between0 between1 attended cosine sine places attention multiply attend",
@@ -315,7 +326,9 @@ class _Pass(ctypes.Structure):
 
 @cache
 def fused_kernels(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
-    """The library that is compiled for values of that dtype; None where this machine cannot have it."""
+    """Return the library compiled for values of that dtype, or None where this machine cannot have
+    it.
+    """
     flags = None
     if dtype is torch.float32 or not torch.cpu._is_avx512_bf16_supported():
         if dtype not in DTYPES or not torch.cpu._is_avx512_supported():
@@ -335,12 +348,14 @@ def fused_kernels(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
 
 
 def ready(_device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this machine has the functions below for values of that dtype."""
+    """Return whether this machine has the functions below for values of that dtype."""
     return dtype in DTYPES and fused_kernels(dtype) is not None
 
 
 def takes_states(states: Tensor) -> bool:
-    """Whether the functions below take values like these: contiguous, on a fitting CPU, without a gradient."""
+    """Return whether the functions below take these values: contiguous, on a fitting CPU, without a
+    gradient.
+    """
     return (
         states.dtype in DTYPES
         and states.is_contiguous()
@@ -352,7 +367,9 @@ def takes_states(states: Tensor) -> bool:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm of (.., size), in float32, times `weight` (size,). ArgumentError: sizes that do not fit."""
+    """Compute RMSNorm of (.., size) in float32, times `weight` (size,). Raises ArgumentError if
+    sizes do not fit.
+    """
     size = states.shape[-1]
     if weight.shape != (size,) or weight.dtype is not states.dtype or size % LANES:
         got = f"got {tuple(weight.shape)} of {weight.dtype}"
@@ -366,7 +383,9 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def silu_and_mul(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size). ArgumentError: no multiple of `LANES`."""
+    """Compute ``silu(gate) * up`` of (.., 2 * size), gates first: (.., size). Raises ArgumentError
+    unless size is a multiple of `LANES`.
+    """
     size = both.shape[-1] // 2
     if both.shape[-1] % (2 * LANES):
         raise ArgumentError(f"gates and values come in {LANES}s each, got {both.shape[-1]} of both")
@@ -377,9 +396,10 @@ def silu_and_mul(both: Tensor) -> Tensor:
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor | None:
-    """(B, N, k) ids of the largest of (B, N, V), the largest first, of equals the first; the first is -1 where there is
-    NaN. None where our own kernel cannot find them. It reads the logits once: 8 nodes of 49,152 take 0.04 ms, with
-    torch's functions 0.4."""
+    """Return (B, N, k) ids of the largest of (B, N, V), the largest first, ties by id; the first is
+    -1 where there is NaN. None where our own kernel cannot find them. It reads the logits once: 8
+    nodes of 49,152 take 0.04 ms, with torch's functions 0.4.
+    """
     if not takes_states(logits) or not 1 <= k <= min(MOST_TOP, logits.shape[-1]):
         return None
     (*shape, width), rows = logits.shape, logits.shape[:-1].numel()
@@ -390,8 +410,9 @@ def top_ids(logits: Tensor, k: int) -> Tensor | None:
 
 
 def largest(logits: Tensor) -> list[list[int]]:
-    """(B, N) ids of the largest of (B, N, V) on a CPU, the first of equals; -1 where there is NaN. Our own kernel finds
-    them where it can, else numpy: torch takes three to six times as long."""
+    """Return (B, N) ids of the largest of (B, N, V) on a CPU, ties by id; -1 where there is NaN.
+    Our own kernel finds them where it can, else numpy: torch takes three to six times as long.
+    """
     if (ids := top_ids(logits, 1)) is not None:
         return ids.squeeze(-1).tolist()
     flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
@@ -403,7 +424,7 @@ def largest(logits: Tensor) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """A root-mean-square norm of every head."""
+    """A root-mean-square norm applied to every head."""
 
     weight: Tensor  # (D,)
     epsilon: float
@@ -411,7 +432,7 @@ class HeadNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """How the output of a layer's joint projection divides."""
+    """The division of a layer's joint projection into heads."""
 
     queries: int
     keys: int  # As many as values
@@ -423,8 +444,9 @@ class Heads:
 def rope_and_write(
     states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
 ) -> Tensor:
-    """Normalise and rotate queries and keys, write keys and values to the cache; returns the queries (.., queries, D).
-    ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.
+    """Normalise and rotate queries and keys, write keys and values to the cache, and return the
+    queries (.., queries, D). Raises ArgumentError, before anything is written, if the shapes do not
+    belong together or a slot does not exist.
 
     Args:
         states: (.., (queries + 2 * keys) * D) of M tokens, contiguous.
@@ -441,7 +463,9 @@ def rope_and_write(
 def _placing(
     states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
 ) -> tuple[_Placing | None, Tensor]:
-    """The problem, None where shapes do not belong together, and where its queries come to lie."""
+    """Return the placing problem, or None if the shapes do not belong together, and the tensor that
+    its queries are written to.
+    """
     tokens, size = places.numel(), heads.keys * heads.depth
     slots = stores[0].numel() // size
     norms = (heads.query_norm, heads.key_norm)
@@ -485,18 +509,18 @@ class Norm(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """(width,)"""
+        """The weight (width,)."""
         ...
 
     @property
     def epsilon(self) -> float:
-        """What is added to the mean square."""
+        """The number added to the mean square."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerParts:
-    """What a decoder layer is made of, but for its attention."""
+    """The weights and sizes of a decoder layer, without its attention."""
 
     first: Norm  # Before attention
     second: Norm  # Behind it
@@ -525,7 +549,9 @@ class LayerParts:
 
 
 class LayerRoom:
-    """Room for what lies between the steps of layers of these sizes, in a pass of at most so many tokens."""
+    """Scratch buffers between the steps of layers of these sizes, for a pass of at most so many
+    tokens.
+    """
 
     def __init__(self, sizes: tuple[int, int, int, int, int], tokens: int, dtype: torch.dtype, kind: int) -> None:
         width, inner, queries, keys, depth = sizes
@@ -545,12 +571,15 @@ Stores = Sequence[tuple[Tensor, Tensor]]  # Keys and values of each layer, (rows
 
 
 class Layers:
-    """Decoder layers that run one behind the other: all in one call, or each in one call before and one behind its
-    attention. Their arguments are kept from pass to pass, for to fill them in takes longer than many a product; one
-    pass at a time. Bits are those of the single operations."""
+    """Consecutive decoder layers: all in one call, or each in one call before its attention and one
+    after. Arguments are kept from pass to pass, since filling them in takes longer than many a
+    product; one pass at a time. Bits are those of the single operations.
+    """
 
     def __init__(self, parts: Sequence[LayerParts], kind: int, multiply: int) -> None:
-        """Of layers of the same sizes, which multiply in a way of `products.Kind`, by the function at an address."""
+        """Prepare layers of the same sizes, which multiply in the way `kind` (`products.Kind`) by
+        the function at the address `multiply`.
+        """
         self._parts, self._kind = parts, kind
         self._matrices = [matrix for one in parts for matrix in one.matrices]
         self._norms = [norm for one in parts for norm in one.norms]
@@ -565,8 +594,9 @@ class Layers:
     def begin(
         self, room: LayerRoom, tokens: int, angles: tuple[Tensor, Tensor], places: Tensor, stores: Stores
     ) -> None:
-        """Announce a pass over so many tokens: their cosines and sines (.., D) and their `places` (M,) in `stores`, as
-        in `rope_and_write`."""
+        """Announce a pass over so many tokens: their cosines and sines (.., D) and their `places`
+        (M,) in `stores`, as in `rope_and_write`.
+        """
         now = [matrix.packed.data_ptr() for matrix in self._matrices]
         now += [matrix.bias.data_ptr() for matrix in self._matrices if matrix.bias is not None]
         now += [norm.weight.data_ptr() for norm in self._norms]
@@ -580,7 +610,7 @@ class Layers:
         this.slots, this.tokens, this.threads = stores[0][0].shape[:2].numel(), tokens, torch.get_num_threads()
 
     def _fill(self, layer: _Layer, parts: LayerParts, stores: tuple[Tensor, Tensor], room: LayerRoom) -> None:
-        """What stays from pass to pass."""
+        """Fill in the arguments that stay from pass to pass."""
         width, inner, queries, keys, depth = parts.sizes
 
         def product(matrix: Matrix, states: Tensor | None, out: Tensor | None, outputs: int) -> _Product:
@@ -602,30 +632,35 @@ class Layers:
         layer.first_epsilon, layer.second_epsilon = parts.first.epsilon, parts.second.epsilon
 
     def query(self, lead: Sequence[int]) -> Tensor:
-        """Where the queries (.., queries, D) of the tokens `lead` (..) lie, until the next layer enters."""
+        """Return the queries (.., queries, D) of the tokens `lead` (..); they are valid until the
+        next layer enters.
+        """
         assert self._room is not None, "begin() comes first"
         _, _, queries, _, depth = self._room.sizes
         return self._room.query[: self._pass.tokens].view(*lead, queries, depth)
 
     def enter(self, number: int, states: Tensor) -> Tensor:
-        """Norm, joint projection and `rope_and_write` of states (.., width) in one layer: its `query`. ArgumentError:
-        there is no such slot; nothing was written."""
+        """Run norm, joint projection and `rope_and_write` on states (.., width) in one layer, and
+        return its queries. Raises ArgumentError, before anything is written, if a slot does not
+        exist.
+        """
         self._pass.states = states.data_ptr()
         if _library(states).forerun_enter(self._addresses[number], ctypes.byref(self._pass)):
             raise self._outside()
         return self.query(states.shape[:-1])
 
     def leave(self, number: int, attended: Tensor, states: Tensor) -> Tensor:
-        """What attention found (.., queries * D), projected and added to the layer's input; norm, gated MLP, and that
-        added too: (.., width)."""
+        """Finish a layer: project the attention output (.., queries * D) and add it to the input,
+        then add the gated MLP of its norm. Returns (.., width).
+        """
         this, answer = self._pass, torch.empty_like(states)
         this.states, this.attended, this.answer = states.data_ptr(), attended.data_ptr(), answer.data_ptr()
         _library(states).forerun_leave(self._addresses[number], ctypes.byref(this))
         return answer
 
     def run(self, states: Tensor, asked: Attention) -> Tensor:
-        """All layers over states (.., width): (.., width). ArgumentError: there is no such slot, or attention cannot be
-        computed; nothing was written.
+        """Run all layers over states (.., width): (.., width). Raises ArgumentError, before
+        anything is written, if a slot does not exist or attention cannot be computed.
 
         Args:
             asked: attention of the first layer; the others ask the same of their keys and values.
@@ -656,7 +691,9 @@ class Layers:
 
 @cache
 def _run_layers(dtype: torch.dtype) -> Any:
-    """The function that runs whole layers: the interpreter's lock is let go, a pass takes long."""
+    """Return the function that runs whole layers. It releases the interpreter's lock, for a pass
+    takes long.
+    """
     found = fused_kernels(dtype)
     assert found is not None, "takes_states() is asked first"
     kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)

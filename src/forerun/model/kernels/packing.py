@@ -1,4 +1,5 @@
-"""Linear layers repacked for few rows: layers with one input merged into one, and on a CPU weights in panels.
+"""Linear layers repacked for few rows: layers with one input are merged into one, and on a CPU
+weights are laid out in panels.
 
 There a packed layer gives every row the same bits whatever the other rows hold and however many there are. In float32
 and bf16 our own products in C do so (`products`), which read the weights once at the memory's pace for 1 to 16 rows;
@@ -44,7 +45,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear]) -> PackedWeight:
-        """For the device and the dtype of the layers."""
+        """Pack layers in the layout for their device and dtype."""
         weight = layers[0].weight
         if weight.device.type != "cpu":
             return JoinedWeight(layers)
@@ -60,7 +61,7 @@ class PackedWeight:
         _WEIGHTS[self.name] = self
 
     def apply(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out of all layers); one row runs as two."""
+        """Multiply (.., in) -> (.., out of all layers); a single row runs as two."""
         if torch.compiler.is_compiling():  # the tracer cannot see oneDNN's tensors
             traced: Tensor = torch.ops.forerun.packed_linear(states, self.name, sum(self.sizes))
             return traced
@@ -69,7 +70,7 @@ class PackedWeight:
         return result.view(*states.shape[:-1], result.shape[-1])
 
     def _product(self, rows: Tensor) -> Tensor:
-        """(M, in) -> (M, out)"""
+        """Multiply (M, in) -> (M, out)."""
         single = rows.shape[0] == 1
         if single:
             rows = torch.cat((rows, rows))
@@ -77,8 +78,9 @@ class PackedWeight:
         return result[:1] if single else result
 
     def ready(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Contents:
-        """Matrices (out, in) and biases (out,) as this object would hold them, in its dtype, on its device; changes
-        nothing."""
+        """Return matrices (out, in) and biases (out,) as this object would hold them, in its dtype
+        and on its device. Changes nothing.
+        """
         bias = torch.cat(list(biases)).detach().to(self.device, self.dtype) if biases else None
         packed = self._laid_out([weight.detach().to(self.device, self.dtype) for weight in weights])
         return Contents(packed=packed, bias=bias)
@@ -88,11 +90,11 @@ class PackedWeight:
         return packed
 
     def matrix(self) -> Tensor:
-        """(out of all layers, in), unpacked anew at each call."""
+        """Return (out of all layers, in), unpacked anew at each call."""
         return self.packed.to_dense()
 
     def exchange(self, contents: Contents) -> Contents:
-        """Hold these values from now on; returns the former ones."""
+        """Replace the values, and return the former ones."""
         former = Contents(self.packed, self.bias)
         self.packed, self.bias = contents
         return former
@@ -101,13 +103,13 @@ class PackedWeight:
         return self  # never written to, and oneDNN's tensors cannot be copied
 
     def nbytes(self) -> int:
-        """Bytes of packed weights and biases, padding of the layout not counted."""
+        """Return the bytes of packed weights and biases, without the padding of the layout."""
         columns = self.in_features + (self.bias is not None)
         return sum(self.sizes) * columns * self.dtype.itemsize
 
 
 class PanelWeight(PackedWeight):
-    """The same in panels, for our own products in C."""
+    """Packed weights in panels, for our own products in C."""
 
     def _product(self, rows: Tensor) -> Tensor:
         if rows.requires_grad and torch.is_grad_enabled():
@@ -122,7 +124,7 @@ class PanelWeight(PackedWeight):
 
 
 class JoinedWeight(PackedWeight):
-    """The same on an accelerator: a plain matrix."""
+    """Packed weights on an accelerator: one plain matrix."""
 
     def apply(self, states: Tensor) -> Tensor:
         return nn.functional.linear(states, self.packed, self.bias)
@@ -139,12 +141,12 @@ class JoinedWeight(PackedWeight):
 
 
 def _below(matrices: Sequence[Tensor]) -> Tensor:
-    """Matrices below each other; one alone as it is."""
+    """Concatenate matrices below each other; a single one is returned as it is."""
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
 def overwritten(own: Tensor, value: Tensor) -> Tensor:
-    """Copy `value` to where recorded passes read `own`; the former values."""
+    """Copy `value` to where recorded passes read `own`, and return the former values."""
     former = own.clone()
     own.copy_(value)
     if value.device.type == "cuda":  # it may be another stream's, which must not use its memory before
@@ -153,7 +155,9 @@ def overwritten(own: Tensor, value: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """Stands where an `nn.Linear` stood, whose weight is packed: alone, or as part `index` of a group."""
+    """A linear layer whose weight is packed, alone or as part `index` of a group; replaces an
+    `nn.Linear`.
+    """
 
     def __init__(self, layer: nn.Linear, weight: PackedWeight, group: FusedGroup | None = None, index: int = 0) -> None:
         super().__init__()
@@ -165,7 +169,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in), unpacked anew at each call."""
+        """(out, in), unpacked anew at each access."""
         return torch.split(self.packed_weight.matrix(), self.packed_weight.sizes)[self.index]
 
     @property
@@ -184,7 +188,9 @@ class PackedLinear(nn.Module):
 
 
 class FusedGroup:
-    """Layers that read the same input, computed together at the first call and handed out one by one."""
+    """Linear layers that read the same input: computed together at the first call and handed out
+    one by one.
+    """
 
     def __init__(self, weight: PackedWeight) -> None:
         self.packed_weight = weight
@@ -192,7 +198,9 @@ class FusedGroup:
         self._results: dict[int, Tensor] = {}
 
     def take(self, states: Tensor, index: int) -> Tensor:
-        """The output of layer `index`. Another input than last time, or a second call, computes anew."""
+        """Return the output of layer `index`. Another input than last time, or a second call,
+        computes anew.
+        """
         if self._input is not states or index not in self._results:
             parts = torch.split(self.packed_weight.apply(states), self.packed_weight.sizes, dim=-1)
             self._input, self._results = states, dict(enumerate(parts))
@@ -217,15 +225,17 @@ def _packed_linear_shape(states: Tensor, name: str, outputs: int) -> Tensor:
 
 
 class Packing(NamedTuple):
-    """What `pack` did."""
+    """The counts that `pack` returns."""
 
     layers: int  # Linear layers that were repacked
     fused: int  # Groups that were merged
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether packed products in `dtype` are fast here: our own in C, else oneDNN's: in bf16 and fp16 if it does not
-    emulate them; in float32 on x86, where MKL's takes two to three times as long for two rows as for one."""
+    """Return whether packed products in `dtype` are fast here. Our own C products are; else
+    oneDNN's are in bf16 and fp16 unless emulated, and in float32 on x86, where MKL takes two to
+    three times as long for two rows as for one.
+    """
     if products.ready(dtype):
         return True
     if dtype is torch.float32:
@@ -234,14 +244,16 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def packable(layer: nn.Module) -> bool:
-    """True for a plain `nn.Linear` on a CPU that `packs` its dtype."""
+    """Return whether a module is a plain `nn.Linear` on a CPU that `packs` its dtype."""
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
         return False
     return not _hooked(layer) and packs(layer.weight.dtype)
 
 
 def joinable(layer: nn.Module) -> bool:
-    """True for a plain `nn.Linear` in half precision on a CUDA device: worth merging with others, not alone."""
+    """Return whether a module is a plain `nn.Linear` in half precision on a CUDA device, which is
+    worth merging with others but not packing alone.
+    """
     if type(layer) is not nn.Linear or layer.weight.device.type != "cuda":
         return False
     plain = type(layer.weight.data) is Tensor and layer.weight.dtype in (torch.bfloat16, torch.float16)
@@ -254,8 +266,9 @@ def _hooked(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def pack(model: nn.Module) -> Packing:
-    """Replace every packable linear layer of `model`, and joinable ones that read the same, in place; the plain weights
-    are freed, a tied embedding stays."""
+    """Replace every packable linear layer of `model`, and joinable ones that read the same input,
+    in place. The plain weights are freed; a tied embedding stays.
+    """
     found = list(_packable(model))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         # Our own packing runs in threads of Python: those of OpenMP go on for milliseconds behind each matrix.
@@ -269,7 +282,7 @@ def pack(model: nn.Module) -> Packing:
 
 
 def _ours(weight: Tensor) -> bool:
-    """Whether a weight is multiplied by `products`."""
+    """Return whether a weight is multiplied by `products`."""
     return weight.device.type == "cpu" and products.ready(weight.dtype)
 
 
@@ -278,7 +291,7 @@ def _linears(parent: nn.Module, names: Sequence[str]) -> list[Any]:
 
 
 def _packable(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """Modules, and the names of those of their children that one weight will hold."""
+    """Yield modules with the names of those of their children that one packed weight will hold."""
     # Not the inside of an adapter, which reads its base layer's weight.
     for parent in [module for module in model.modules() if not hasattr(module, "base_layer")]:
         children, merged = parent._modules, set[str]()
@@ -296,7 +309,9 @@ def _packable(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
 
 @torch.no_grad()
 def unpack(model: nn.Module) -> int:
-    """Undo `pack`: plain linear layers with the same weights, tied ones tied again; how many."""
+    """Undo `pack`, and return how many layers are plain again: the same weights, tied ones tied
+    again.
+    """
     found = [
         (parent, name, child)
         for parent in list(model.modules())
@@ -316,7 +331,7 @@ def unpack(model: nn.Module) -> int:
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Bytes of what `pack` packed: weights that are no parameters any longer."""
+    """Return the bytes of all packed weights, which are no parameters any longer."""
     found = {module.packed_weight for module in model.modules() if isinstance(module, PackedLinear)}
     return sum(weight.nbytes() for weight in found)
 
@@ -329,14 +344,16 @@ class Weights:
     packed: tuple[tuple[PackedWeight, Contents], ...]
 
     def nbytes(self) -> int:
-        """Bytes of the values, padding of packed layouts not counted."""
+        """Return the bytes of the values, without the padding of packed layouts."""
         return sum(value.nbytes for _, value in self.parameters) + sum(weight.nbytes() for weight, _ in self.packed)
 
 
 @torch.no_grad()
 def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
-    """The values of `state`, a plain model's ``state_dict`` in any floating dtype, as `model` would hold them: its
-    dtypes, its devices, its layouts. Changes nothing. CheckpointError: a tensor is missing or has another shape."""
+    """Convert `state`, a plain model's ``state_dict`` in any floating dtype, to the dtypes, devices
+    and layouts of `model`. Changes nothing. Raises CheckpointError if a tensor is missing or
+    misshapen.
+    """
     parameters = tuple(
         (own, _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True))
         for name, own in model.named_parameters()
@@ -356,8 +373,10 @@ def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
 
 
 def exchange(weights: Weights) -> Weights:
-    """Put these weights into the model that they were made for; returns what was there. On a CPU pointers change and no
-    value is copied. On an accelerator values are copied into place, where recorded passes read."""
+    """Put these weights into the model that they were made for, and return the former ones. On a
+    CPU pointers change and no value is copied. On an accelerator values are copied into place,
+    where recorded passes read.
+    """
     with torch.inference_mode(False):
         parameters = []
         for own, value in weights.parameters:

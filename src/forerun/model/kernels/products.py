@@ -35,7 +35,7 @@ _CLEARLY = 0.9  # Another way than the first that a machine has must take at mos
 
 
 class Kind(IntEnum):
-    """How entries are multiplied; numbered as in ``product.h``."""
+    """The ways of multiplying entries, numbered as in ``product.h``."""
 
     FLOAT32 = 0
     WIDENED = 1  # bf16 as float32
@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library that is compiled for this processor; None where this machine cannot have it."""
+    """Return the library compiled for this processor, or None where this machine cannot have it."""
     if not torch.cpu._is_avx2_supported():
         return None
     builds = [BASE]
@@ -59,7 +59,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def opened(flags: Sequence[str]) -> ctypes.CDLL | None:
-    """The library as these flags of the compiler make it."""
+    """Load the library as compiled with these flags."""
     found = native.compiled_library("product", flags=flags)
     if found is None:
         return None
@@ -72,21 +72,25 @@ def opened(flags: Sequence[str]) -> ctypes.CDLL | None:
 
 
 def ready(dtype: torch.dtype) -> bool:
-    """Whether this machine multiplies packed weights of that dtype."""
+    """Return whether this machine multiplies packed weights of that dtype."""
     return dtype in DTYPES and library() is not None
 
 
 @cache
 def address() -> int:
-    """Where the function lies with which other kernels multiply (`Multiply` of ``product.h``)."""
+    """Return the address of the function that other kernels multiply with (`Multiply` of
+    ``product.h``).
+    """
     found = library()
     assert found is not None, "ready() is asked first"
     return ctypes.cast(found.forerun_product_part, ctypes.c_void_p).value or 0
 
 
 def packed(*matrices: Tensor) -> Tensor:
-    """Return matrices (outputs, depth) below each other in panels: (P, depth, LANES), bf16 (P, depth / 2, LANES, 2);
-    zeros fill the last panel up, and the depth of bf16 to a multiple of `STEP`."""
+    """Lay out matrices (outputs, depth) below each other in panels: (P, depth, LANES), bf16 (P,
+    depth / 2, LANES, 2). Zeros fill up the last panel, and the depth of bf16 to a multiple of
+    `STEP`.
+    """
     found = library()
     assert found is not None, "ready() is asked first"
     depth, dtype = matrices[0].shape[1], matrices[0].dtype
@@ -104,14 +108,14 @@ def packed(*matrices: Tensor) -> Tensor:
 
 
 def unpacked(panels: Tensor, outputs: int, depth: int) -> Tensor:
-    """What `packed` was given, (outputs, depth)."""
+    """Undo `packed`, and return the matrix (outputs, depth)."""
     matrix = panels.transpose(1, 2).flatten(2) if panels.dim() == 4 else panels.transpose(1, 2)
     return matrix.reshape(-1, matrix.shape[-1])[:outputs, :depth]
 
 
 def multiply(rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int, kind: Kind | None = None) -> Tensor:
-    """(M, depth) times packed weights, plus bias (outputs,): (M, outputs). ArgumentError: shapes or dtypes that do not
-    fit; nothing was read.
+    """Multiply (M, depth) by packed weights and add the bias (outputs,): (M, outputs). Raises
+    ArgumentError, before anything is read, if shapes or dtypes do not fit.
 
     Args:
         kind: how to multiply; None: as this machine does in that dtype.
@@ -151,7 +155,9 @@ def _multiplied(
 
 @cache
 def kind_of(dtype: torch.dtype) -> Kind:
-    """How this machine multiplies in that dtype: the fastest way it has, measured once and kept."""
+    """Return how this machine multiplies in that dtype: the fastest way it has, measured once and
+    kept on disk.
+    """
     found = library()
     assert found is not None, "ready() is asked first"
     if dtype is torch.float32:
@@ -162,7 +168,7 @@ def kind_of(dtype: torch.dtype) -> Kind:
 
 
 def _fastest(found: ctypes.CDLL, kinds: Sequence[Kind]) -> Kind:
-    """The kind with the shortest times; a later one only if it is clearly faster."""
+    """Return the kind with the shortest times; a later one only if it is clearly faster."""
     taken = _seconds(found, kinds) if len(kinds) > 1 else {}
     best = kinds[0]
     for kind in taken:
@@ -172,8 +178,9 @@ def _fastest(found: ctypes.CDLL, kinds: Sequence[Kind]) -> Kind:
 
 
 def decodes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether passes of few rows in that dtype take no longer than in float32: our own products are measured, once,
-    and what was found is kept; elsewhere it is the same question as for training."""
+    """Return whether passes of few rows in that dtype take no longer than in float32. Our own
+    products are measured once and the result is kept; elsewhere the answer is that for training.
+    """
     if device.type != "cpu" or dtype is not torch.bfloat16 or not ready(dtype):
         return multiplies(device, dtype)
     return _takes_of_float32() < _MUCH
@@ -181,7 +188,7 @@ def decodes(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def _takes_of_float32() -> float:
-    """What products of few rows take in bf16, in parts of what they take in float32."""
+    """Return the time of products of few rows in bf16, as a multiple of that in float32."""
     found, kind = library(), kind_of(torch.bfloat16)
     assert found is not None, "ready() is asked first"
 
@@ -194,8 +201,9 @@ def _takes_of_float32() -> float:
 
 @torch.inference_mode()
 def _seconds(found: ctypes.CDLL, kinds: Sequence[Kind]) -> dict[Kind, float]:
-    """What a few products take in each way: the shortest times, added up. The ways take turns, so that other work on
-    the machine falls on all of them."""
+    """Return the time of a few products in each way, the shortest of several runs, added up. The
+    ways take turns, so that other work on the machine affects all of them.
+    """
     total = dict.fromkeys(kinds, 0.0)
     for count, depth, outputs in _TRIALS:
         given = {}

@@ -30,7 +30,9 @@ _WAVES = 2  # Programs for each multiprocessor
 
 @cache
 def ready(device: torch.device, _dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the kernels run on this device: Triton may find no compiler for what calls them, or not know the GPU."""
+    """Return whether the kernels run on this device. Triton may find no compiler for its launchers,
+    or not know the GPU.
+    """
     try:
         silu_and_mul(torch.ones(1, 2, device=device, dtype=DTYPES[1]))
     except Exception as error:
@@ -40,7 +42,9 @@ def ready(device: torch.device, _dtype: torch.dtype = torch.bfloat16) -> bool:
 
 
 def takes_states(states: Tensor) -> bool:
-    """Whether the functions below take values like these: contiguous halves on a GPU, without a gradient."""
+    """Return whether the functions below take these values: contiguous halves on a GPU, without a
+    gradient.
+    """
     return (
         states.dtype in DTYPES
         and states.is_contiguous()
@@ -51,7 +55,7 @@ def takes_states(states: Tensor) -> bool:
 
 
 def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Whether `attend` can be asked."""
+    """Return whether `attend` takes these tensors."""
     tensors = (query, key, value, mask)
     return (
         query.dtype in DTYPES
@@ -66,7 +70,7 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm of (.., size), in float32, times `weight` (size,)."""
+    """Compute RMSNorm of (.., size) in float32, times `weight` (size,)."""
     size, result = states.shape[-1], torch.empty_like(states)
     block = triton.next_power_of_2(size)
     warps = min(16, max(1, block // 512))
@@ -76,7 +80,7 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def silu_and_mul(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size)."""
+    """Compute ``silu(gate) * up`` of (.., 2 * size), gates first: (.., size)."""
     size, block = both.shape[-1] // 2, 1024
     result = both.new_empty(*both.shape[:-1], size)
     with torch.cuda.device_of(both):
@@ -87,7 +91,7 @@ def silu_and_mul(both: Tensor) -> Tensor:
 def rope_and_write(
     states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
 ) -> Tensor:
-    """As `native.rope_and_write`."""
+    """Do what `native.rope_and_write` does, on a GPU."""
     query = states.new_empty(*states.shape[:-1], heads.queries, heads.depth)
     norms = (heads.query_norm, heads.key_norm)
     weights = [states if norm is None else norm.weight for norm in norms]
@@ -121,8 +125,9 @@ def attend(
     *,
     paths: Paths | None = None,
 ) -> Tensor:
-    """Attention where `takes_attention` says so, (B, N, heads, D'). Several programs share the slots of a sequence, as
-    many as keep the device busy (Flash-Decoding), and pass over what no query of theirs sees.
+    """Compute attention (B, N, heads, D') for tensors that `takes_attention` accepts. Several
+    programs share the slots of a sequence, as many as keep the device busy (Flash-Decoding), and
+    skip what none of their queries sees.
 
     Args:
         query: (B, heads, N, D)
@@ -220,7 +225,7 @@ def _gate(both, result, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _product(one, other):
-    """Of two halves, rounded to one."""
+    """Multiply two halves and round the product to a half."""
     return (one.to(tl.float32) * other.to(tl.float32)).to(one.dtype)
 
 
@@ -281,7 +286,9 @@ def _place(
 
 @triton.jit
 def _rows_of(program, count, GROUPS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr):
-    """Heads of a group and nodes that a program attends for, and whether there are such."""
+    """Return the heads of a group and the nodes that a program attends for, and a mask of those
+    that exist.
+    """
     row = tl.arange(0, ROWS)
     if ALONG:  # one node, and the heads of its group
         return row, row * 0 + program, row < GROUPS
@@ -292,7 +299,7 @@ def _rows_of(program, count, GROUPS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl
 
 @triton.jit
 def _on_path(rank, inside, length, path, longest):
-    """Where the tokens of these ranks stand, and whether there are such."""
+    """Return the slots of the tokens of these ranks, and a mask of those that exist."""
     behind = rank - length
     node = tl.load(path + behind, mask=(behind >= 0) & (behind < longest), other=-1)
     inside = inside & ((behind < 0) | (node >= 0))
